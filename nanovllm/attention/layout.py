@@ -1,0 +1,111 @@
+"""Turns a scheduled batch into row numbers: which cache slot, position and table each row of the flat batch has.
+
+Rows are ordered decodes first (sequences with one new token), then chunks, so that each attention call gets a slice::
+
+    row     0     1     2   | 3    4    5    6  | 7    8
+            a     b     c   | d    d    d    d  | e    e        one forward pass over all of them
+            decode call     | chunk call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.batch import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Host arrays of one step, `num_tokens` rows (padding not included).
+
+    entries: the batch's entries in row order.
+    row_starts: [num_entries + 1] first row of each entry.
+    token_ids: [num_tokens] int64.
+    positions: [num_tokens] int64, position of each row's token in its sequence.
+    slots: [num_tokens] int64, cache slot that takes the row's K and V.
+    sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`.
+    blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
+        values, since a masked slot still enters the product as 0 * value.
+    """
+
+    entries: list[ScheduledSequence]
+    num_decodes: int
+    row_starts: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    sample_rows: NDArray[np.int64]
+    blocks_to_clear: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def decodes(self) -> list[ScheduledSequence]:
+        return self.entries[: self.num_decodes]
+
+    @property
+    def chunks(self) -> list[ScheduledSequence]:
+        return self.entries[self.num_decodes :]
+
+
+def build_layout(batch_entries: SequenceABC[ScheduledSequence], block_size: int) -> BatchLayout:
+    """Lay out a step's entries; the only Python loops are over entries, never over tokens."""
+    decodes = [entry for entry in batch_entries if entry.num_new_tokens == 1]
+    entries = decodes + [entry for entry in batch_entries if entry.num_new_tokens > 1]
+    starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
+    counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
+    row_starts = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum(counts, out=row_starts[1:])
+
+    # A row's position is its place in its entry plus the entry's start.
+    positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
+    ends = starts + counts
+    # Only the blocks that this step touches, flattened; a row finds its own through the offset of its entry.
+    first_blocks = starts // block_size
+    touched = [
+        entry.block_table[first : (end - 1) // block_size + 1]
+        for entry, first, end in zip(entries, first_blocks.tolist(), ends.tolist(), strict=True)
+    ]
+    widths = np.fromiter((len(blocks) for blocks in touched), np.int64, len(entries))
+    flat_blocks = np.fromiter(chain.from_iterable(touched), np.int64, int(widths.sum()))
+    offsets = np.cumsum(widths) - widths
+    block_of_row = flat_blocks[positions // block_size + np.repeat(offsets - first_blocks, counts)]
+
+    last_block_starts = (ends - 1) // block_size * block_size
+    unfinished = (last_block_starts >= starts) & (ends % block_size != 0)
+    return BatchLayout(
+        entries=entries,
+        num_decodes=len(decodes),
+        row_starts=row_starts,
+        token_ids=_token_ids(entries, int(row_starts[-1])),
+        positions=positions,
+        slots=block_of_row * block_size + positions % block_size,
+        sample_rows=_sample_rows(batch_entries, entries, row_starts),
+        blocks_to_clear=flat_blocks[(offsets + widths - 1)[unfinished]],
+    )
+
+
+def _token_ids(entries: list[ScheduledSequence], num_tokens: int) -> NDArray[np.int64]:
+    token_ids = np.empty(num_tokens, np.int64)
+    row = 0
+    for sequence, start, count, *_ in entries:
+        if count == 1:
+            token_ids[row] = sequence.token_ids[start]
+        else:
+            token_ids[row : row + count] = sequence.token_ids[start : start + count]
+        row += count
+    return token_ids
+
+
+def _sample_rows(
+    batch_entries: SequenceABC[ScheduledSequence], entries: list[ScheduledSequence], row_starts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    last_row = {id(entry.sequence): row - 1 for entry, row in zip(entries, row_starts[1:].tolist(), strict=True)}
+    return np.array([last_row[id(entry.sequence)] for entry in batch_entries if entry.samples], np.int64)

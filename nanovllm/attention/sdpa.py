@@ -1,0 +1,149 @@
+"""Attention that gathers each sequence's pages and calls PyTorch's own attention: needs no compiler.
+
+Decodes are batched, padded to the longest of their group; chunks go one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.layout import BatchLayout
+from nanovllm.batch import ScheduledSequence
+from nanovllm.block_manager import NULL_BLOCK
+
+# Decodes are gathered together while the longest of a group has at most this many times the pages of the shortest:
+# padding costs memory traffic, a further call costs some tens of microseconds a layer.
+GROUP_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    rows: Tensor  # [group] int64: rows of the flat batch
+    pages: Tensor  # [group, max_pages] int64, padded with the null block
+    mask: Tensor  # [group, 1, 1, max_pages * block_size], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    first_row: int
+    end_row: int
+    pages: Tensor | None  # [num_pages] int64; None if the chunk is all there is to see
+    context: int  # keys to see, the chunk included
+    mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
+
+
+class SdpaAttention:
+    """The `sdpa` form. One instance serves every layer of an engine."""
+
+    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+
+    def plan(self, layout: BatchLayout) -> SdpaPlan:
+        """What all layers of one step share."""
+        chunks = [
+            self._chunk(int(layout.row_starts[index]), layout.entries[index])
+            for index in range(layout.num_decodes, len(layout.entries))
+        ]
+        return SdpaPlan(self.block_size, layout.num_decodes, self._decode_groups(layout), chunks)
+
+    def _decode_groups(self, layout: BatchLayout) -> list[_DecodeGroup]:
+        if not layout.num_decodes:
+            return []
+        contexts = layout.positions[: layout.num_decodes] + 1
+        num_pages = -(-contexts // self.block_size)
+        order = np.argsort(num_pages, kind="stable")
+        sorted_pages = num_pages[order]
+        groups = []
+        first = 0
+        while first < len(order):
+            end = int(np.searchsorted(sorted_pages, sorted_pages[first] * GROUP_RATIO, side="right"))
+            rows = order[first:end]
+            width = int(sorted_pages[end - 1])
+            pages = np.full((len(rows), width), NULL_BLOCK, np.int64)
+            for index, row in enumerate(rows.tolist()):
+                table = layout.entries[row].block_table[: num_pages[row]]
+                pages[index, : len(table)] = table
+            hidden = torch.from_numpy(np.arange(width * self.block_size)[None] >= contexts[rows][:, None])
+            mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+            groups.append(
+                _DecodeGroup(
+                    torch.from_numpy(rows).to(self.device),
+                    torch.from_numpy(pages).to(self.device),
+                    mask[:, None, None].to(self.device),
+                )
+            )
+            first = end
+        return groups
+
+    def _chunk(self, first_row: int, entry: ScheduledSequence) -> _Chunk:
+        count, context = entry.num_new_tokens, entry.start + entry.num_new_tokens
+        if entry.start == 0:
+            return _Chunk(first_row, first_row + count, None, context, None)
+        num_pages = -(-context // self.block_size)
+        pages = torch.tensor(entry.block_table[:num_pages], device=self.device)
+        queries = torch.arange(entry.start, context, device=self.device)
+        hidden = torch.arange(context, device=self.device)[None] > queries[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        return _Chunk(first_row, first_row + count, pages, context, mask[None, None])
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """One step's groups and chunks; `attend` is called once a layer."""
+
+    block_size: int
+    num_decodes: int
+    groups: list[_DecodeGroup]
+    chunks: list[_Chunk]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
+    ) -> Tensor:
+        """Attention of all rows over the cache, in which this step's keys and values stand already.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim].
+            key, value: [num_tokens, num_kv_heads, head_dim], this step's own.
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim].
+
+        Returns [num_tokens, num_heads, head_dim].
+        """
+        _, num_heads, head_dim = query.shape
+        num_kv_heads = key.shape[1]
+        output = torch.empty_like(query)
+        key_pages = key_cache.view(-1, self.block_size, num_kv_heads, head_dim)
+        value_pages = value_cache.view(-1, self.block_size, num_kv_heads, head_dim)
+        for group in self.groups:
+            size = len(group.rows)
+            # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
+            folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
+            keys = key_pages[group.pages].view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            values = value_pages[group.pages].view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            mask = group.mask.expand(-1, -1, folded.shape[2], -1)
+            attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+            output[group.rows] = attended.reshape(size, num_heads, head_dim)
+        for chunk in self.chunks:
+            rows = slice(chunk.first_row, chunk.end_row)
+            if chunk.pages is None:
+                keys, values = key[rows], value[rows]  # [context, num_kv_heads, head_dim]
+            else:
+                keys = key_pages[chunk.pages].view(-1, num_kv_heads, head_dim)[: chunk.context]
+                values = value_pages[chunk.pages].view(-1, num_kv_heads, head_dim)[: chunk.context]
+            attended = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1)[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=scaling,
+                enable_gqa=num_heads != num_kv_heads,
+            )  # [1, num_heads, num_rows, head_dim]
+            output[rows] = attended[0].transpose(0, 1)
+        return output

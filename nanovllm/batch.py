@@ -1,0 +1,38 @@
+"""What the scheduler tells the model runner: one immutable record of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm.sequence import Sequence
+
+NON_FINITE = -1  # the runner's answer in place of a token when a row of logits is not finite
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step (a named tuple: one is built per running request and step)."""
+
+    sequence: Sequence
+    start: int  # position of its first new token
+    num_new_tokens: int
+    samples: bool  # True when its last known token is computed, so that the next one is drawn
+    block_table: list[int]  # the list at scheduling time: it may grow, but never changes what it held
+    num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The sequences of one step, decodes first."""
+
+    step_id: int
+    entries: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.entries)
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that draw a token in this step, in batch order."""
+        return [entry.sequence for entry in self.entries if entry.samples]

@@ -1,0 +1,286 @@
+"""Hands out the KV cache's blocks and finds prefixes that are already in them; pure bookkeeping, no tensors.
+
+The life of a block::
+
+            allocate                      release (last reference)
+    free ----------------> referenced -----------------------------> free, content kept
+     ^                      |      ^                                    |        |
+     |                      |      +---- claim: a prefix hit -----------+        |
+     |             register: findable                                            |
+     +---------------------- evicted: allocated for other content <--------------+
+
+Invariant: every block but block 0 is either free or referenced, and a findable block holds, or is scheduled to hold
+before anyone reads it, exactly the tokens that its entry names behind exactly the prefix that its entry names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from nanovllm.sequence import Sequence
+
+NULL_BLOCK = 0  # never handed out: padded reads go there, so its content stays zero
+UNREGISTERED = 0  # prefix ids count from 1
+
+
+@dataclass(slots=True)
+class PrefixEntry:
+    """One findable content: a block's tokens behind a given prefix, and every block that holds it.
+
+    `parent` is the prefix id of the block before, or the request's cache salt for a first block (a string, so that it
+    equals no prefix id). `blocks` is used as an ordered set.
+    """
+
+    prefix_id: int
+    block_hash: bytes
+    parent: int | str
+    tokens: bytes
+    blocks: dict[int, None] = field(default_factory=dict)
+
+
+class BlockManager:
+    """Ref-counted blocks of `block_size` tokens with hash-chained prefix caching; every operation is O(1) a block.
+
+    Prefix caching by a chain of block hashes follows vLLM (Kwon et al. 2023, and its automatic prefix caching). A hash
+    only finds a candidate here: a hit needs equal tokens and the same parent prefix id, so that a collision costs a
+    miss and never a wrong answer.
+
+    Args:
+        num_blocks: blocks in the cache, the null block included.
+        block_size: tokens a block.
+        enable_prefix_caching: False makes every lookup a miss.
+        hash_seed: what else the KV depends on (model identity, dtype); it enters the first hash of each chain.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, hash_seed: str = ""
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, since block 0 is never given out.")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_evictions = 0
+        self._hash_seed = hash_seed
+        self._ref_counts = [0] * num_blocks
+        # Oldest first, so the next to be taken stands in front; values are unused.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._entries: dict[bytes, PrefixEntry] = {}  # by block hash
+        self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
+        self._last_prefix_id = UNREGISTERED
+        self._uncommitted: dict[int, list[int]] = {}  # step id -> blocks that it made findable
+
+    # ------------------------------------------------------------------------------------------------ capacity
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_findable_blocks(self) -> int:
+        return sum(entry is not None for entry in self._entry_of)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks a claim would take out of the free ones."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
+
+    # ------------------------------------------------------------------------------------------------ prefixes
+
+    def lookup(self, sequence: Sequence) -> list[int]:
+        """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
+
+        Starts behind its computed tokens (which must end on a block boundary) and stops before its last known token,
+        since that one has to be computed for the logits.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        first = len(sequence.block_table)
+        end = (len(sequence.token_ids) - 1) // self.block_size
+        hits: list[int] = []
+        parent = self._parent_of(sequence, first)
+        for index in range(first, end):
+            if parent is None:
+                break
+            entry = self._entries.get(self._block_hash(sequence, index))
+            if entry is None or not self._matches(entry, parent, sequence, index):
+                break
+            hits.append(next(iter(entry.blocks)))
+            parent = entry.prefix_id
+        return hits
+
+    def claim(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Append blocks found by `lookup` to the sequence's table: pinned before anything else is allocated."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        sequence.block_table.extend(blocks)
+
+    def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
+        """Make the sequence's blocks first..end-1 findable; `step_id` computes the last of their tokens, or follows."""
+        if not self.enable_prefix_caching:
+            return
+        parent = self._parent_of(sequence, first)
+        for index in range(first, end):
+            if parent is None:  # a collision or a reset cut the chain; what follows cannot be found
+                return
+            block = sequence.block_table[index]
+            held = self._entry_of[block]
+            if held is None:
+                held = self._add(sequence, index, block, parent)
+                if held is None:
+                    return
+                self._uncommitted.setdefault(step_id, []).append(block)
+            parent = held.prefix_id
+
+    def _add(self, sequence: Sequence, index: int, block: int, parent: int | str) -> PrefixEntry | None:
+        block_hash = self._block_hash(sequence, index)
+        entry = self._entries.get(block_hash)
+        if entry is None:
+            self._last_prefix_id += 1
+            tokens = sequence.block_tokens(index, self.block_size)
+            entry = self._entries[block_hash] = PrefixEntry(self._last_prefix_id, block_hash, parent, tokens)
+        elif not self._matches(entry, parent, sequence, index):
+            return None  # another content has this hash: it keeps it
+        entry.blocks[block] = None
+        self._entry_of[block] = entry
+        return entry
+
+    def _matches(self, entry: PrefixEntry, parent: int | str, sequence: Sequence, index: int) -> bool:
+        return entry.parent == parent and entry.tokens == sequence.block_tokens(index, self.block_size)
+
+    def _parent_of(self, sequence: Sequence, index: int) -> int | str | None:
+        """What identifies the prefix before block `index`; None if that prefix is not findable."""
+        if index == 0:
+            return sequence.cache_salt
+        entry = self._entry_of[sequence.block_table[index - 1]]
+        return None if entry is None else entry.prefix_id
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        chain = sequence.block_hashes
+        while len(chain) <= index:
+            if chain:
+                parent_hash = chain[-1]
+            else:
+                seed = f"{len(self._hash_seed)}:{self._hash_seed}{sequence.cache_salt}"
+                parent_hash = self._digest(seed.encode("utf-8", "surrogatepass"))
+            chain.append(self._digest(parent_hash + sequence.block_tokens(len(chain), self.block_size)))
+        return chain[index]
+
+    @staticmethod
+    def _digest(data: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(data)
+
+    def _forget_block(self, block: int) -> bool:
+        """Make one block unfindable; the entry dies with its last block. Returns whether it was findable."""
+        entry = self._entry_of[block]
+        if entry is None:
+            return False
+        self._entry_of[block] = None
+        del entry.blocks[block]
+        if not entry.blocks:
+            del self._entries[entry.block_hash]
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Make every block of the sequence unfindable (their content proved unusable)."""
+        for block in sequence.block_table:
+            self._forget_block(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Make every block unfindable. Blocks in use stay with their sequences."""
+        self._entries.clear()
+        self._entry_of = [None] * self.num_blocks
+        self._uncommitted.clear()
+
+    # ---------------------------------------------------------------------------------- allocation and release
+
+    def allocate(self, sequence: Sequence, num_blocks: int) -> None:
+        """Append `num_blocks` free blocks to the table, those freed longest ago first.
+
+        The caller has checked that enough are free.
+        """
+        if num_blocks > len(self._free):
+            raise RuntimeError(f"{num_blocks} blocks asked for, {len(self._free)} free: the scheduler must check first")
+        for _ in range(num_blocks):
+            block, _ = self._free.popitem(last=False)
+            self.num_evictions += self._forget_block(block)
+            self._ref_counts[block] = 1
+            sequence.block_table.append(block)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back all blocks of the sequence; what is findable stays so until it is taken for something else."""
+        blocks, sequence.block_table = sequence.block_table, []
+        self._dereference(blocks)
+
+    def truncate(self, sequence: Sequence, num_blocks: int) -> None:
+        """Keep the first `num_blocks` blocks of the table, in a new list, and give back the others."""
+        blocks = sequence.block_table
+        sequence.block_table = blocks[:num_blocks]
+        self._dereference(blocks[num_blocks:])
+
+    def _dereference(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._entry_of[block] is None:
+                    self._free.move_to_end(block, last=False)  # nothing to lose: the next to be taken
+
+    # ------------------------------------------------------------------------------------------ outcome of steps
+
+    def commit(self, step_id: int) -> None:
+        """Step `step_id` ran: what it made findable is now really in the cache."""
+        self._uncommitted.pop(step_id, None)
+
+    def withdraw(self, step_id: int) -> None:
+        """Step `step_id` failed: what it made findable never was."""
+        for block in self._uncommitted.pop(step_id, ()):
+            if self._forget_block(block) and self._ref_counts[block] == 0:
+                self._free.move_to_end(block, last=False)
+
+    # --------------------------------------------------------------------------------------------------- checks
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Verify every invariant against all live sequences; raises RuntimeError naming the first that is broken."""
+        expected = [0] * self.num_blocks
+        for sequence in sequences:
+            needed = self.num_blocks_for(sequence.num_computed_tokens)
+            _check(len(sequence.block_table) == needed, f"{sequence} should hold {needed} blocks")
+            _check(len(set(sequence.block_table)) == needed, f"{sequence} holds a block twice")
+            for block in sequence.block_table:
+                expected[block] += 1
+            for index, block in enumerate(sequence.block_table):
+                entry = self._entry_of[block]
+                if entry is not None:
+                    tokens = sequence.block_tokens(index, self.block_size)
+                    _check(entry.tokens == tokens, f"block {block} does not hold the tokens of {sequence}")
+                    parent = self._parent_of(sequence, index)  # None once the blocks before became unfindable
+                    _check(parent in (None, entry.parent), f"block {block} hangs on another prefix")
+        _check(expected == self._ref_counts, "reference counts differ from the block tables")
+        _check(expected[NULL_BLOCK] == 0, "the null block was given out")
+        referenced = sum(count > 0 for count in expected)
+        _check(len(self._free) + referenced == self.num_blocks - 1, "free and referenced blocks are not all blocks")
+        _check(NULL_BLOCK not in self._free, "the null block is among the free ones")
+        _check(all(expected[block] == 0 for block in self._free), "a block is free and referenced")
+        findable = 0
+        for block_hash, entry in self._entries.items():
+            _check(bool(entry.blocks), "an entry without blocks")
+            _check(entry.block_hash == block_hash, "an entry under another hash")
+            _check(all(self._entry_of[block] is entry for block in entry.blocks), "an entry names a stranger's block")
+            findable += len(entry.blocks)
+        _check(findable == self.num_findable_blocks, "a findable block that no entry names")
+        prefix_ids = {entry.prefix_id for entry in self._entries.values()}
+        _check(len(prefix_ids) == len(self._entries), "two entries share a prefix id")
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise RuntimeError(f"block manager: {otherwise}")

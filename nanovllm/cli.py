@@ -1,0 +1,269 @@
+"""The command `nanovllm`: generate and chat, with every engine and sampling option as a flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from nanovllm import __version__
+from nanovllm.config import EngineConfig
+from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+    from nanovllm.outputs import RequestOutput
+
+# A small model's answers are best and repeatable without sampling, and a command should end by itself.
+CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 if a request ended with an error, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="nanovllm: %(message)s")
+    try:
+        return options.run(options)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        if options.verbose:
+            raise
+        print(f"nanovllm: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanovllm", description="Inference for the language models of transformers.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; none reads --file or standard input")
+    generate.add_argument("--file", metavar="FILE", help="read prompts from FILE, or from standard input if it is -")
+    generate.add_argument(
+        "--format", choices=("text", "lines", "jsonl"),
+        help="of the file: text is one prompt, lines one a line (the default), jsonl one JSON value a line: a string, "
+        'token ids, or an object with "prompt" or "messages" and any sampling options (the default for *.jsonl)',
+    )  # fmt: skip
+    generate.add_argument("--chat", action="store_true", help="put text prompts into the model's chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
+    generate.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="show a progress bar")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to the model", description="Talk; /reset forgets, /exit leaves.")
+    chat.add_argument("--system", metavar="TEXT", help="a system prompt")
+    chat.set_defaults(run=_chat)
+
+    for command in (generate, chat):
+        command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
+        command.add_argument(
+            "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
+        )
+        command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
+        _add_flags(command.add_argument_group("sampling options"), SamplingParams, CLI_DEFAULTS)
+        _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
+    return parser
+
+
+def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict[str, str] | None = None) -> None:
+    """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
+    help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
+    for field in dataclasses.fields(options):
+        dest = (rename or {}).get(field.name, field.name)
+        flag = "--" + dest.replace("_", "-")
+        text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
+        if field.name in defaults:
+            text += f" (default here: {defaults[field.name]})"
+        kind = str(field.type)  # a string, since annotations are not evaluated
+        common: dict[str, Any] = {"dest": dest, "help": text, "default": argparse.SUPPRESS}
+        if kind == "bool":
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif kind.startswith("tuple"):
+            item = _TYPES[kind.removeprefix("tuple[").split(",")[0]]
+            group.add_argument(flag, action="append", type=item, metavar=item.__name__.upper(), **common)
+        else:
+            item = _TYPES[kind.split(" ")[0]]
+            group.add_argument(flag, type=item, metavar=item.__name__.upper(), **common)
+
+
+def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(SamplingParams) if hasattr(options, f.name)}
+    return CLI_DEFAULTS | given
+
+
+def _open(options: argparse.Namespace) -> LLM:
+    from nanovllm.llm import LLM  # waits for torch, so only once the arguments are known to be good
+
+    names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
+    given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
+    EngineConfig.from_options(**given)
+    return LLM(options.model, tokenizer=options.tokenizer, **given)
+
+
+# -------------------------------------------------------------------------------------------------------- generate
+
+
+def _generate(options: argparse.Namespace) -> int:
+    sampling = _sampling_options(options)
+    SamplingParams(**sampling)
+    requests = list(_read_requests(options))
+    params = []
+    for number, (_, overrides) in enumerate(requests, 1):
+        try:
+            params.append(SamplingParams(**(sampling | overrides)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"request {number}: {error}") from error
+    with _open(options) as llm:
+        prompts = []
+        for prompt, _ in requests:
+            if options.chat and isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+            prompts.append(llm.apply_chat_template(prompt)[0] if is_conversation else prompt)
+        progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
+        outputs = llm.generate(prompts, params, use_tqdm=progress)
+    for (given, _), output in zip(requests, outputs, strict=True):
+        print(_as_json(given, output) if options.json else _as_text(given, output, alone=len(outputs) == 1))
+    for output in outputs:
+        if output.error:
+            print(f"nanovllm: error: {output.error}", file=sys.stderr)
+    return int(any(output.error for output in outputs))
+
+
+def _read_requests(options: argparse.Namespace) -> Iterable[tuple[Any, dict[str, Any]]]:
+    """Pairs of a prompt (text, token ids or messages) and the sampling options that come with it."""
+    if options.prompts:
+        if options.file:
+            raise ValueError("give prompts as arguments or in --file, not both.")
+        return [(prompt, {}) for prompt in options.prompts]
+    if options.file in (None, "-"):
+        return _parse(sys.stdin, options.format or "lines")
+    path = Path(options.file)
+    with path.open(encoding="utf-8") as file:
+        return _parse(file, options.format or ("jsonl" if path.suffix == ".jsonl" else "lines"))
+
+
+def _parse(file: TextIO, form: str) -> list[tuple[Any, dict[str, Any]]]:
+    if form == "text":
+        return [(file.read(), {})]
+    requests: list[tuple[Any, dict[str, Any]]] = []
+    for number, line in enumerate(file, 1):
+        line = line.rstrip("\n")
+        if not line.strip():
+            continue
+        requests.append((line, {}) if form == "lines" else _parse_json(line, number))
+    if not requests:
+        raise ValueError("there is no prompt in the input.")
+    return requests
+
+
+def _parse_json(line: str, number: int) -> tuple[Any, dict[str, Any]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        return value, {}
+    overrides = dict(value)
+    prompts = [overrides.pop(name) for name in ("prompt", "messages") if name in overrides]
+    if len(prompts) != 1:
+        raise ValueError(f'line {number} needs "prompt" or "messages", one of the two.')
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ValueError(
+            f"line {number} holds {unknown[0]!r}, which is no sampling option ({', '.join(sorted(known))})."
+        )
+    return prompts[0], overrides
+
+
+def _as_text(given: Any, output: RequestOutput, *, alone: bool) -> str:
+    text = output.outputs[0].text
+    return text if alone else f"--- {given if isinstance(given, str) else output.request_id}\n{text}"
+
+
+def _as_json(given: Any, output: RequestOutput) -> str:
+    completion, metrics = output.outputs[0], output.metrics
+    record = {
+        "request_id": output.request_id,
+        "prompt": given,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "seconds_to_first_token": _seconds(metrics.arrival_time, metrics.first_token_time),
+        "seconds": _seconds(metrics.arrival_time, metrics.finished_time),
+        "error": output.error,
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _seconds(start: float, end: float | None) -> float | None:
+    return None if end is None else round(end - start, 6)
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+
+def _chat(options: argparse.Namespace) -> int:
+    params = SamplingParams(**_sampling_options(options))
+    beginning = [{"role": "system", "content": options.system}] if options.system else []
+    with _open(options) as llm:
+        conversation = list(beginning)
+        while (line := _read_line()) is not None:
+            if line.strip() == "/exit":
+                break
+            if line.strip() == "/reset":
+                conversation = list(beginning)
+            elif line.strip():
+                conversation.append({"role": "user", "content": line})
+                answer = _answer(llm, conversation, params)
+                conversation.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _read_line() -> str | None:
+    try:
+        if sys.stdin.isatty():
+            return input("> ")
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    except EOFError:
+        return None
+
+
+def _answer(llm: LLM, conversation: list[dict[str, str]], params: SamplingParams) -> str:
+    """Print the answer as it comes; an interrupt ends it, keeping what there is."""
+    shown = ""
+    stream = llm.stream(llm.apply_chat_template(conversation)[0], params)
+    try:
+        for output in stream:
+            if output.error:
+                raise RuntimeError(output.error)
+            text = output.outputs[0].text
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stream.close()  # type: ignore[attr-defined]
+        print(flush=True)
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

