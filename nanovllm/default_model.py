@@ -238,7 +238,7 @@ def _write_tokenizer(reader: "GGUFReader", folder: Path) -> None:
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     roles = {f"{k}_token": tokens[_value(reader, f"tokenizer.ggml.{v}")] for k, v in _TOKEN_IDS.items()}
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=_value(reader, "llama.context_length"),
         chat_template=_value(reader, "tokenizer.chat_template"),

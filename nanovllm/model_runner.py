@@ -134,21 +134,17 @@ class ModelRunner:
         return int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
 
     def warm_up(self) -> None:
-        """Compile what steps need, so that no request waits for it: two batches of decodes and a chunk.
-
-        Two, since FlexAttention compiles for the first size it meets and then, with the second, for any.
-        """
+        """Compile what steps need, in one step of decodes and a chunk, so that no request waits for it."""
         block_size = self.config.block_size
         longest = min(self.config.max_model_len - 1, self.config.max_num_batched_tokens - self.config.max_num_seqs)
-        for number, num_tokens in enumerate((block_size + 5, 2 * block_size + 5)):
-            num_tokens = min(num_tokens, longest - number)
-            if num_tokens < 2:
-                return
-            table = list(range(1, self.config.num_kv_blocks))[: num_tokens // block_size + 1]
-            entries = [self._dummy_entry(0, num_tokens, table)]
-            num_decodes = min(number + 2, self.config.max_num_seqs - 1)
-            entries += [self._dummy_entry(num_tokens - 1, 1, table) for _ in range(num_decodes)]
-            self.execute(ScheduledBatch(0, tuple(entries))).result()
+        num_tokens = min(block_size + 5, longest)
+        if num_tokens < 2:
+            return
+        table = list(range(1, num_tokens // block_size + 2))
+        num_decodes = min(2, self.config.max_num_seqs - 1)
+        entries = [self._dummy_entry(num_tokens - 1, 1, table) for _ in range(num_decodes)]
+        entries.append(self._dummy_entry(0, num_tokens, table))
+        self.execute(ScheduledBatch(0, tuple(entries))).result()
 
     def _dummy_entry(self, start: int, num_tokens: int, table: list[int]) -> ScheduledSequence:
         params = SamplingParams(top_p=0.9)

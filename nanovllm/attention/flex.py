@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanovllm.attention.layout import BatchLayout
@@ -42,7 +42,7 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FlexAttention:
-    """The `flex` form. One instance serves every layer of an engine; each of its two calls compiles once or twice.
+    """The `flex` form. One instance serves every layer of an engine; each of its two calls compiles once.
 
     Args:
         num_blocks: physical blocks of the cache.
@@ -70,15 +70,21 @@ class FlexAttention:
         self.chunk_tile = num_groups * block_size
         # The CPU lowering wants one index column for each physical page; the GPU's a fixed width.
         self.index_width = num_blocks if not on_gpu else -(-max_model_len // block_size) + 1
+        # One tile would be compiled as a special case. Under 128 rows the GPU would take another kernel, which splits
+        # the physical cache and not the sequence's pages.
+        min_rows = 128 if on_gpu else 0
+        self.min_decode_tiles = max(2, -(-min_rows // self.decode_tile))
+        self.min_chunk_tiles = max(2, -(-min_rows // self.chunk_tile))
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
-        max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
-        self._decode_index = _IndexBuffers(max(2, max_num_seqs), self.index_width, device)
-        self._chunk_index = _IndexBuffers(max(2, max_chunk_tiles), self.index_width, device)
-        self._tail_offsets = torch.zeros(max(2, max_num_seqs), dtype=torch.int32, device=device)
-        self._compiled_decode = torch.compile(own_code(_decode_call), fullgraph=True)
-        self._compiled_chunk = torch.compile(own_code(_chunk_call), fullgraph=True)
-        self._decode_options = _kernel_options(self.decode_tile, block_size) if on_gpu else {}
-        self._chunk_options = _kernel_options(self.chunk_tile, block_size) if on_gpu else {}
+        max_chunk_tiles = max(self.min_chunk_tiles, max_num_batched_tokens // block_size + 2 * max_num_seqs)
+        max_decode_tiles = max(self.min_decode_tiles, max_num_seqs)
+        self.decode_index = _IndexBuffers(max_decode_tiles, self.index_width, device)
+        self.chunk_index = _IndexBuffers(max_chunk_tiles, self.index_width, device)
+        self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
+        self.decode = _TileAttention(
+            self.decode_tile, block_size, _kernel_options(self.decode_tile, block_size, device)
+        )
+        self.chunk = _TileAttention(self.chunk_tile, block_size, _kernel_options(self.chunk_tile, block_size, device))
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
@@ -99,10 +105,10 @@ class FlexAttention:
         tables = (e.block_table[:n] for e, n in zip(layout.decodes, num_full.tolist(), strict=True))
         full = np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(num_full.sum()))
         tail_pages = layout.slots[: layout.num_decodes] // self.block_size
-        num_tiles = max(2, layout.num_decodes)  # one tile would be compiled as a special case
-        self._decode_index.fill(num_tiles, num_full, full, tail_pages)
+        num_tiles = max(self.min_decode_tiles, layout.num_decodes)
+        self.decode_index.fill(num_tiles, num_full, full, tail_pages)
         offsets = torch.from_numpy((last % self.block_size).astype(np.int32))
-        self._tail_offsets[: layout.num_decodes].copy_(offsets)
+        self.tail_offsets[: layout.num_decodes].copy_(offsets)
         return num_tiles
 
     def _plan_chunks(self, layout: BatchLayout) -> tuple[int, np.ndarray]:
@@ -121,8 +127,8 @@ class FlexAttention:
             num_tiles += end - first
         if not num_tiles:
             return 0, np.zeros(0, np.int64)
-        padded = max(2, num_tiles)
-        self._chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_pages))
+        padded = max(self.min_chunk_tiles, num_tiles)
+        self.chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_pages))
         return padded, np.concatenate(tile_rows)
 
 
@@ -150,10 +156,8 @@ class FlexPlan:
             n, tiles, tile = self.num_decodes, self.num_decode_tiles, form.decode_tile
             rows = query.new_zeros(1, num_kv_heads, tiles, tile, head_dim)
             rows[0, :, :n, :groups] = grouped[:n].transpose(0, 1)
-            attended = form._compiled_decode(
-                rows.view(1, num_kv_heads, tiles * tile, head_dim), keys, values, *form._decode_index.of(tiles),
-                form._tail_offsets, tile, form.block_size, scaling, form._decode_options,
-            )  # fmt: skip
+            rows = rows.view(1, num_kv_heads, tiles * tile, head_dim)
+            attended = form.decode.attend(rows, keys, values, form.decode_index.tables, form.tail_offsets, scaling)
             output[:n] = attended.view(num_kv_heads, tiles, tile, head_dim)[:, :n, :groups].transpose(0, 1)
         if self.num_chunk_tiles:
             tiles, size = self.num_chunk_tiles, form.block_size
@@ -161,10 +165,8 @@ class FlexPlan:
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
             rows[self.chunk_rows] = grouped[self.num_decodes :]
             rows = rows.view(tiles, size, num_kv_heads, groups, head_dim).permute(2, 0, 3, 1, 4)
-            attended = form._compiled_chunk(
-                rows.reshape(1, num_kv_heads, tiles * form.chunk_tile, head_dim), keys, values,
-                *form._chunk_index.of(tiles), form.chunk_tile, size, scaling, form._chunk_options,
-            )  # fmt: skip
+            rows = rows.reshape(1, num_kv_heads, tiles * form.chunk_tile, head_dim)
+            attended = form.chunk.attend(rows, keys, values, form.chunk_index.tables, None, scaling)
             attended = attended.view(num_kv_heads, tiles, groups, size, head_dim).permute(1, 3, 0, 2, 4)
             output[self.num_decodes :] = attended.reshape(tiles * size, num_kv_heads, groups, head_dim)[self.chunk_rows]
         return output.view(query.shape)
@@ -196,27 +198,58 @@ class _IndexBuffers:
         self.num_own[0, 0, :num_tiles] = 0
         self.num_own[0, 0, :used] = 1
 
-    def of(self, num_tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self.num_own[:, :, :num_tiles],
-            self.own_page[:, :, :num_tiles],
-            self.num_full[:, :, :num_tiles],
-            self.full_pages[:, :, :num_tiles],
-        )
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.num_own, self.own_page, self.num_full, self.full_pages
 
 
-def _kernel_options(tile: int, block_size: int) -> dict[str, Any]:
-    """Tile sizes of the GPU kernel: BLOCK_M must divide the tile, BLOCK_N the page (measured on sm_90)."""
-    block_m = next(size for size in (64, 32, 16) if tile % size == 0)
-    return {"BLOCK_M": block_m, "BLOCK_N": min(64, block_size), "num_warps": 4, "num_stages": 3}
+class _TileAttention(nn.Module):
+    """FlexAttention over tiles of `tile` query rows and pages of `block_size` slots.
+
+    The sizes are attributes of a module because there alone the compiler takes whole numbers as constants; as
+    arguments they may become symbols, which the GPU kernel's generated mask cannot hold.
+    """
+
+    def __init__(self, tile: int, block_size: int, kernel_options: dict[str, Any]) -> None:
+        super().__init__()
+        self.tile = tile
+        self.block_size = block_size
+        self.kernel_options = kernel_options
+        # Nothing but the number of rows, which is marked at each call, may become a symbol: with the cache's size as
+        # another, or with what an earlier process saw change, the CPU's generated code does not compile.
+        self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
+
+    def attend(self, query: Tensor, *arguments: Any) -> Tensor:
+        torch._dynamo.mark_dynamic(query, 2)
+        return self._compiled(self, query, *arguments)
 
 
-def _block_mask(
-    num_rows: int, num_slots: int, tables: tuple[Tensor, ...], sizes: tuple[int, int], mask_mod
-) -> BlockMask:
-    num_own, own_page, num_full, full_pages = tables
-    return BlockMask(
-        seq_lengths=(num_rows, num_slots),
+def _attend_tiles(
+    sizes: _TileAttention,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    tail_offsets: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """Attention of query [1, num_kv_heads, num_tiles * tile, head_dim] over all slots, as the tables say.
+
+    Of its own page a decode tile sees the slots up to `tail_offsets` [max_tiles]; a chunk tile (None) the diagonal.
+    """
+    tile, block_size = sizes.tile, sizes.block_size
+
+    def up_to_last_position(batch, head, row, slot):
+        assert tail_offsets is not None
+        return slot % block_size <= tail_offsets[row // tile]
+
+    def diagonal(batch, head, row, slot):
+        return slot % block_size <= row % block_size
+
+    num_tiles = query.shape[2] // tile
+    num_own, own_page, num_full, full_pages = (table[:, :, :num_tiles] for table in tables)
+    block_mask = BlockMask(
+        seq_lengths=(query.shape[2], keys.shape[2]),
         kv_num_blocks=num_own,
         kv_indices=own_page,
         full_kv_num_blocks=num_full,
@@ -225,26 +258,17 @@ def _block_mask(
         q_indices=None,
         full_q_num_blocks=None,
         full_q_indices=None,
-        BLOCK_SIZE=sizes,
-        mask_mod=mask_mod,
+        BLOCK_SIZE=(tile, block_size),
+        mask_mod=diagonal if tail_offsets is None else up_to_last_position,
     )
+    options: Any = sizes.kernel_options
+    attended: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling, kernel_options=options)
+    return attended
 
 
-def _decode_call(
-    query, keys, values, num_own, own_page, num_full, full_pages, offsets, tile, block_size, scaling, options
-):
-    def up_to_last_position(batch, head, row, slot):
-        return slot % block_size <= offsets[row // tile]
-
-    tables = (num_own, own_page, num_full, full_pages)
-    mask = _block_mask(query.shape[2], keys.shape[2], tables, (tile, block_size), up_to_last_position)
-    return flex_attention(query, keys, values, block_mask=mask, scale=scaling, kernel_options=options)
-
-
-def _chunk_call(query, keys, values, num_own, own_page, num_full, full_pages, tile, block_size, scaling, options):
-    def diagonal(batch, head, row, slot):
-        return slot % block_size <= row % block_size
-
-    tables = (num_own, own_page, num_full, full_pages)
-    mask = _block_mask(query.shape[2], keys.shape[2], tables, (tile, block_size), diagonal)
-    return flex_attention(query, keys, values, block_mask=mask, scale=scaling, kernel_options=options)
+def _kernel_options(tile: int, block_size: int, device: torch.device) -> dict[str, Any]:
+    """Tile sizes of the GPU kernel: BLOCK_M must divide the tile, BLOCK_N the page (measured on sm_90)."""
+    if device.type != "cuda":
+        return {}
+    block_m = next(size for size in (64, 32, 16) if tile % size == 0)
+    return {"BLOCK_M": block_m, "BLOCK_N": min(64, block_size), "num_warps": 4, "num_stages": 3}

@@ -1,0 +1,164 @@
+"""Tiny random models and a tiny real tokenizer, built from configs: no hub, no download, milliseconds each.
+
+The weights are drawn wide: attention is peaked, logits vary strongly, and a greedy continuation depends on the whole
+prompt. A model whose output collapses to one repeated token would pass any comparison and prove nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 2048
+
+# family: (config class, model class, query heads, KV heads, head size, own options). The groups are of 3, 1, 4, 6, 8.
+_FAMILIES: dict[str, tuple[Any, Any, int, int, int, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, 6, 2, 64, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, 4, 4, 80, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, 8, 2, 128, {}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, 6, 1, 64, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, 8, 1, 80, {"sliding_window": None}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def tiny_model(
+    family: str = "llama", *, num_layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
+    """A random causal language model of one family, in eval mode, without end-of-sequence tokens.
+
+    Args:
+        overrides: fields of the family's config; `eos_token_id` (one or several) reaches the generation config too.
+    """
+    config_class, model_class, num_heads, num_kv_heads, head_dim, own = _FAMILIES[family]
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": num_heads * head_dim,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family in ("qwen3", "mistral"):  # the others divide the hidden size among the heads
+        fields |= {"head_dim": head_dim, "hidden_size": 256}
+    model = model_class(config_class(**(fields | own | overrides)))
+    widen(model, seed=seed)
+    return model.to(dtype).eval()
+
+
+def widen(model: nn.Module, *, seed: int = 0) -> None:
+    """Draw all weights anew, wide enough that outputs vary and depend on every token of the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    # Queries and keys make attention look at few tokens, values and the output projection make what it sees count.
+    gains = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 2.0, "o_proj": 2.0, "lm_head": 3.0}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                mean = 1.75 if "q_norm" in name or "k_norm" in name else 1.0
+                parameter.copy_(mean + 0.1 * noise)
+            elif parameter.dim() < 2:  # biases
+                parameter.copy_(0.1 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            else:
+                gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+                parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)
+
+
+# Text to learn merges from; what it says does not matter, that it repeats itself a little does.
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog. A block holds the keys and values of sixteen tokens or more. "
+    "What is the capital of France? The capital of France is Paris. Two and two are four, and four and four are "
+    "eight. Once upon a time there was an engine that answered every question it was asked, one token at a time. "
+    "Requests arrive, wait, run and finish; blocks are taken, shared, kept and given back. Größe, café, naïve, 你好. "
+    "In the beginning nobody knew how long the answer would be, so the scheduler gave each sequence a small share of "
+    "every step. Whoever came first was served first, and whoever asked for little was never kept waiting for long.",
+)
+
+
+@functools.cache
+def _byte_level_bpe() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return tokenizer.to_str()
+
+
+def tiny_tokenizer(*, eos_token: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens: it can spell any text, and has a chat template."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_byte_level_bpe()),
+        eos_token=eos_token,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tiny(
+    folder: Path,
+    family: str = "llama",
+    *,
+    eos_token_ids: Sequence[int] | None = None,
+    with_tokenizer: bool = True,
+    **options: Any,
+) -> Path:
+    """Save a tiny model, and its tokenizer, as a folder that `from_pretrained` loads; returns the folder.
+
+    Args:
+        eos_token_ids: of the generation config.
+        options: as in `tiny_model`.
+    """
+    model = tiny_model(family, **options)
+    if eos_token_ids is not None:
+        model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids))
+    model.save_pretrained(folder)
+    if with_tokenizer:
+        tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def random_prompts(count: int, *, low: int = 4, high: int = 64, seed: int = 0) -> list[list[int]]:
+    """Prompts of `low` to `high` random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
