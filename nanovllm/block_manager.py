@@ -190,9 +190,21 @@ class BlockManager:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """Make every block of the sequence unfindable (their content proved unusable)."""
-        for block in sequence.block_table:
-            self._forget_block(block)
+        """Make the content of the sequence's full blocks unfindable, and all that was computed behind it."""
+        dead: set[int] = set()
+        parent: int | str = sequence.cache_salt
+        for index in range(len(sequence.token_ids) // self.block_size):
+            entry = self._entries.get(self._block_hash(sequence, index))
+            if entry is None or not self._matches(entry, parent, sequence, index):
+                break
+            dead.add(parent := entry.prefix_id)
+        for entry in list(self._entries.values()):  # in order of registration, so parents come before children
+            if entry.prefix_id in dead or entry.parent in dead:
+                dead.add(entry.prefix_id)
+                for block in list(entry.blocks):
+                    self._forget_block(block)
+                    if self._ref_counts[block] == 0:
+                        self._free.move_to_end(block, last=False)
 
     def reset_prefix_cache(self) -> None:
         """Make every block unfindable. Blocks in use stay with their sequences."""
@@ -221,10 +233,13 @@ class BlockManager:
         self._dereference(blocks)
 
     def truncate(self, sequence: Sequence, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks of the table, in a new list, and give back the others."""
-        blocks = sequence.block_table
-        sequence.block_table = blocks[:num_blocks]
-        self._dereference(blocks[num_blocks:])
+        """Give back all but the first `num_blocks` blocks of the table.
+
+        In place: batches in flight that refer to this list only read the part that stays.
+        """
+        blocks = sequence.block_table[num_blocks:]
+        del sequence.block_table[num_blocks:]
+        self._dereference(blocks)
 
     def _dereference(self, blocks: list[int]) -> None:
         for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first

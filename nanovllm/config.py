@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -87,18 +88,17 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes"):
-            _check_integer(name, getattr(self, name), low=1)
-        _check_integer("num_kv_blocks", self.num_kv_blocks, low=2)
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory_bytes"):
+            self._check_integer(name, low=1)
+        self._check_integer("num_kv_blocks", low=2)
         for name in ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"):
-            _check_integer(name, getattr(self, name), low=1)
-        _check_integer("block_size", self.block_size, low=1)
+            self._check_integer(name, low=1)
+        self._check_integer("seed", low=0, high=2**64 - 1, optional=False)
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
-        _check_integer("seed", self.seed, low=0, high=2**64 - 1, optional=False)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'.")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
@@ -113,6 +113,17 @@ class EngineConfig:
                 "attention_backend='flex' needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
+
+    def _check_integer(self, name: str, *, low: int, high: int | None = None, optional: bool = True) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} must be a whole number, not {value!r}.")
+        value = int(value)  # NumPy's integers overflow
+        if value < low or (high is not None and value > high):
+            raise ValueError(f"{name} is {value}; it must be at least {low}{f' and at most {high}' if high else ''}.")
+        object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work
 
     # ---------------------------------------------------------------------------------------------- resolution
 
@@ -192,29 +203,21 @@ class EngineConfig:
         elif self.kv_cache_memory_bytes is not None:
             num_blocks = self.kv_cache_memory_bytes // block_bytes
         else:  # more than every sequence at full length can never be used
-            num_blocks = min(memory_bytes // block_bytes, per_sequence * self.max_num_seqs + 1)
+            num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * self.max_num_seqs + 1)
         fitting = max(0, num_blocks - 1) * self.block_size
         max_model_len = self.max_model_len
         if fitting < max_model_len:
             if max_model_len_is_set or fitting < 2:
+                smaller = f"Set max_model_len to at most {fitting}, or give" if fitting >= 2 else "Give"
                 raise ValueError(
                     f"the KV cache of {num_blocks} blocks of {self.block_size} tokens ({num_blocks * block_bytes:,} "
                     f"bytes; block 0 is reserved) holds sequences of at most {fitting} tokens, but max_model_len is "
-                    f"{max_model_len}. Set max_model_len to at most {fitting}, or give the cache at least "
-                    f"{per_sequence + 1} blocks ({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, "
-                    "kv_cache_memory_bytes or gpu_memory_utilization."
+                    f"{max_model_len}. {smaller} the cache at least {per_sequence + 1} blocks "
+                    f"({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, kv_cache_memory_bytes or "
+                    "gpu_memory_utilization."
                 )
             max_model_len = fitting
         return replace(self, num_kv_blocks=num_blocks, max_model_len=max_model_len)
-
-
-def _check_integer(name: str, value: Any, *, low: int, high: int | None = None, optional: bool = True) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, not {value!r}.")
-    if int(value) < low or (high is not None and int(value) > high):
-        raise ValueError(f"{name} is {value}; it must be at least {low}{f' and at most {high}' if high else ''}.")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

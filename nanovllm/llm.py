@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,18 @@ Prompt = str | SequenceABC[int]
 Message = Mapping[str, Any]
 
 
+@dataclass(slots=True)
+class _PreparedRequest:
+    """A checked request, ready to be queued."""
+
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    request_id: str = ""
+
+
 class LLM:
     """A model with its engine.
 
@@ -37,7 +50,8 @@ class LLM:
     Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
     the model, ModelLoadError and UnsupportedModelError.
 
-    Calls from several threads take turns. Use it in a `with` block, or call `close`.
+    Calls from several threads, and streams read in between, run together in one batch. Use it in a `with` block, or
+    call `close`.
     """
 
     def __init__(
@@ -62,6 +76,7 @@ class LLM:
             model_identity=loaded.identity,
         )
         self._lock = threading.Lock()
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # by request id: where the call that waits for it looks
 
     # ----------------------------------------------------------------------------------------------- generation
 
@@ -86,22 +101,15 @@ class LLM:
         A bad prompt or parameter raises before any work starts. A request whose logits are not finite ends with
         finish_reason "error"; any other failure ends them all and raises.
         """
-        with self._lock:
-            engine = self._open_engine()
-            requests = self._prepare(engine, prompts, sampling_params, priority, cache_salt)
-            request_ids = [engine.add_request(stream=False, **request) for request in requests]
-            outputs: dict[str, RequestOutput] = {}
-            try:
-                with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                    num_tokens = 0
-                    for output in self._run(engine, set(request_ids)):
-                        outputs[output.request_id] = output
-                        num_tokens += len(output.outputs[0].token_ids)
-                        self._show_progress(bar, num_tokens)
-            finally:
-                for request_id in request_ids:
-                    engine.abort(request_id)  # nothing to do unless something was raised
-            return [outputs[request_id] for request_id in request_ids]
+        requests = self._prepare(prompts, sampling_params, priority, cache_salt)
+        outputs: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for output in self._run(requests, stream=False):
+                outputs[output.request_id] = output
+                num_tokens += len(output.outputs[0].token_ids)
+                self._show_progress(bar, num_tokens)
+        return [outputs[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -121,15 +129,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what there is after each token; closing the iterator ends the request."""
-        with self._lock:
-            engine = self._open_engine()
-            prompts: list[Prompt] = [prompt]
-            (request,) = self._prepare(engine, prompts, sampling_params, 0, cache_salt)
-            request_id = engine.add_request(stream=True, **request)
-            try:
-                yield from self._run(engine, {request_id})
-            finally:
-                engine.abort(request_id)
+        return self._run(self._prepare([prompt], sampling_params, 0, cache_salt), stream=True)
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -150,15 +150,41 @@ class LLM:
             for conversation in conversations
         ]
 
-    @staticmethod
-    def _run(engine: Engine, request_ids: set[str]) -> Iterator[RequestOutput]:
-        remaining = set(request_ids)
-        while remaining:
-            for output in engine.step():
-                if output.request_id in request_ids:
+    def _run(self, requests: list[_PreparedRequest], *, stream: bool) -> Iterator[RequestOutput]:
+        """Queue requests and yield what comes of them; leaving early, or by an exception, ends them.
+
+        Whoever holds the lock steps for all, and leaves the outputs of other calls in their inboxes.
+        """
+        inbox: list[RequestOutput] = []
+        with self._lock:
+            engine = self._open_engine()
+            for request in requests:
+                request.request_id = engine.add_request(
+                    request.token_ids,
+                    request.params,
+                    prompt=request.prompt,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    stream=stream,
+                )
+                self._inboxes[request.request_id] = inbox
+        num_finished = 0
+        try:
+            while num_finished < len(requests):
+                with self._lock:
+                    if not inbox:
+                        for output in self._open_engine().step():
+                            self._inboxes[output.request_id].append(output)
+                    arrived = inbox[:]
+                    inbox.clear()
+                for output in arrived:
+                    num_finished += output.finished
                     yield output
-                    if output.finished:
-                        remaining.discard(output.request_id)
+        finally:
+            with self._lock:
+                for request in requests:
+                    engine.abort(request.request_id)  # nothing to do for one that has ended
+                    self._inboxes.pop(request.request_id, None)
 
     @staticmethod
     def _show_progress(bar: tqdm, num_tokens: int) -> None:
@@ -169,13 +195,14 @@ class LLM:
 
     # ----------------------------------------------------------------------------------------------- preparation
 
-    def _prepare(
-        self, engine: Engine, prompts: Any, sampling_params: Any, priority: Any, cache_salt: Any
-    ) -> list[dict[str, Any]]:
-        """Arguments of `Engine.add_request` for each prompt, all of them checked."""
+    def _prepare(self, prompts: Any, sampling_params: Any, priority: Any, cache_salt: Any) -> list[_PreparedRequest]:
+        """The requests of one call, all of them checked before the first is queued."""
+        engine = self._open_engine()
         prompts = _as_prompts(prompts)
         count = len(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        params = _one_each("sampling_params", sampling_params, SamplingParams, count)
         priorities = _one_each("priority", priority, int, count)
         salts = _one_each("cache_salt", cache_salt, str, count)
         requests = []
@@ -188,15 +215,7 @@ class LLM:
                     raise
                 raise type(error)(f"prompt {number}: {error}") from error
             text = prompt if isinstance(prompt, str) else None
-            requests.append(
-                {
-                    "prompt_token_ids": token_ids,
-                    "params": params[number],
-                    "prompt": text,
-                    "priority": priorities[number],
-                    "cache_salt": salts[number],
-                }
-            )
+            requests.append(_PreparedRequest(text, token_ids, params[number], priorities[number], salts[number]))
         return requests
 
     def _tokenize(self, prompt: Any) -> list[int]:
@@ -218,21 +237,25 @@ class LLM:
         return self._open_engine().config
 
     def stats(self) -> EngineStats:
-        return self._open_engine().stats()
+        with self._lock:
+            return self._open_engine().stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._open_engine().reset_prefix_cache()
+        with self._lock:
+            self._open_engine().reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Forget all KV after an edit of the weights that leaves no trace in a parameter's version or storage."""
-        self._open_engine().drop_computed()
+        with self._lock:
+            self._open_engine().drop_computed()
 
     def close(self) -> None:
-        """Free the caches and let go of the model; closing again does nothing."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """End all requests, free the caches and let go of the model; closing again does nothing."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self

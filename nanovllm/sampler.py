@@ -80,7 +80,7 @@ class Sampler:
 
         Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity.
         """
-        self._suppress_stop_tokens(logits, sequences)
+        self._suppress_stop_tokens(logits, sequences, positions)
         best, token_ids = logits.max(dim=-1)  # max passes a NaN on; a row of all -inf has no token to give
         rows = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
         if rows:
@@ -89,10 +89,10 @@ class Sampler:
         return token_ids.masked_fill_(~best.isfinite(), NON_FINITE)
 
     @staticmethod
-    def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence]) -> None:
+    def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> None:
         rows, columns = [], []
         for row, sequence in enumerate(sequences):
-            if sequence.num_output_tokens < sequence.params.min_tokens:
+            if positions[row] - sequence.num_prompt_tokens < sequence.params.min_tokens:
                 rows += [row] * len(sequence.stop_token_ids)
                 columns += list(sequence.stop_token_ids)
         if rows:

@@ -83,7 +83,10 @@ class SamplingParams:
 def _real(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}.")
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf  # a whole number beyond any float; out of every range here
     if not low <= value <= high or math.isinf(value):  # NaN fails the comparison too
         allowed = f"between {low:g} and {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
         raise ValueError(f"{name} is {value}; it must be {allowed}.")

@@ -170,6 +170,8 @@ class Scheduler:
         """Start waiting sequences in (priority, arrival) order while budget, slots and blocks last."""
         manager = self.block_manager
         slots = self.config.max_num_seqs - len(self.running)
+        if slots <= 0:
+            return
         reserved = sum(self._blocks_lacking(sequence) for sequence in self.running)
         admitted: list[Sequence] = []
         overtaken: list[Sequence] = []
@@ -212,6 +214,8 @@ class Scheduler:
         """What nobody else could use of the budget goes to the chunks that the threshold cut, in their order."""
         for sequence in step.placed:
             size = self._chunk_size(sequence, sequence.num_computed_tokens, step.budget)
+            if not size or self.block_manager.lookup(sequence):
+                continue  # somebody else computes its next block in this step: it will be a hit in the next one
             if size := self._cut_to_free_blocks(sequence, size):
                 self._extend(step, sequence, size)
 
@@ -322,6 +326,8 @@ class Scheduler:
                 continue
             token_id = next(tokens)
             sequence.num_in_flight_tokens -= 1
+            if token_id == NON_FINITE:
+                self.block_manager.forget(sequence)  # also when it was preempted or aborted meanwhile
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             advanced.append(sequence)
@@ -350,7 +356,6 @@ class Scheduler:
             f"request {sequence.request_id!r}: the model's logits after {sequence.num_tokens} tokens are not finite "
             "(NaN or infinity); check the weights and the dtype"
         )
-        self.block_manager.forget(sequence)
         self.finish(sequence, "error")
 
     def rollback(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -358,6 +363,8 @@ class Scheduler:
 
         Registrations are withdrawn and the sequences return to what was computed before, ready to be scheduled again.
         """
+        if not any(batch is launched for launched in self._in_flight):
+            raise RuntimeError(f"step {batch.step_id} is not in flight")
         affected: dict[str, Sequence] = {}
         while self._in_flight and self._in_flight[-1].step_id >= batch.step_id:
             failed = self._in_flight.pop()

@@ -26,8 +26,8 @@ class Sequence:
                      | block | block | block | bl..|            block_table
 
     Nothing says "prefill" or "decode": a step computes some of the difference between known and computed tokens.
-    The block table only grows; when a sequence gives its blocks back it gets a *new* list, so that a batch that
-    still refers to the old one stays what it was.
+    When a sequence gives all its blocks back it gets a *new* block table, so that a batch that still refers to the old
+    one stays what it was.
     """
 
     __slots__ = (

@@ -221,7 +221,10 @@ class _TileAttention(nn.Module):
 
     def attend(self, query: Tensor, *arguments: Any) -> Tensor:
         torch._dynamo.mark_dynamic(query, 2)
-        return self._compiled(self, query, *arguments)
+        # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.
+        # Compiled code is bound to the dispatch keys in force, so that they are made the same.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self._compiled(self, query, *arguments)
 
 
 def _attend_tiles(

@@ -1,0 +1,30 @@
+"""Generate with a module that is being trained: the engine uses its very weights and leaves it as it was."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.default_model import ensure_default_model
+
+TEXT = "The capital of France is Lyon."
+
+
+def main() -> None:
+    folder = ensure_default_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = tokenizer(TEXT, return_tensors="pt")
+
+    with LLM(model=model, tokenizer=tokenizer, max_model_len=512, enforce_eager=True) as llm:
+        for step in range(4):
+            output = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            print(f"after {step} training steps: {output[0].outputs[0].text!r}")
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

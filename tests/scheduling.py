@@ -1,0 +1,413 @@
+"""Settings for tests of the scheduler: small factories, a mock model, and the engine's loop without an engine.
+
+The mock model draws each token as a pure function of all tokens before it, and keeps a KV cache whose slots say which
+prefix they were computed for, so that every read of every step is checked against what the sequence should find there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
+from nanovllm.block_manager import NULL_BLOCK, BlockManager
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence, SequenceStatus
+
+VOCAB_SIZE = 8
+UNWRITTEN = None  # a slot that no successful step has written
+
+
+# ------------------------------------------------------------------------------------------------------- factories
+
+
+def make_sequence(
+    prompt: Iterable[int],
+    *,
+    arrival: int = 0,
+    priority: int = 0,
+    cache_salt: str = "",
+    max_model_len: int = 64,
+    eos_token_ids: Iterable[int] = (),
+    **params: object,
+) -> Sequence:
+    return Sequence(
+        str(arrival),
+        prompt,
+        SamplingParams(**params),
+        arrival=arrival,
+        max_model_len=max_model_len,
+        priority=priority,
+        cache_salt=cache_salt,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def make_config(**limits: int) -> EngineConfig:
+    """A resolved config; limits that a test does not name are too wide to matter."""
+    defaults = {
+        "max_model_len": 64,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 64,
+        "num_kv_blocks": 1025,
+        "max_num_partial_prefills": 64,
+        "max_long_partial_prefills": 64,
+        "long_prefill_token_threshold": 1024,
+    }
+    return EngineConfig(**(defaults | limits))
+
+
+def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: int) -> Scheduler:
+    """A scheduler over blocks that may be smaller than the engine allows: more boundaries in fewer tokens."""
+    config = make_config(**limits)
+    manager = BlockManager(config.num_kv_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(config, manager)
+
+
+def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
+    """What a batch computes, in batch order: request id -> (start, end)."""
+    return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
+
+
+def check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+# ------------------------------------------------------------------------------------------------------ mock model
+
+
+def empty_prefix(cache_salt: str) -> int:
+    return crc32(cache_salt.encode()) + 1
+
+
+def extend_prefix(prefix: int, token_id: int) -> int:
+    """The hash of a prefix that is one token longer (the finaliser of splitmix64, Steele et al. 2014)."""
+    mixed = (prefix * 0x9E3779B97F4A7C15 + token_id + 1) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return mixed ^ (mixed >> 31)
+
+
+def generate_alone(sequence: Sequence) -> list[int]:
+    """The output of a request that has the model to itself: no cache, no batch, one token after the other."""
+    prefix = empty_prefix(sequence.cache_salt)
+    for token_id in sequence.token_ids[: sequence.num_prompt_tokens]:
+        prefix = extend_prefix(prefix, token_id)
+    output: list[int] = []
+    while sequence.num_prompt_tokens + len(output) < sequence.max_num_tokens:
+        output.append(prefix % VOCAB_SIZE)
+        if output[-1] in sequence.stop_token_ids:
+            break
+        prefix = extend_prefix(prefix, output[-1])
+    return output
+
+
+@dataclass(eq=False)
+class Poison:
+    """The KV of a position where the model turned non-finite."""
+
+    block: int
+    is_known: bool = False  # the scheduler was told
+    holders: set[str] = field(default_factory=set)  # requests that held the block when it was told
+
+
+@dataclass
+class _OnDevice:
+    """What the device knows of one sequence: its tokens, and the hash of each prefix that ends with one of them."""
+
+    token_ids: list[int]
+    prefixes: list[int]
+
+
+class MockModel:
+    """Executes batches at launch, in order, as a device does; every broken promise of a batch is an AssertionError."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.config = scheduler.config
+        self.block_size = scheduler.block_size
+        self.slots: list[int | Poison | None] = [UNWRITTEN] * (self.config.num_kv_blocks * self.block_size)
+        self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
+        self._on_device: dict[str, _OnDevice] = {}
+        self._poisons: dict[str, list[Poison]] = {}
+
+    def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
+        """Write, then read, then sample; the new positions of the requests in `non_finite` turn to NaN."""
+        self._check_batch(batch)
+        written_by: dict[int, str] = {}
+        for entry in batch.entries:
+            self._write(entry, written_by)
+        sampled = []
+        for entry in batch.entries:
+            request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
+            end = entry.start + entry.num_new_tokens
+            poisoned = self._reads_poison(entry, written_by)
+            poisoned |= request_id in non_finite
+            if poisoned:
+                self._poison(entry)
+            if entry.samples:
+                check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
+                token_id = NON_FINITE if poisoned else state.prefixes[-1] % VOCAB_SIZE
+                state.token_ids.append(token_id)
+                state.prefixes.append(extend_prefix(state.prefixes[-1], token_id))
+                sampled.append(token_id)
+            else:
+                check(end < len(state.token_ids), f"{request_id} computed its last known token and does not sample")
+        return sampled
+
+    def fail(self, batch: ScheduledBatch) -> None:
+        """The batch ended in an error: its slots hold anything, its tokens never were. Newest batch first."""
+        for entry in batch.entries:
+            state = self._on_device[entry.sequence.request_id]
+            for position in range(entry.start, entry.start + entry.num_new_tokens):
+                self.slots[self._slot(entry, position)] = UNWRITTEN
+            if entry.samples:
+                state.token_ids.pop()
+                state.prefixes.pop()
+
+    def tell_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """The scheduler learns that the sequence turned non-finite: from now on nobody may find its blocks."""
+        running = list(running)
+        for poison in self._poisons.pop(sequence.request_id, ()):
+            if not poison.is_known:
+                poison.is_known = True
+                poison.holders = {other.request_id for other in running if poison.block in other.block_table}
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        entries, block_size = batch.entries, self.block_size
+        check(0 < batch.num_tokens <= self.config.max_num_batched_tokens, f"{batch.num_tokens} tokens in a step")
+        check(len(entries) <= self.config.max_num_seqs, f"{len(entries)} sequences in a step")
+        check(len({id(entry.sequence) for entry in entries}) == len(entries), "a sequence is in a step twice")
+        check(batch.sampling == [entry.sequence for entry in entries if entry.samples], "sampling is out of order")
+        sizes = [entry.num_new_tokens for entry in entries]
+        check(min(sizes) > 0, "an entry computes nothing")
+        for entry in entries:
+            end = entry.start + entry.num_new_tokens
+            check(entry.samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
+            check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
+            used = entry.block_table[: -(-end // block_size)]
+            check(len(used) * block_size >= end, f"{end} tokens in {len(used)} blocks")
+            check(NULL_BLOCK not in used, "the null block is in a block table")
+            check(len(set(used)) == len(used), "a block is in a table twice")
+
+    def _slot(self, entry: ScheduledSequence, position: int) -> int:
+        return entry.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, entry: ScheduledSequence, written_by: dict[int, str]) -> None:
+        sequence = entry.sequence
+        state = self._on_device.get(sequence.request_id)
+        if state is None:
+            state = self._on_device[sequence.request_id] = _OnDevice([], [])
+            self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
+        # A token drawn twice, lost or changed would make host and device differ.
+        known = sequence.token_ids.tolist()
+        check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
+        for position in range(entry.start, entry.start + entry.num_new_tokens):
+            slot = self._slot(entry, position)
+            check(slot not in written_by, f"slot {slot} is written twice in a step")
+            written_by[slot] = sequence.request_id
+            self.slots[slot] = state.prefixes[position]
+
+    @staticmethod
+    def _learn(state: _OnDevice, token_ids: Iterable[int], prefix: int) -> None:
+        for token_id in token_ids:
+            prefix = extend_prefix(prefix, token_id)
+            state.token_ids.append(token_id)
+            state.prefixes.append(prefix)
+
+    def _reads_poison(self, entry: ScheduledSequence, written_by: dict[int, str]) -> bool:
+        """Check every slot that the entry attends to; returns whether one of them is poisoned."""
+        request_id, block_size = entry.sequence.request_id, self.block_size
+        prefixes = self._on_device[request_id].prefixes
+        end = entry.start + entry.num_new_tokens
+        poisoned = shared = False
+        for first in range(0, end, block_size):
+            count = min(block_size, end - first)
+            slot = entry.block_table[first // block_size] * block_size
+            shared |= written_by.get(slot, request_id) != request_id
+            found = self.slots[slot : slot + count]
+            if found == prefixes[first : first + count]:
+                continue
+            for offset, content in enumerate(found):
+                if isinstance(content, Poison):
+                    poisoned = True
+                    check(
+                        not content.is_known or request_id in content.holders,
+                        f"{request_id} found block {content.block}, whose owner had turned non-finite",
+                    )
+                else:
+                    check(
+                        content == prefixes[first + offset],
+                        f"{request_id} reads at position {first + offset} what is not its KV (chunk {entry.start} to "
+                        f"{end}, block {slot // block_size}, {'another' if content else 'nothing'} there)",
+                    )
+        self.num_shared_in_step += shared
+        return poisoned
+
+    def _poison(self, entry: ScheduledSequence) -> None:
+        for position in range(entry.start, entry.start + entry.num_new_tokens):
+            poison = Poison(entry.block_table[position // self.block_size])
+            self.slots[self._slot(entry, position)] = poison
+            self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
+
+
+# ------------------------------------------------------------------------------------------------------------ loop
+
+
+@dataclass(frozen=True)
+class Launched:
+    batch: ScheduledBatch
+    sampled: list[int]
+    tables: tuple[tuple[int, ...], ...]  # as they were at launch
+
+
+class Loop:
+    """What an engine does with a scheduler, in any order that it could; checks every invariant after each call."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.block_manager
+        self.model = MockModel(scheduler)
+        self.sequences: list[Sequence] = []
+        self.in_flight: deque[Launched] = deque()
+        self.seen: Counter[str] = Counter()  # situations that came up, so that a fuzz can prove it met them
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    def add(self, prompt: Iterable[int], **options: object) -> Sequence:
+        options.setdefault("max_model_len", self.scheduler.config.max_model_len)
+        sequence = make_sequence(prompt, arrival=len(self.sequences), **options)
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def launch(self, non_finite: Collection[str] = ()) -> ScheduledBatch | None:
+        """Schedule a batch and execute it; its tokens are read later."""
+        was_running = list(self.scheduler.running)
+        batch = self.scheduler.schedule()
+        if batch is None:
+            self.check()
+            check(bool(self.in_flight) or not self.unfinished, "work is left, none is in flight, none is scheduled")
+            return None
+        self._check_preemptions(was_running, batch)
+        tables = tuple(tuple(entry.block_table) for entry in batch.entries)
+        self.in_flight.append(Launched(batch, self.model.execute(batch, non_finite), tables))
+        self.check()
+        return batch
+
+    def read(self) -> list[Sequence]:
+        """Read the oldest launched batch's tokens; returns the sequences that advanced."""
+        launched = self.in_flight.popleft()
+        for entry, table in zip(launched.batch.entries, launched.tables, strict=True):
+            check(tuple(entry.block_table[: len(table)]) == table, "a launched batch's block table changed")
+        advanced, dropped = [], []
+        for sequence in launched.batch.sampling:
+            (dropped if sequence.is_finished else advanced).append(sequence)
+            self.seen["preempted in flight"] += sequence.status is SequenceStatus.WAITING
+        num_findable = self.manager.num_findable_blocks
+        returned = self.scheduler.update(launched.batch, launched.sampled)
+        check(returned == advanced, "update returns other sequences than those that advanced")
+        self.seen["late registrations"] += max(0, self.manager.num_findable_blocks - num_findable)
+        self.seen["dropped in flight"] += len(dropped)
+        for sequence, token_id in zip(launched.batch.sampling, launched.sampled, strict=True):
+            if token_id == NON_FINITE:
+                self.model.tell_non_finite(sequence, self.scheduler.running)
+                if sequence in advanced:
+                    check(sequence.error is not None and sequence.is_finished, f"{sequence} should end with an error")
+                    self.seen["non-finite"] += 1
+        self.check()
+        return returned
+
+    def step(self) -> ScheduledBatch:
+        """One step without overlap."""
+        batch = self.launch()
+        check(batch is not None, "nothing was scheduled")
+        self.read()
+        return batch
+
+    def fail(self, index: int = 0) -> list[Sequence]:
+        """The batch in flight with this index fails, and with it those launched later."""
+        batch = self.in_flight[index].batch
+        while len(self.in_flight) > index:
+            self.model.fail(self.in_flight.pop().batch)
+        affected = self.scheduler.rollback(batch)
+        self.check()
+        return affected
+
+    def abort(self, sequence: Sequence) -> None:
+        self.seen["aborted in flight"] += sequence.num_in_flight_tokens > 0
+        self.scheduler.finish(sequence, "abort")
+        check(not sequence.block_table, "an aborted request holds blocks")
+        self.check()
+
+    def drain(self, depth: int = 1) -> int:
+        """Run to the end with at most `depth` batches in flight; returns the number of steps, which is bounded."""
+        num_steps = 0
+        # Older prefills may have to wait for younger decodes, so twice as many as one request after the other needs.
+        limit = 2 * self.scheduler.config.max_model_len * (len(self.unfinished) + 1)
+        while self.in_flight or self.unfinished:
+            batch = self.launch()
+            num_steps += batch is not None
+            if self.in_flight and (batch is None or len(self.in_flight) >= depth):
+                self.read()
+            check(num_steps <= limit, f"{len(self.unfinished)} requests unfinished after {num_steps} steps: starvation")
+        return num_steps
+
+    def check(self) -> None:
+        """Every invariant that holds between calls."""
+        scheduler = self.scheduler
+        self.manager.check_integrity([*scheduler.running, *scheduler.waiting])
+        check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
+        check(scheduler.num_batches_in_flight == len(self.in_flight), "batches in flight are lost")
+        in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)
+        for sequence in self.sequences:
+            check(
+                sequence.num_in_flight_tokens == in_flight[sequence.request_id],
+                f"{sequence} counts {sequence.num_in_flight_tokens} tokens in flight",
+            )
+            check(sequence.is_finished or sequence.num_computed_tokens <= sequence.num_known_tokens, f"{sequence}")
+        for queue, status in ((scheduler.running, SequenceStatus.RUNNING), (scheduler.waiting, SequenceStatus.WAITING)):
+            check(all(sequence.status is status for sequence in queue), f"a {status.name} queue holds another status")
+        check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
+        self._check_partial_prefills()
+
+    def check_outputs(self) -> None:
+        """Every request ended with exactly its tokens (an aborted one with the first of them), and nothing leaked."""
+        for sequence in self.sequences:
+            expected, output = generate_alone(sequence), sequence.output_token_ids
+            if sequence.finish_reason in ("abort", "error"):
+                expected = expected[: len(output)]
+            elif expected and expected[-1] in sequence.stop_token_ids:
+                check(sequence.finish_reason == "stop" and sequence.stop_reason == expected[-1], f"{sequence}")
+            else:
+                check(sequence.finish_reason == "length" and sequence.stop_reason is None, f"{sequence}")
+            check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
+        check(self.manager.num_free_blocks == self.manager.num_blocks - 1, "blocks leaked")
+
+    def _check_partial_prefills(self) -> None:
+        config = self.scheduler.config
+        lacking = [sequence.num_known_tokens - sequence.num_computed_tokens for sequence in self.scheduler.running]
+        num_long = sum(count > config.long_prefill_token_threshold for count in lacking)
+        check(num_long <= config.max_long_partial_prefills, f"{num_long} long prefills in progress")
+        num_partial = sum(count > 1 for count in lacking)
+        check(num_partial <= config.max_num_partial_prefills, f"{num_partial} prefills in progress")
+
+    def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
+        preempted = [sequence for sequence in was_running if sequence.status is SequenceStatus.WAITING]
+        if not preempted:
+            return
+        placed = {entry.sequence.request_id for entry in batch.entries}
+        check(not placed & {sequence.request_id for sequence in preempted}, "a sequence was placed and preempted")
+        before = {sequence.request_id for sequence in was_running}
+        check(placed <= before, "a step that preempted admitted a request")
+        oldest = min(sequence.key for sequence in preempted)
+        for sequence in self.scheduler.running:
+            spared = sequence.key < oldest or sequence.request_id in placed
+            check(spared, f"{sequence} was spared, though younger than one that was preempted")
+        check(self.scheduler.running[0].key < oldest, "a sequence was preempted for a younger one")
