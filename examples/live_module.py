@@ -16,9 +16,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = tokenizer(TEXT, return_tensors="pt")
 
+    params = SamplingParams(temperature=0.0, max_tokens=8)
     with LLM(model=model, tokenizer=tokenizer, max_model_len=512, enforce_eager=True) as llm:
         for step in range(4):
-            output = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            output = llm.generate("The capital of France is", params, use_tqdm=False)
             print(f"after {step} training steps: {output[0].outputs[0].text!r}")
             loss = model(**batch, labels=batch["input_ids"]).loss
             loss.backward()

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="nanovllm: %(message)s")
     try:
         return options.run(options)
+    except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         if options.verbose:
             raise
@@ -174,8 +178,10 @@ def _parse_json(line: str, number: int) -> tuple[Any, dict[str, Any]]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number} is not JSON: {error}") from error
-    if not isinstance(value, dict):
+    if isinstance(value, (str, list)):
         return value, {}
+    if not isinstance(value, dict):
+        raise ValueError(f"line {number} is {line}; a prompt is a string, a list of token ids or an object.")
     overrides = dict(value)
     prompts = [overrides.pop(name) for name in ("prompt", "messages") if name in overrides]
     if len(prompts) != 1:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# A character has at most four bytes, hence at most four byte tokens: whatever still ends in a replacement character
-# after more than these is not an unfinished character but invalid.
-MAX_PENDING_TOKENS = 6
+# A character has at most four bytes, hence at most three byte tokens while it is unfinished. What still ends in a
+# replacement character after more tokens than these begins with invalid bytes, which need not be waited for.
+MAX_UNFINISHED = 3
+MAX_PENDING = 6
+# Tokens without text are kept as context, but no more than this.
+MAX_WINDOW = 8
 
 
 class IncrementalDetokenizer:
@@ -24,13 +27,34 @@ class IncrementalDetokenizer:
 
     def add(self, token_id: int) -> None:
         self._window.append(token_id)
-        settled = decode(self._tokenizer, self._window[: self._num_settled])
-        text = decode(self._tokenizer, self._window)
-        is_whole = not text.endswith("\ufffd") or len(self._window) - self._num_settled > MAX_PENDING_TOKENS
-        if len(text) > len(settled) and is_whole:
-            self.text += text[len(settled) :]
-            self._window = self._window[self._num_settled :]
-            self._num_settled = len(self._window)
+        settled = self._decode(self._num_settled)
+        end = len(self._window)
+        text = self._decode(end)
+        if text.endswith("\ufffd"):
+            if end - self._num_settled <= MAX_PENDING:
+                return
+            end, text = self._before_the_unfinished()
+        if len(text) <= len(settled):  # no text of its own: a special token, or a space that waits for its word
+            if end > MAX_WINDOW:
+                del self._window[self._num_settled : end]
+            else:
+                self._num_settled = end
+            return
+        self.text += text[len(settled) :]
+        self._window = self._window[self._num_settled :]
+        self._num_settled = end - self._num_settled
+
+    def _before_the_unfinished(self) -> tuple[int, str]:
+        """The longest part of the window that cuts through no character, and its text."""
+        last = len(self._window)
+        for end in range(last - 1, last - MAX_UNFINISHED - 1, -1):
+            text = self._decode(end)
+            if not text.endswith("\ufffd"):
+                break
+        return end, text
+
+    def _decode(self, end: int) -> str:
+        return decode(self._tokenizer, self._window[:end])
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +79,7 @@ class LLM:
             model_identity=loaded.identity,
         )
         self._lock = threading.Lock()
+        self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
         self._inboxes: dict[str, list[RequestOutput]] = {}  # by request id: where the call that waits for it looks
 
     # ----------------------------------------------------------------------------------------------- generation
@@ -156,8 +160,7 @@ class LLM:
         Whoever holds the lock steps for all, and leaves the outputs of other calls in their inboxes.
         """
         inbox: list[RequestOutput] = []
-        with self._lock:
-            engine = self._open_engine()
+        with self._turn() as engine:
             for request in requests:
                 request.request_id = engine.add_request(
                     request.token_ids,
@@ -171,9 +174,9 @@ class LLM:
         num_finished = 0
         try:
             while num_finished < len(requests):
-                with self._lock:
+                with self._turn() as engine:
                     if not inbox:
-                        for output in self._open_engine().step():
+                        for output in engine.step():
                             self._inboxes[output.request_id].append(output)
                     arrived = inbox[:]
                     inbox.clear()
@@ -181,10 +184,30 @@ class LLM:
                     num_finished += output.finished
                     yield output
         finally:
-            with self._lock:
-                for request in requests:
-                    engine.abort(request.request_id)  # nothing to do for one that has ended
-                    self._inboxes.pop(request.request_id, None)
+            # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
+            # the lock is taken, and whoever takes it next does the rest.
+            self._abandoned.extend(request.request_id for request in requests)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._lock.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Engine]:
+        """The engine, for this thread alone."""
+        with self._lock:
+            engine = self._open_engine()
+            self._abort_abandoned()
+            yield engine
+
+    def _abort_abandoned(self) -> None:
+        """End the requests that nobody waits for any more; nothing to do for those that have ended."""
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self._inboxes.pop(request_id, None)
+            if self._engine is not None:
+                self._engine.abort(request_id)
 
     @staticmethod
     def _show_progress(bar: tqdm, num_tokens: int) -> None:
@@ -220,9 +243,7 @@ class LLM:
 
     def _tokenize(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
-            if not isinstance(prompt, SequenceABC) and not callable(getattr(prompt, "tolist", None)):
-                raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
-            return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            return _as_token_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... to LLM, or give token ids.")
         if not prompt:
@@ -237,18 +258,18 @@ class LLM:
         return self._open_engine().config
 
     def stats(self) -> EngineStats:
-        with self._lock:
-            return self._open_engine().stats()
+        with self._turn() as engine:
+            return engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        with self._lock:
-            self._open_engine().reset_prefix_cache()
+        with self._turn() as engine:
+            engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Forget all KV after an edit of the weights that leaves no trace in a parameter's version or storage."""
-        with self._lock:
-            self._open_engine().drop_computed()
+        with self._turn() as engine:
+            engine.drop_computed()
 
     def close(self) -> None:
         """End all requests, free the caches and let go of the model; closing again does nothing."""
@@ -273,13 +294,22 @@ def _as_prompts(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, SequenceABC) or isinstance(prompts, bytes):
-        raise TypeError(f"prompts must be a string, a list of token ids or a list of prompts, not {prompts!r}.")
+    if not isinstance(prompts, SequenceABC) or isinstance(prompts, (bytes, bytearray)):
+        prompts = _as_token_ids(prompts)
     if not prompts:
         raise ValueError("the list of prompts is empty; give at least one prompt.")
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
-        return [list(prompts)]
+    if all(isinstance(item, numbers.Integral) for item in prompts):
+        return [prompts]
     return list(prompts)
+
+
+def _as_token_ids(prompt: Any) -> list[Any]:
+    """A list from a list, tuple, array or one-dimensional tensor of token ids, with Python's own numbers."""
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
+        raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
+    is_number = [isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items]
+    return [int(item) if fits else item for item, fits in zip(items, is_number, strict=True)]
 
 
 def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -95,10 +96,19 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     with _quiet():
         try:
-            module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+            with torch.inference_mode(False):
+                module, info = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=dtype, output_loading_info=True, **options
+                )
             loaded_tokenizer = _load_tokenizer(source if tokenizer is None else tokenizer, options)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"the model {os.fspath(model)!r} could not be loaded: {error}") from error
+    if info["missing_keys"]:  # the library would fill them with random numbers and only warn
+        missing = sorted(info["missing_keys"])
+        raise ModelLoadError(
+            f"the weights of {os.fspath(model)!r} are incomplete: {len(missing)} tensors are missing, "
+            f"{missing[0]} first."
+        )
     return LoadedModel(module.to(device).eval(), loaded_tokenizer, is_live=False, identity=source)
 
 

@@ -85,6 +85,10 @@ def _probe_function(module, query, key, value, attention_mask, scaling=None, **k
     probe = kwargs.get(PROBE_ARGUMENT)
     if probe is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not receive the model's keyword arguments.")
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
+        )
     probe.record(module, query, key, value, dict(kwargs))
     return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None
 
@@ -108,14 +112,14 @@ class ModelBinding:
         self.model = model
         self.is_live = is_live
         self.handle = next(_handles)
-        self._handle_tensor = torch.tensor([self.handle])  # read inside the operator, on the host
+        with torch.inference_mode(False):
+            self._handle_tensor = torch.tensor([self.handle])  # read inside the operator, on the host
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._compiled_layer: Any = None
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
         self._weights: list[tuple[int, int, int]] = []
         self.layers, self.window = self._probe()
         self._layer_modules = self._decoder_layers()
-        self._tracked = [module for module in model.modules() if module._parameters or module._buffers]
         self.weights_changed()
 
     # ---------------------------------------------------------------------------------------------------- probe
@@ -129,7 +133,11 @@ class ModelBinding:
                     f"{name} uses {rope_type!r} rotary embeddings, whose frequencies depend on the longest sequence of "
                     "the batch; a request's result would depend on its neighbours."
                 )
-        probe = _Probe()
+        if self.model.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
+        # Attention in chunks reaches layers through the mask alone; within one chunk it is plain causal attention.
+        text_config = self.model.config.get_text_config(decoder=True)
+        probe = _Probe(window=getattr(text_config, "attention_chunk_size", None))
         configs = self._configs()
         with self._patched([(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in configs]):
             try:
@@ -139,11 +147,11 @@ class ModelBinding:
                 raise
             except Exception as error:
                 raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {error}") from error
-        config = self.model.config.get_text_config(decoder=True)
-        if len(probe.layers) != config.num_hidden_layers:
+        reached, expected = len(probe.layers), text_config.num_hidden_layers
+        if reached != expected:
             raise UnsupportedModelError(
-                f"{name}: {len(probe.layers)} of {config.num_hidden_layers} layers reached the attention interface of "
-                "`transformers`; layers that keep their state elsewhere cannot be served."
+                f"{name}: {reached} of {expected} layers reached the attention interface of `transformers`; layers that "
+                "keep their state elsewhere cannot be served."
             )
         shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in probe.layers}
         if len(shapes) > 1:
@@ -187,7 +195,7 @@ class ModelBinding:
         """Whether any parameter or buffer was written or replaced since the last call (by version and storage)."""
         state = [
             (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-            for module in self._tracked
+            for module in self.model.modules()  # walked each time: submodules may be replaced, adapters injected
             for tensors in (module._parameters, module._buffers)
             for tensor in tensors.values()
             if tensor is not None
@@ -202,7 +210,8 @@ class ModelBinding:
         self._caches = [(self._zeros(layer, num_slots), self._zeros(layer, num_slots)) for layer in self.layers]
 
     def _zeros(self, layer: AttentionLayer, num_slots: int) -> Tensor:
-        return torch.zeros(num_slots, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype, device=self.device)
+        with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
+            return torch.zeros(num_slots, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype, device=self.device)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""

@@ -378,7 +378,7 @@ class Scheduler:
                 affected[sequence.request_id] = sequence
                 if sequence.block_table is entry.block_table:  # else it was preempted since
                     self._return_to(sequence, entry.num_computed_before)
-        return list(affected.values())
+        return sorted(affected.values(), key=_by_key)
 
     def _return_to(self, sequence: Sequence, num_computed: int) -> None:
         if num_computed == 0:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(config, items):
-    """The slow matrix runs with `pytest -m slow`; without -m it is left out, and the count of deselected tests says so."""
+    """The slow matrix runs with `pytest -m slow`; without -m it is left out, as the count of deselected tests says."""
     if config.option.markexpr:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

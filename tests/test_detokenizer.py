@@ -1,0 +1,171 @@
+"""Incremental text: equal to decoding everything at once, without half characters on the way, in linear time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from nanovllm.detokenizer import IncrementalDetokenizer, decode
+from tests.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+class ByteFallback:
+    """Words with spaces in front, bytes for the rest, the first space stripped: how SentencePiece models decode."""
+
+    words = ("▁Hello", "▁world", "▁", "s", ",", "▁é")
+
+    def __init__(self) -> None:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        vocabulary |= {word: 256 + number for number, word in enumerate(self.words)}
+        self._tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        self._tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it was asked to decode."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted, self.num_calls, self.num_tokens = counted, 0, 0
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        self.num_calls += 1
+        self.num_tokens += len(token_ids)
+        return self.counted.decode(token_ids, **options)
+
+
+def pieces(token_ids: list[int], using: Any) -> list[str]:
+    """The text that each token appended."""
+    detokenizer, texts = IncrementalDetokenizer(using), [""]
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+        assert detokenizer.text.startswith(texts[-1])
+        texts.append(detokenizer.text)
+    return [after[len(before) :] for before, after in itertools.pairwise(texts)]
+
+
+def bytes_as_tokens(text: str) -> list[int]:
+    """One token a byte, whatever merges the tokenizer knows."""
+    spelled = [token for word in tokenizer().tokenize(text) for token in word]  # one character of the alphabet a byte
+    return tokenizer().convert_tokens_to_ids(spelled)
+
+
+VALID_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+RICH_TEXT = st.lists(st.sampled_from(["a", " ", "é", "你", "😀", "👩‍👩‍👧", "🇫🇷", "e\u0301", "\n", "the capital"])).map(
+    "".join
+)
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@example("😀" * 20)
+@example("")
+@settings(deadline=None)
+def test_the_joined_text_equals_the_decoding_of_the_whole(text):
+    token_ids = tokenizer()(text.rstrip("\ufffd"))["input_ids"]  # at the end it might be half a character, so it waits
+    assert "".join(pieces(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@settings(deadline=None)
+def test_characters_split_over_byte_tokens_are_joined_again(text):
+    without_specials = text.replace("<|", "").rstrip("\ufffd")
+    assert "".join(pieces(bytes_as_tokens(without_specials), tokenizer())) == without_specials
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@settings(deadline=None)
+def test_no_replacement_character_is_shown_for_valid_text(text):
+    valid = text.replace("\ufffd", "").replace("<|", "")
+    assert not any("\ufffd" in piece for piece in pieces(bytes_as_tokens(valid), tokenizer()))
+
+
+def test_a_replacement_character_that_the_model_did_say_is_shown():
+    text = "odd \ufffd sign"
+    assert "".join(pieces(bytes_as_tokens(text), tokenizer())) == text
+
+
+def test_a_character_appears_with_its_last_byte_and_not_before():
+    assert pieces(bytes_as_tokens("a😀b"), tokenizer()) == ["a", "", "", "", "😀", "b"]
+
+
+@given(st.lists(st.integers(0, 511), max_size=60))
+@settings(deadline=None)
+def test_what_is_shown_of_any_tokens_never_shrinks(token_ids):
+    assert len(pieces(token_ids, tokenizer())) == len(token_ids)
+
+
+def test_invalid_bytes_do_not_hold_the_text_back_for_ever():
+    lone = bytes_as_tokens("é")[0]  # the first byte of two
+    detokenizer = IncrementalDetokenizer(tokenizer())
+    for token_id in [lone] * 40 + bytes_as_tokens("well"):
+        detokenizer.add(token_id)
+    assert detokenizer.text.endswith("well")
+
+
+@pytest.mark.parametrize("count", range(1, 15))
+def test_a_whole_character_behind_any_number_of_invalid_bytes_is_shown(count):
+    lone = bytes_as_tokens("é")[0]
+    token_ids = [lone] * count + bytes_as_tokens("😀 and on")
+    assert "".join(pieces(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+def test_special_tokens_have_no_text():
+    special = tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[0])
+    token_ids = [special, *tokenizer()("one")["input_ids"], special, *tokenizer()(" two")["input_ids"]]
+    assert "".join(pieces(token_ids, tokenizer())) == "one two"
+
+
+@given(st.lists(st.sampled_from(range(256, 262)) | st.sampled_from(list("né 😀".encode())), max_size=30))
+@settings(deadline=None)
+def test_spaces_of_a_sentencepiece_decoder_are_kept_between_words(token_ids):
+    using = ByteFallback()
+    whole = decode(using, token_ids)
+    joined = "".join(pieces(token_ids, using))
+    if "\ufffd" not in whole:  # what is no text has no one decoding, and an unfinished character is still held back
+        assert joined == whole
+
+
+@pytest.mark.parametrize("words", [["▁Hello", "▁world"], ["▁", "▁Hello"], ["▁Hello", ",", "▁", "▁", "▁world", "s"]])
+def test_words_of_a_sentencepiece_decoder_join_to_the_whole(words):
+    token_ids = [256 + ByteFallback.words.index(word) for word in words]
+    assert "".join(pieces(token_ids, ByteFallback())) == decode(ByteFallback(), token_ids)
+
+
+# ------------------------------------------------------------------------------------------------------ linear time
+
+
+def tokens_decoded(token_ids: list[int]) -> int:
+    counting = Counting(tokenizer())
+    pieces(token_ids, counting)
+    assert counting.num_calls <= 5 * len(token_ids)
+    return counting.num_tokens
+
+
+def test_each_token_is_decoded_a_bounded_number_of_times():
+    token_ids = tokenizer()("The capital of France is Paris 😀 你好. " * 60)["input_ids"]
+    assert tokens_decoded(token_ids) <= 12 * len(token_ids)
+
+
+def test_invalid_bytes_are_decoded_a_bounded_number_of_times():
+    assert tokens_decoded([bytes_as_tokens("é")[0]] * 1000) <= 30 * 1000
+
+
+def test_special_tokens_in_a_row_are_decoded_a_bounded_number_of_times():
+    """A model that ignores its end of sequence may go on saying it for thousands of tokens."""
+    special = tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[-1])
+    assert tokens_decoded([special] * 1000) <= 30 * 1000
