@@ -150,8 +150,8 @@ class ModelBinding:
         reached, expected = len(probe.layers), text_config.num_hidden_layers
         if reached != expected:
             raise UnsupportedModelError(
-                f"{name}: {reached} of {expected} layers reached the attention interface of `transformers`; layers that "
-                "keep their state elsewhere cannot be served."
+                f"{name}: {reached} of {expected} layers reached the attention interface of `transformers`; layers "
+                "that keep their state elsewhere cannot be served."
             )
         shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in probe.layers}
         if len(shapes) > 1:

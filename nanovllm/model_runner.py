@@ -68,7 +68,8 @@ class ModelRunner:
         self.compiles = self._may_compile()
         self.attention_backend = self._choose_backend()
         block_size, block_bytes = config.block_size, binding.cache_bytes(config.block_size)
-        self._form: AttentionForm = SdpaAttention(block_size, binding.dtype, self.device)
+        page_bytes = block_bytes // len(binding.layers)
+        self._form: AttentionForm = SdpaAttention(block_size, page_bytes, binding.dtype, self.device)
         memory = self._measure_gpu_memory() if self.device.type == "cuda" else _cpu_memory()
         self.config = config = config.resolve_pool(block_bytes, memory, max_model_len_is_set=max_model_len_is_set)
         if self.attention_backend == "flex":

@@ -106,7 +106,8 @@ class PagedCase:
 
 
 def sdpa(case):
-    return SdpaAttention(case.block_size, case.dtype, DEVICE)
+    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return SdpaAttention(case.block_size, page_bytes, case.dtype, DEVICE)
 
 
 _flex_forms = {}
