@@ -130,12 +130,7 @@ def _generate(options: argparse.Namespace) -> int:
         except (TypeError, ValueError) as error:
             raise ValueError(f"request {number}: {error}") from error
     with _open(options) as llm:
-        prompts = []
-        for prompt, _ in requests:
-            if options.chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
-            is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-            prompts.append(llm.apply_chat_template(prompt)[0] if is_conversation else prompt)
+        prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
         progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
         outputs = llm.generate(prompts, params, use_tqdm=progress)
     for (given, _), output in zip(requests, outputs, strict=True):
@@ -146,11 +141,24 @@ def _generate(options: argparse.Namespace) -> int:
     return int(any(output.error for output in outputs))
 
 
+def _as_prompt(llm: LLM, given: Any, *, chat: bool) -> Any:
+    """Text or token ids as they are; a conversation, or text with --chat, through the chat template."""
+    if chat and isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return llm.apply_chat_template(given)[0]
+    if chat:
+        raise ValueError(f"--chat puts text into the chat template; {given!r} is none.")
+    return given
+
+
 def _read_requests(options: argparse.Namespace) -> Iterable[tuple[Any, dict[str, Any]]]:
     """Pairs of a prompt (text, token ids or messages) and the sampling options that come with it."""
     if options.prompts:
         if options.file:
             raise ValueError("give prompts as arguments or in --file, not both.")
+        if options.format:
+            raise ValueError("--format is of a file; prompts given as arguments are text. Leave it out.")
         return [(prompt, {}) for prompt in options.prompts]
     if options.file in (None, "-"):
         return _parse(sys.stdin, options.format or "lines")
@@ -236,9 +244,15 @@ def _chat(options: argparse.Namespace) -> int:
             if line.strip() == "/reset":
                 conversation = list(beginning)
             elif line.strip():
-                conversation.append({"role": "user", "content": line})
-                answer = _answer(llm, conversation, params)
-                conversation.append({"role": "assistant", "content": answer})
+                question = {"role": "user", "content": line}
+                try:
+                    answer = _answer(llm, [*conversation, question], params)
+                except ValueError as error:  # too long by now, say; someone who types may shorten it or /reset
+                    if not sys.stdin.isatty():
+                        raise
+                    print(f"nanovllm: error: {error}", file=sys.stderr)
+                else:
+                    conversation += [question, {"role": "assistant", "content": answer}]
     return 0
 
 

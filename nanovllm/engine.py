@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
@@ -39,18 +42,27 @@ class Engine:
         self.config: EngineConfig = model_runner.config
         self.model_runner = model_runner
         self.tokenizer = tokenizer
-        self.block_manager = BlockManager(
+        self._hash_seed = f"{model_identity}:{model_runner.binding.dtype}"
+        self._vocab_size = vocab_size
+        # A model padded after training may name one that its embedding does not have; it can never be sampled.
+        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
+        self.outputs: deque[RequestOutput] = deque()
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
+        self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
+        self._death: BaseException | None = None
+        self.block_manager = self._new_block_manager()
+        self.scheduler = Scheduler(self.config, self.block_manager)
+
+    def _new_block_manager(self) -> BlockManager:
+        return BlockManager(
             self.config.num_kv_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
-            hash_seed=f"{model_identity}:{model_runner.binding.dtype}",
+            hash_seed=self._hash_seed,
         )
-        self.scheduler = Scheduler(self.config, self.block_manager)
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._requests: dict[str, Request] = {}
-        self._num_added = 0
-        self._death: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -88,115 +100,166 @@ class Engine:
 
     def add_request(
         self,
+        request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
         prompt: str | None = None,
-        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         stream: bool = False,
-    ) -> str:
-        """Queue a request and return its id.
+    ) -> None:
+        """Queue a request.
 
         Args:
+            request_id: names it in its outputs; no request that runs may have the same.
             priority: lower runs first.
             cache_salt: requests share prefixes only with those of the same salt.
-            stream: `step` returns it each time it advances, not only when it ends.
+            stream: `step` gives an output each time it advances, not only when it ends.
         """
         self.check_alive()
         self.check_request(prompt_token_ids, params)
-        if request_id is None:
-            request_id = str(self._num_added)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
-        sequence = Sequence(
-            request_id,
-            prompt_token_ids,
-            params,
-            arrival=self._num_added,
-            max_model_len=self.config.max_model_len,
-            priority=priority,
-            cache_salt=cache_salt,
-            eos_token_ids=self._eos_token_ids,
-            seed=request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed,
-        )
-        self._num_added += 1
-        self._requests[request_id] = Request(sequence, prompt, self.tokenizer, stream=stream)
-        self.scheduler.add(sequence)
-        return request_id
+        with self._changing():
+            sequence = Sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                arrival=self._num_added,
+                max_model_len=self.config.max_model_len,
+                priority=priority,
+                cache_salt=cache_salt,
+                eos_token_ids=self._eos_token_ids,
+                seed=request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed,
+            )
+            self._num_added += 1
+            self._requests[request_id] = Request(sequence, prompt, self.tokenizer, stream=stream)
+            self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns what it had got, or None if no such request runs."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if request_id not in self._requests:
             return None
-        if not request.sequence.is_finished:
-            self.scheduler.finish(request.sequence, "abort")
+        with self._changing():
+            request = self._requests.pop(request_id)
+            if not request.sequence.is_finished:
+                self.scheduler.finish(request.sequence, "abort")
         return request.output()
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return bool(self._requests)
 
     # ----------------------------------------------------------------------------------------------------- step
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one batch; returns the requests that ended, and those that stream and advanced.
+    def step(self) -> None:
+        """Compute one batch; appends the requests that ended, and those that stream and advanced, to `outputs`.
 
         Raises StepError if the step failed: it is undone and its requests stay queued. After a device error the
         engine is dead.
         """
         self.check_alive()
-        if self.model_runner.weights_changed():
-            self.drop_computed()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        try:
-            token_ids = self.model_runner.execute(batch).result()
-        except BaseException as error:
-            self._undo(batch, error)
-            raise
-        advanced = self.scheduler.update(batch, token_ids)
-        return self._collect(advanced)
+        with self._changing():
+            if self.model_runner.weights_changed():
+                self._drop_computed()
+            if self._ended_unseen:
+                return self._collect(self._ended_unseen)
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return
+            try:
+                token_ids = self.model_runner.execute(batch).result()
+            except BaseException as error:
+                failure = error
+                sequences = self.scheduler.rollback(batch)
+            else:
+                return self._collect(self.scheduler.update(batch, token_ids))
+        if isinstance(failure, DeviceError):
+            self._death = failure
+        if isinstance(failure, Exception):  # an interrupt from the keyboard stays one
+            raise StepError([sequence.request_id for sequence in sequences], failure) from failure
+        raise failure
 
-    def _undo(self, batch: Any, error: BaseException) -> None:
-        request_ids = [sequence.request_id for sequence in self.scheduler.rollback(batch)]
-        if isinstance(error, DeviceError):
-            self._death = error
-        if isinstance(error, Exception):  # an interrupt from the keyboard stays one
-            raise StepError(request_ids, error) from error
-
-    def _collect(self, advanced: list[Sequence]) -> list[RequestOutput]:
+    def _collect(self, advanced: list[Sequence]) -> None:
         outputs = []
         for sequence in advanced:
             request = self._requests[sequence.request_id]
-            stop = request.advance() if sequence.error is None else None
-            if stop is not None:
-                sequence.stop_reason = stop
-                if sequence.is_finished:  # its last token by length, or a stop token, completed the string
-                    sequence.finish_reason = "stop"
-                else:
-                    self.scheduler.finish(sequence, "stop")
-            if sequence.is_finished:
-                del self._requests[sequence.request_id]
-            if sequence.is_finished or request.stream:
-                outputs.append(request.output())
-        return outputs
+            try:
+                self._advance(request)
+                output = request.output() if sequence.is_finished or request.stream else None
+            except Exception as error:  # a tokenizer that cannot decode ends the request, not its neighbours
+                request.give_up_text(error)
+                if not sequence.is_finished:
+                    self.scheduler.finish(sequence, "error")
+                sequence.finish_reason = "error"
+                output = request.output()
+            if output is not None:
+                outputs.append(output)
+        self.outputs.extend(outputs)
+        for output in outputs:  # only now, so that an interrupt loses none (it may double one)
+            if output.finished:
+                del self._requests[output.request_id]
+        self._ended_unseen = []
+
+    def _advance(self, request: Request) -> None:
+        """Let the request read its new token, if it got one, and end it if that completes a stop string."""
+        sequence = request.sequence
+        if request.num_seen_tokens == sequence.num_output_tokens:
+            return
+        stop = request.advance()
+        if stop is not None:
+            sequence.stop_reason = stop
+            if sequence.is_finished:  # its last token by length, or a stop token, completed the string
+                sequence.finish_reason = "stop"
+            else:
+                self.scheduler.finish(sequence, "stop")
+        request.num_seen_tokens = sequence.num_output_tokens
 
     # ---------------------------------------------------------------------------------------------------- state
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around every change of the bookkeeping: what an interrupt leaves half done is begun again at the next one."""
+        if self._is_torn:
+            self._start_over()
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def _start_over(self) -> None:
+        """Fresh bookkeeping: every request waits again with the tokens that it has shown, and no prefix is cached."""
+        num_evictions, counters = self.block_manager.num_evictions, self.scheduler.stats
+        self.block_manager = self._new_block_manager()
+        self.scheduler = Scheduler(self.config, self.block_manager)
+        self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
+        self._ended_unseen = []
+        for request in self._requests.values():
+            request.start_over()
+            if request.sequence.is_finished:
+                self._ended_unseen.append(request.sequence)
+            else:
+                self.scheduler.add(request.sequence)
+
     def drop_computed(self) -> None:
         """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
+        with self._changing():
+            self._drop_computed()
+
+    def _drop_computed(self) -> None:
         self.scheduler.preempt_all()
         self.block_manager.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Make every cached prefix unfindable; running requests keep their blocks."""
-        self.block_manager.reset_prefix_cache()
+        with self._changing():
+            self.block_manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
+        with self._changing():
+            return self._stats()
+
+    def _stats(self) -> EngineStats:
         manager, counters = self.block_manager, self.scheduler.stats
         num_blocks = manager.num_blocks - 1
         return EngineStats(
@@ -213,6 +276,7 @@ class Engine:
             num_steps=counters.num_steps,
             num_failed_steps=counters.num_failed_steps,
             num_scheduled_tokens=counters.num_scheduled_tokens,
+            num_output_tokens=counters.num_output_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -225,6 +289,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort every request and free the caches; a live module is its owner's again."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        self._requests.clear()
+        self.outputs.clear()
+        self._start_over()
         self.model_runner.close()

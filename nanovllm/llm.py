@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import nn
 from tqdm import tqdm
 
@@ -37,7 +40,7 @@ class _PreparedRequest:
     params: SamplingParams
     priority: int
     cache_salt: str
-    request_id: str = ""
+    request_id: str
 
 
 class LLM:
@@ -79,6 +82,7 @@ class LLM:
             model_identity=loaded.identity,
         )
         self._lock = threading.Lock()
+        self._request_numbers = itertools.count()
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
         self._inboxes: dict[str, list[RequestOutput]] = {}  # by request id: where the call that waits for it looks
 
@@ -107,12 +111,10 @@ class LLM:
         """
         requests = self._prepare(prompts, sampling_params, priority, cache_salt)
         outputs: dict[str, RequestOutput] = {}
-        num_tokens = 0
         with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            for output in self._run(requests, stream=False):
+            for output in self._run(requests, stream=False, after_step=_rate_display(bar)):
                 outputs[output.request_id] = output
-                num_tokens += len(output.outputs[0].token_ids)
-                self._show_progress(bar, num_tokens)
+                bar.update()
         return [outputs[request.request_id] for request in requests]
 
     def chat(
@@ -149,39 +151,48 @@ class LLM:
                 isinstance(m, Mapping) and "role" in m and "content" in m for m in conversation
             ):
                 raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
-        return [
-            list(self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False))
-            for conversation in conversations
-        ]
+        return [self._apply_chat_template(conversation) for conversation in conversations]
 
-    def _run(self, requests: list[_PreparedRequest], *, stream: bool) -> Iterator[RequestOutput]:
+    def _apply_chat_template(self, conversation: Any) -> list[int]:
+        try:
+            return list(
+                self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+            )
+        except TemplateError as error:  # a template may demand an order of roles, say
+            raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+
+    def _run(
+        self, requests: list[_PreparedRequest], *, stream: bool, after_step: Callable[[Engine], None] = lambda _: None
+    ) -> Iterator[RequestOutput]:
         """Queue requests and yield what comes of them; leaving early, or by an exception, ends them.
 
         Whoever holds the lock steps for all, and leaves the outputs of other calls in their inboxes.
         """
         inbox: list[RequestOutput] = []
-        with self._turn() as engine:
-            for request in requests:
-                request.request_id = engine.add_request(
-                    request.token_ids,
-                    request.params,
-                    prompt=request.prompt,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    stream=stream,
-                )
-                self._inboxes[request.request_id] = inbox
-        num_finished = 0
+        unfinished = {request.request_id for request in requests}
         try:
-            while num_finished < len(requests):
+            with self._turn() as engine:
+                for request in requests:
+                    self._inboxes[request.request_id] = inbox
+                    engine.add_request(
+                        request.request_id,
+                        request.token_ids,
+                        request.params,
+                        prompt=request.prompt,
+                        priority=request.priority,
+                        cache_salt=request.cache_salt,
+                        stream=stream,
+                    )
+            while unfinished:
                 with self._turn() as engine:
                     if not inbox:
-                        for output in engine.step():
-                            self._inboxes[output.request_id].append(output)
+                        self._step(engine)
+                        after_step(engine)
                     arrived = inbox[:]
                     inbox.clear()
                 for output in arrived:
-                    num_finished += output.finished
+                    if output.finished:
+                        unfinished.discard(output.request_id)
                     yield output
         finally:
             # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
@@ -192,6 +203,19 @@ class LLM:
                     self._abort_abandoned()
                 finally:
                     self._lock.release()
+
+    def _step(self, engine: Engine) -> None:
+        """One step for everybody's requests; each output goes to the call that waits for it."""
+        if not engine.outputs:
+            if not engine.has_unfinished:
+                raise RuntimeError("the engine has lost a request that a call still waits for; please report this.")
+            engine.step()
+        while engine.outputs:
+            output = engine.outputs[0]
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:  # else its call was interrupted, and the request is about to be aborted
+                inbox.append(output)
+            engine.outputs.popleft()
 
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
@@ -208,13 +232,6 @@ class LLM:
             self._inboxes.pop(request_id, None)
             if self._engine is not None:
                 self._engine.abort(request_id)
-
-    @staticmethod
-    def _show_progress(bar: tqdm, num_tokens: int) -> None:
-        if not bar.disable:
-            elapsed = max(bar.format_dict["elapsed"], 1e-9)
-            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
-        bar.update()
 
     # ----------------------------------------------------------------------------------------------- preparation
 
@@ -238,7 +255,10 @@ class LLM:
                     raise
                 raise type(error)(f"prompt {number}: {error}") from error
             text = prompt if isinstance(prompt, str) else None
-            requests.append(_PreparedRequest(text, token_ids, params[number], priorities[number], salts[number]))
+            request_id = str(next(self._request_numbers))
+            requests.append(
+                _PreparedRequest(text, token_ids, params[number], priorities[number], salts[number], request_id)
+            )
         return requests
 
     def _tokenize(self, prompt: Any) -> list[int]:
@@ -288,6 +308,24 @@ class LLM:
         if self._engine is None:
             raise RuntimeError("this LLM is closed; build a new one.")
         return self._engine
+
+
+def _rate_display(bar: tqdm) -> Callable[[Engine], None]:
+    """Shows tokens/s beside a bar over requests, with the tokens of those that run still, a few times a second."""
+    start = shown = time.monotonic()
+    num_before: int | None = None
+
+    def after_step(engine: Engine) -> None:
+        nonlocal shown, num_before
+        now, num_tokens = time.monotonic(), engine.scheduler.stats.num_output_tokens
+        if num_before is None:
+            num_before = num_tokens
+        if not bar.disable:
+            is_due = now - shown > 0.25
+            bar.set_postfix_str(f"{(num_tokens - num_before) / (now - start):.0f} tokens/s", refresh=is_due)
+            shown = now if is_due else shown
+
+    return after_step
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

@@ -87,11 +87,13 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     device = torch.device(_default_device() if config.device == "auto" else config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {config.device!r}, but PyTorch sees no GPU. Use device='cpu' or 'auto'.")
-    # A local folder is never looked up elsewhere, so that loading it works (or fails) the same way offline.
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if os.path.isdir(source):
-        options["local_files_only"] = True
-    elif config.revision:
+    options = _lookup_options(source, config)
+    if config.revision is not None:
+        if options["local_files_only"]:
+            raise ValueError(
+                f"revision is {config.revision!r}, but {os.fspath(model)!r} is no hub model and has no versions "
+                "to choose from. Leave revision out."
+            )
         options["revision"] = config.revision
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     with _quiet():
@@ -100,7 +102,11 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
                 module, info = AutoModelForCausalLM.from_pretrained(
                     source, dtype=dtype, output_loading_info=True, **options
                 )
-            loaded_tokenizer = _load_tokenizer(source if tokenizer is None else tokenizer, options)
+            loaded_tokenizer = (
+                _load_tokenizer(tokenizer, config)
+                if tokenizer is not None
+                else AutoTokenizer.from_pretrained(source, **options)
+            )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"the model {os.fspath(model)!r} could not be loaded: {error}") from error
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
@@ -110,6 +116,11 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
             f"{missing[0]} first."
         )
     return LoadedModel(module.to(device).eval(), loaded_tokenizer, is_live=False, identity=source)
+
+
+def _lookup_options(source: str, config: EngineConfig) -> dict[str, Any]:
+    """A local folder is never looked up elsewhere, so that loading it works (or fails) the same way offline."""
+    return {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
 
 
 def _find(name: str, *, needs_tokenizer: bool) -> str:
@@ -140,21 +151,29 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
     parameter = next(model.parameters())
     if config.dtype not in ("auto", str(parameter.dtype).removeprefix("torch.")):
         raise ValueError(f"dtype is {config.dtype!r}, but the module's is {parameter.dtype}; leave dtype at 'auto'.")
-    if config.device != "auto" and torch.device(config.device).type != parameter.device.type:
+    device = parameter.device if config.device == "auto" else torch.device(config.device)
+    if device.type != parameter.device.type or device.index not in (None, parameter.device.index):
         raise ValueError(
             f"device is {config.device!r}, but the module is on {parameter.device}; leave device at 'auto'."
         )
     if config.revision is not None:
         raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
+    if config.trust_remote_code:
+        raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
     with _quiet():
-        loaded = _load_tokenizer(tokenizer, {}) if tokenizer is not None else None
+        try:
+            loaded = _load_tokenizer(tokenizer, config) if tokenizer is not None else None
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"the tokenizer {tokenizer!r} could not be loaded: {error}") from error
     return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
 
 
-def _load_tokenizer(tokenizer: Any, options: dict[str, Any]) -> Any:
+def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
+    """A tokenizer that was named apart from the model: a revision of the model is none of its own."""
     if isinstance(tokenizer, (str, os.PathLike)):
         name = os.fspath(tokenizer)
-        return AutoTokenizer.from_pretrained(str(ensure_default_model()) if name == DEFAULT_MODEL else name, **options)
+        source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
+        return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config))
     if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
         raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")
     return tokenizer

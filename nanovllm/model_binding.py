@@ -6,6 +6,8 @@ A probe pass at construction learns what each layer hands to attention; what can
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AttentionInterface
 
 from nanovllm.attention.flex import own_code
@@ -28,7 +31,8 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class UnsupportedModelError(ValueError):
@@ -81,6 +85,21 @@ class _Probe:
         self.layers.append(AttentionLayer(module, query.shape[1], key.shape[1], query.shape[3], key.dtype))
 
 
+def _window_of_masks(name: str, text_config: Any) -> int | None:
+    """The window that reaches attention layers through the library's masks alone, which paged attention never sees.
+
+    Attention in chunks counts as one too: within one chunk it is plain causal attention.
+    """
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - _LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModelError(f"{name} has layers of type {unknown[0]!r}, which are not implemented.")
+    slides = "sliding_attention" in layer_types if layer_types else getattr(text_config, "use_sliding_window", True)
+    windows = [getattr(text_config, "sliding_window", None)] if slides else []
+    windows.append(getattr(text_config, "attention_chunk_size", None))
+    return min((window for window in windows if window), default=None)
+
+
 def _probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
     probe = kwargs.get(PROBE_ARGUMENT)
     if probe is None:
@@ -98,6 +117,33 @@ AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, _probe_function)
 
 _handles = itertools.count()
+# Several engines may serve one module, from several threads: while one has it hooked, the others wait.
+_module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+_Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
+
+
+class _TensorState:
+    """What tells that a tensor was written to or replaced.
+
+    The weak references keep the addresses of the tensor and its storage from being given to others.
+    """
+
+    __slots__ = ("_storage", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._version = _version(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        same_storage = self._storage.cdata == tensor.untyped_storage()._cdata
+        return self._tensor() is tensor and same_storage and self._version == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class ModelBinding:
@@ -113,33 +159,40 @@ class ModelBinding:
         self.is_live = is_live
         self.handle = next(_handles)
         with torch.inference_mode(False):
-            self._handle_tensor = torch.tensor([self.handle])  # read inside the operator, on the host
+            # read inside the operator, on the host, whatever the owner's default device is
+            self._handle_tensor = torch.tensor([self.handle], device="cpu")
+        self._lock = _module_locks.setdefault(model, threading.RLock())
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._compiled_layer: Any = None
-        self._undo: list[tuple[dict[str, Any], str, Any]] = []
-        self._weights: list[tuple[int, int, int]] = []
+        self._undo: list[_Change] = []
+        self._is_installed = False
+        self._weights: list[_TensorState] = []
         self.layers, self.window = self._probe()
         self._layer_modules = self._decoder_layers()
-        self.weights_changed()
+        self.note_weights()
 
     # ---------------------------------------------------------------------------------------------------- probe
 
     def _probe(self) -> tuple[list[AttentionLayer], int | None]:
         name = type(self.model).__name__
+        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
+        if len(devices) != 1:
+            raise UnsupportedModelError(f"{name} lies on several devices ({', '.join(devices)}); put it on one.")
         for module in self.model.modules():
-            rope_type = getattr(module, "rope_type", None)
-            if rope_type in _BATCH_DEPENDENT_ROPE:
+            rope_type = getattr(module, "rope_type", None)  # one, or one for each type of layer
+            batch_dependent = _BATCH_DEPENDENT_ROPE.intersection(
+                rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+            )
+            if batch_dependent:
                 raise UnsupportedModelError(
-                    f"{name} uses {rope_type!r} rotary embeddings, whose frequencies depend on the longest sequence of "
-                    "the batch; a request's result would depend on its neighbours."
+                    f"{name} uses {min(batch_dependent)!r} rotary embeddings, whose frequencies depend on the longest "
+                    "sequence of the batch; a request's result would depend on its neighbours."
                 )
         if self.model.get_output_embeddings() is None:
             raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
-        # Attention in chunks reaches layers through the mask alone; within one chunk it is plain causal attention.
         text_config = self.model.config.get_text_config(decoder=True)
-        probe = _Probe(window=getattr(text_config, "attention_chunk_size", None))
-        configs = self._configs()
-        with self._patched([(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in configs]):
+        probe = _Probe(window=_window_of_masks(name, text_config))
+        with self._probing():
             try:
                 inputs = torch.zeros(1, 2, dtype=torch.long, device=self.device)
                 self.forward(inputs, torch.arange(2, device=self.device)[None], None, **{PROBE_ARGUMENT: probe})
@@ -191,17 +244,20 @@ class ModelBinding:
         per_token = sum(2 * layer.num_kv_heads * layer.head_dim * layer.dtype.itemsize for layer in self.layers)
         return per_token * num_tokens
 
-    def weights_changed(self) -> bool:
+    def note_weights(self) -> bool:
         """Whether any parameter or buffer was written or replaced since the last call (by version and storage)."""
-        state = [
-            (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        tensors = [
+            tensor
             for module in self.model.modules()  # walked each time: submodules may be replaced, adapters injected
             for tensors in (module._parameters, module._buffers)
             for tensor in tensors.values()
             if tensor is not None
         ]
-        changed, self._weights = state != self._weights, state
-        return changed
+        known = self._weights
+        if len(known) == len(tensors) and all(map(_TensorState.is_of, known, tensors)):
+            return False
+        self._weights = [_TensorState(tensor) for tensor in tensors]
+        return True
 
     # ------------------------------------------------------------------------------------------------ in force
 
@@ -224,18 +280,19 @@ class ModelBinding:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Paged attention, eval mode and compiled layers in force; for a live module, undone on leaving."""
-        if not self._undo:
-            self._install()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            if self.is_live:
-                self.uninstall()
+        with self._lock:
+            try:
+                if not self._is_installed:
+                    self.uninstall()  # what an interrupt may have left half done
+                    self._install()
+                with self._plain_arithmetic():
+                    yield
+            finally:
+                if self.is_live:
+                    self.uninstall()
 
     def _install(self) -> None:
-        changes: list[tuple[dict[str, Any], str, Any]] = []
-        changes += [(vars(module), "training", False) for module in self.model.modules() if module.training]
+        changes = self._quieting()
         changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
         for layer, (key_cache, value_cache) in zip(self.layers, self._caches, strict=True):
             changes += [(vars(layer.module), KEY_CACHE, key_cache), (vars(layer.module), VALUE_CACHE, value_cache)]
@@ -243,31 +300,54 @@ class ModelBinding:
             for module in self._layer_modules:
                 changes.append((vars(module), "_compiled_call_impl", partial(self._compiled_layer, module)))
         self._apply(changes)
+        self._is_installed = True
 
     def uninstall(self) -> None:
-        """Give the module back as it was before `installed`."""
-        for attributes, name, before in reversed(self._undo):
-            if before is _ABSENT:
-                del attributes[name]
-            else:
-                attributes[name] = before
-        self._undo = []
+        """Give the module back as it was before `installed`; may be called again if it was interrupted."""
+        with self._lock:
+            self._is_installed = False
+            while self._undo:
+                attributes, name, before = self._undo[-1]
+                if before is _ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = before
+                self._undo.pop()
 
-    def _apply(self, changes: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def _quieting(self) -> list[_Change]:
+        """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
+        changes: list[_Change] = []
+        for module in self.model.modules():
+            attributes = vars(module)
+            if attributes["training"]:
+                changes.append((attributes, "training", False))
+            if attributes.get("_compiled_call_impl") is not None:
+                changes.append((attributes, "_compiled_call_impl", None))
+        return changes
+
+    def _apply(self, changes: list[_Change]) -> None:
         # Straight into the attribute dictionaries: nothing that wraps a module's __setattr__ should see this.
         for attributes, name, value in changes:
             self._undo.append((attributes, name, attributes.get(name, _ABSENT)))
             attributes[name] = value
 
     @contextmanager
-    def _patched(self, changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-        training = [(vars(module), "training", False) for module in self.model.modules() if module.training]
-        self._apply(changes + training)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.uninstall()
+    def _probing(self) -> Iterator[None]:
+        """The probe in place of attention."""
+        changes = [(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in self._configs()]
+        with self._lock:
+            try:
+                self._apply(self._quieting() + changes)
+                with self._plain_arithmetic():
+                    yield
+            finally:
+                self.uninstall()
+
+    @contextmanager
+    def _plain_arithmetic(self) -> Iterator[None]:
+        """No gradients, and the module's own dtype, whatever the caller's context says."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            yield
 
     def forward(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | None, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab] of the sampled rows of one flat batch.

@@ -7,6 +7,8 @@ another request (blocks are cleared when they are begun).
 from __future__ import annotations
 
 import logging
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.flex import FlexAttention
+from nanovllm.attention.flex import FlexAttention, flex_workspace_bytes
 from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
 from nanovllm.attention.sdpa import SdpaAttention
@@ -31,6 +33,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
+
+_DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
 
 # On a CPU the cache competes with everything else in memory, so by default it takes at most half of what is
 # available, and no more than this: enough for 64 requests of 2,800 tokens with the default model.
@@ -70,18 +74,27 @@ class ModelRunner:
         block_size, block_bytes = config.block_size, binding.cache_bytes(config.block_size)
         page_bytes = block_bytes // len(binding.layers)
         self._form: AttentionForm = SdpaAttention(block_size, page_bytes, binding.dtype, self.device)
-        memory = self._measure_gpu_memory() if self.device.type == "cuda" else _cpu_memory()
-        self.config = config = config.resolve_pool(block_bytes, memory, max_model_len_is_set=max_model_len_is_set)
+        longest = config.max_model_len
+        self.config = config = config.resolve_pool(
+            block_bytes, self._memory_for_cache(), max_model_len_is_set=max_model_len_is_set
+        )
         if self.attention_backend == "flex":
+            layer = binding.layers[0]
             self._form = FlexAttention(
                 num_blocks=config.num_kv_blocks,
                 block_size=block_size,
-                num_groups=binding.layers[0].num_heads // binding.layers[0].num_kv_heads,
+                num_groups=layer.num_heads // layer.num_kv_heads,
+                head_bytes=layer.head_dim * layer.dtype.itemsize,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 device=self.device,
             )
+        if config.max_model_len < longest:
+            logger.warning(
+                "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
+                config.max_model_len, longest,
+            )  # fmt: skip
         binding.allocate_caches(config.num_kv_blocks * block_size)
         if self.compiles:
             binding.compile_layers()
@@ -98,15 +111,16 @@ class ModelRunner:
         if self.config.enforce_eager:
             logger.warning("enforce_eager: nothing is compiled; layers run eagerly, attention is 'sdpa'")
             return False
-        if self.device.type == "cpu" and not _has_cpp_compiler():
-            if self.config.attention_backend == "flex":
-                raise ValueError(
-                    "attention_backend='flex' needs a C++ compiler, and none was found. Install g++ or clang++ (or "
-                    "name one in the environment variable CXX), or use attention_backend='sdpa'."
-                )
-            logger.warning("no C++ compiler was found: nothing is compiled; layers run eagerly, attention is 'sdpa'")
-            return False
-        return True
+        missing = _missing_compiler(self.device)
+        if missing is None:
+            return True
+        if self.config.attention_backend == "flex":
+            raise ValueError(
+                f"attention_backend='flex' needs {missing}, and none was found. Install g++ or clang++ (or name one in "
+                "the environment variables CC and CXX), or use attention_backend='sdpa'."
+            )
+        logger.warning("%s was not found: nothing is compiled; layers run eagerly, attention is 'sdpa'", missing)
+        return False
 
     def _choose_backend(self) -> str:
         """On a CPU gathering pages for PyTorch's own attention is measured faster; docs/tuning.md has the figures."""
@@ -114,16 +128,27 @@ class ModelRunner:
             return self.config.attention_backend
         return "flex" if self.device.type == "cuda" and self.compiles else "sdpa"
 
-    def _measure_gpu_memory(self) -> int:
-        """Bytes left for the cache after the peak of a worst-case step, within gpu_memory_utilization.
+    def _memory_for_cache(self) -> int:
+        """Bytes that the cache may take by default."""
+        config = self.config
+        if self.device.type == "cpu":
+            return min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
+        if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+            return 0  # the user decides
+        peak = self._measure_peak()
+        free, total = torch.cuda.mem_get_info(self.device)  # what other processes hold counts as used
+        return int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
 
-        What other processes hold counts as used.
-        """
+    def _measure_peak(self) -> int:
+        """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
         config, block_size = self.config, self.config.block_size
-        count = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len)
-        table = list(range(1, -(-count // block_size) + 1))  # shared by all: only sizes matter here
-        self.binding.allocate_caches((len(table) + 1) * block_size)
-        entries = [self._dummy_entry(0, count, table) for _ in range(config.max_num_seqs)]
+        # One chunk of all the budget at the end of the longest sequence, and as many decodes as there may be. Every
+        # page is the same one: only sizes matter here.
+        chunk = min(config.max_num_batched_tokens - config.max_num_seqs + 1, config.max_model_len - 1)
+        start = config.max_model_len - 1 - chunk
+        entries = [self._dummy_entry(start, 1) for _ in range(config.max_num_seqs - 1)]
+        entries.append(self._dummy_entry(start, chunk))
+        self.binding.allocate_caches(2 * block_size)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -131,26 +156,28 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.binding.release_caches()
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        return int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
+        if self.attention_backend == "flex":
+            layer = self.binding.layers[0]
+            row_bytes = layer.num_heads * layer.head_dim * layer.dtype.itemsize
+            peak += flex_workspace_bytes(config, row_bytes)
+        return peak
 
     def warm_up(self) -> None:
-        """Compile what steps need, in one step of decodes and a chunk, so that no request waits for it."""
-        block_size = self.config.block_size
-        longest = min(self.config.max_model_len - 1, self.config.max_num_batched_tokens - self.config.max_num_seqs)
-        num_tokens = min(block_size + 5, longest)
+        """Compile what steps need, in a step with a chunk and one of decodes, so that no request waits for it."""
+        config = self.config
+        longest = min(config.max_model_len - 1, config.max_num_batched_tokens - config.max_num_seqs)
+        num_tokens = min(config.block_size + 5, longest)
         if num_tokens < 2:
             return
-        table = list(range(1, num_tokens // block_size + 2))
-        num_decodes = min(2, self.config.max_num_seqs - 1)
-        entries = [self._dummy_entry(num_tokens - 1, 1, table) for _ in range(num_decodes)]
-        entries.append(self._dummy_entry(0, num_tokens, table))
-        self.execute(ScheduledBatch(0, tuple(entries))).result()
+        decodes = tuple(self._dummy_entry(num_tokens - 1, 1) for _ in range(min(2, config.max_num_seqs)))
+        self.execute(ScheduledBatch(0, (self._dummy_entry(0, num_tokens),))).result()
+        self.execute(ScheduledBatch(0, decodes)).result()
 
-    def _dummy_entry(self, start: int, num_tokens: int, table: list[int]) -> ScheduledSequence:
-        params = SamplingParams(top_p=0.9)
+    def _dummy_entry(self, start: int, num_tokens: int) -> ScheduledSequence:
+        """A share of a step that writes to block 1 over and over."""
         end = start + num_tokens
-        sequence = Sequence("dummy", [0] * end, params, arrival=0, max_model_len=end + 1)
+        sequence = Sequence("dummy", [0] * end, SamplingParams(top_p=0.9), arrival=0, max_model_len=end + 1)
+        table = [1] * -(-end // self.config.block_size)
         return ScheduledSequence(sequence, start, num_tokens, True, table, 0)
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -188,12 +215,15 @@ class ModelRunner:
             with self.binding.installed():
                 sample_rows = torch.from_numpy(layout.sample_rows).to(self.device)
                 return self.binding.forward_step(token_ids[None], positions[None], sample_rows)
+        except BaseException:
+            self.binding.uninstall()  # once more: an interrupt may have cut short the first time
+            raise
         finally:
             leave_step(handle)
 
     def weights_changed(self) -> bool:
         """Whether a live module's weights were touched since the last call."""
-        return self.binding.is_live and self.binding.weights_changed()
+        return self.binding.is_live and self.binding.note_weights()
 
     def close(self) -> None:
         self.binding.close()
@@ -207,19 +237,23 @@ class AttentionForm(Protocol):
 def _device_errors() -> Iterator[None]:
     try:
         yield
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
+        # Triton raises plain errors; a failed allocation is no failure of the device.
+        is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error))
+        if not is_of_device or isinstance(error, torch.OutOfMemoryError):
+            raise
         raise DeviceError(str(error)) from error
 
 
-def _has_cpp_compiler() -> bool:
+def _missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile needs on this device and does not find; None if it has all."""
+    if device.type == "cuda":  # Triton builds its launchers in C
+        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+        return None if any(shutil.which(name) for name in names) else "a C compiler"
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        return shutil.which(get_cpp_compiler()) is not None
+        return None if shutil.which(get_cpp_compiler()) else "a C++ compiler"
     except (InvalidCxxCompiler, RuntimeError, OSError):
-        return False
-
-
-def _cpu_memory() -> int:
-    return min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
+        return "a C++ compiler"

@@ -72,3 +72,4 @@ class EngineStats:
     num_steps: int
     num_failed_steps: int
     num_scheduled_tokens: int
+    num_output_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.detokenizer import IncrementalDetokenizer, decode
@@ -18,29 +19,57 @@ class Request:
         self.prompt = prompt
         self.stream = stream
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.num_seen_tokens = 0  # generated tokens of which all was taken note
+        self._prompt_token_ids = sequence.token_ids.tolist()  # one list for all of its outputs
         self._tokenizer = tokenizer
         self._stop = sequence.params.stop
-        self._incremental = IncrementalDetokenizer(tokenizer) if tokenizer and (stream or self._stop) else None
+        self._incremental: IncrementalDetokenizer | None = None
         # Text behind this may be the beginning of a stop string that the next tokens complete.
         self._hold_back = max((len(stop) for stop in self._stop), default=1) - 1
         self._stopped_at: int | None = None
+        self._read(0)
+
+    def _read(self, num_tokens: int) -> None:
+        """Begin the text with the first `num_tokens` generated tokens, if somebody reads along or it may end it."""
+        if self._tokenizer is not None and (self.stream or self._stop):
+            self._incremental = IncrementalDetokenizer(self._tokenizer)
+            for token_id in self.sequence.output_token_ids[:num_tokens]:
+                self._incremental.add(token_id)
+
+    def start_over(self) -> None:
+        """Return to the tokens of which all was taken note; a sequence that has ended stays so."""
+        sequence = self.sequence
+        if not sequence.is_finished:
+            sequence.start_over(self.num_seen_tokens)
+        if self.num_seen_tokens < sequence.num_output_tokens or not sequence.is_finished:
+            self._stopped_at = None
+            self._read(self.num_seen_tokens)
 
     def advance(self) -> str | None:
         """Take note of the sequence's newest token; returns the stop string that it completes, if it does."""
-        now = time.monotonic()
         if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
+            self.metrics.first_token_time = time.monotonic()
         if self._incremental is None:
             return None
-        searched = len(self._incremental.text) - self._hold_back
+        searched = len(self._incremental.text)
         self._incremental.add(self.sequence.token_ids[-1])
         if not self._stop or self.sequence.num_output_tokens < self.sequence.params.min_tokens:
             return None
-        found = [(self._incremental.text.find(stop, max(0, searched)), stop) for stop in self._stop]
+        # A string that ended before was searched for then, and maybe passed over because of min_tokens.
+        text = self._incremental.text
+        found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop]
         at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
         if stop is not None:
             self._stopped_at = at
         return stop
+
+    def give_up_text(self, error: Exception) -> None:
+        """The tokenizer failed: the request ends with its tokens alone."""
+        self._tokenizer = self._incremental = None
+        self.sequence.error = (
+            f"request {self.sequence.request_id!r}: the tokenizer could not decode its tokens "
+            f"({type(error).__name__}: {error})"
+        )
 
     def output(self) -> RequestOutput:
         sequence = self.sequence
@@ -56,11 +85,11 @@ class Request:
         return RequestOutput(
             request_id=sequence.request_id,
             prompt=self.prompt,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens].tolist(),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=[completion],
             finished=sequence.is_finished,
             num_cached_tokens=sequence.num_cached_tokens,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),  # a copy, which later tokens leave alone
             error=sequence.error,
         )
 

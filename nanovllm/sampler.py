@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import NON_FINITE
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
+
+NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
 
 # SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
 # counter, so that any output can be computed by itself.
@@ -48,17 +51,22 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+def token_counters(vocab_size: int, device: torch.device) -> Tensor:
+    """[vocab_size] int64: SplitMix64's counter for each token id."""
+    return torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GAMMA))
+
+
+def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
     """Standard Gumbel noise for every token of every row.
 
     Args:
         keys: [num_rows] int64, from `noise_key`.
+        counters: [vocab_size] int64, from `token_counters`.
 
     Returns [num_rows, vocab_size] float32. Gumbel is -log(E) for an exponential E = -log(1 - u). The large values,
     which decide, come from small u; u has 40 bits and float32 resolves small numbers finely, so that they are exact to
     the end of the range, 28.4 (a 24-bit uniform near 1 would end at 16.6).
     """
-    counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GAMMA)
     bits = keys[:, None] + counters
     bits = (bits ^ _shifted_right(bits, 30)).mul_(_signed(_MIX_1))
     bits = (bits ^ _shifted_right(bits, 27)).mul_(_signed(_MIX_2))
@@ -85,7 +93,9 @@ class Sampler:
         rows = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
         if rows:
             keys = [_signed(noise_key(sequences[row].seed, positions[row])) for row in rows]
-            token_ids[rows] = self._draw(logits[rows], [sequences[row] for row in rows], torch.tensor(keys))
+            drawing = [sequences[row].params for row in rows]
+            chosen = logits if len(rows) == len(sequences) else logits[rows]
+            token_ids[rows] = self._draw(chosen, drawing, torch.tensor(keys, device=logits.device))
         return token_ids.masked_fill_(~best.isfinite(), NON_FINITE)
 
     @staticmethod
@@ -99,48 +109,79 @@ class Sampler:
             logits[rows, columns] = float("-inf")
 
     @staticmethod
-    def _draw(logits: Tensor, sequences: SequenceABC[Sequence], keys: Tensor) -> Tensor:
+    def _draw(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> Tensor:
         """[num_rows] tokens drawn from the filtered distributions."""
-        params = [sequence.params for sequence in sequences]
         device = logits.device
-        logits = logits.float()
         # Relative to the best token, so that a low temperature drives the others to -inf and nothing overflows.
-        logits = logits - logits.max(dim=-1, keepdim=True).values
+        logits = logits.float() - logits.max(dim=-1, keepdim=True).values.float()
         logits /= torch.tensor([p.temperature for p in params], device=device)[:, None]
-        filtering = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
-        if filtering:
-            vocab_size = logits.shape[1]
-            top_k = [params[row].top_k if params[row].top_k > 0 else vocab_size for row in filtering]
-            logits[filtering] = keep_likely(
-                logits[filtering],
-                torch.tensor(top_k, device=device),
-                torch.tensor([params[row].top_p for row in filtering], device=device),
-                torch.tensor([params[row].min_p for row in filtering], device=device),
-            )
+        logits = keep_likely(logits, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        counters = token_counters(logits.shape[1], device)
         # On a CPU row by row, so that a row's noise is made and used within the processor's cache.
         size = 1 if device.type == "cpu" else len(logits)
         tokens = [
-            (rows + gumbel_noise(row_keys, logits.shape[1])).argmax(dim=-1)
-            for rows, row_keys in zip(logits.split(size), keys.to(device).split(size), strict=True)
+            (rows + gumbel_noise(row_keys, counters)).argmax(dim=-1)
+            for rows, row_keys in zip(logits.split(size), keys.split(size), strict=True)
         ]
         return torch.cat(tokens)
 
 
-def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
     """Set the logits of unlikely tokens to -inf: top-k, then top-p of what is left, then min-p (as `transformers`).
 
+    Each filter comes down to the smallest logit that it keeps, so tokens as probable as the last one kept stay too,
+    whatever their order. Rows that do not use a filter cost nothing for it.
+
     Args:
-        logits: [num_rows, vocab_size] float32, after the temperature.
-        top_k: [num_rows] int64, at least 1. Tokens as probable as the k-th stay.
-        top_p, min_p: [num_rows] float32.
+        logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
+        top_k: per row; all tokens if it is below 1.
+        top_p, min_p: per row.
     """
-    ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
-    kth = ordered.gather(1, (top_k.clamp(max=logits.shape[1]) - 1)[:, None])
-    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
-    probabilities = ordered.softmax(dim=-1)
-    more_likely = probabilities.cumsum(dim=-1) - probabilities  # mass of the tokens before each one
-    dropped = (more_likely >= top_p[:, None]) & (top_p < 1.0)[:, None]
-    dropped |= probabilities < min_p[:, None] * probabilities[:, :1]
-    dropped[:, 0] = False
-    ordered = ordered.masked_fill(dropped, float("-inf"))
-    return torch.empty_like(logits).scatter_(1, token_ids, ordered)
+    vocab_size, device = logits.shape[1], logits.device
+    rows = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
+    if rows:
+        counts = torch.tensor([top_k[row] for row in rows], device=device)
+        largest = logits[rows].topk(max(top_k[row] for row in rows)).values
+        _drop_below(logits, rows, largest.gather(1, counts[:, None] - 1))
+    rows = [row for row, p in enumerate(top_p) if p < 1.0]
+    if rows:
+        _drop_below(
+            logits, rows, _nucleus_floor(logits[rows], torch.tensor([top_p[row] for row in rows], device=device))
+        )
+    rows = [row for row, p in enumerate(min_p) if p > 0.0]
+    if rows:
+        shares = torch.tensor([min_p[row] for row in rows], device=device)[:, None]
+        _drop_below(logits, rows, logits[rows].max(dim=-1, keepdim=True).values + shares.log())
+    return logits
+
+
+def _drop_below(logits: Tensor, rows: list[int], floor: Tensor) -> None:
+    """Set what lies below floor [len(rows), 1] to -inf, in place."""
+    if len(rows) == len(logits):
+        logits.masked_fill_(logits < floor, float("-inf"))
+    else:
+        chosen = logits[rows]
+        logits[rows] = chosen.masked_fill_(chosen < floor, float("-inf"))
+
+
+def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
+    """[num_rows, 1]: the logit of the token with which the mass of the most probable ones reaches top_p [num_rows]."""
+    vocab_size = logits.shape[1]
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    # A nucleus is nearly always small, and finding the largest few costs a CPU a tenth of a sort. A GPU sorts fast, and
+    # asking which rows need more would make the host wait for it.
+    width = min(vocab_size, NUCLEUS_WIDTH) if logits.device.type == "cpu" else vocab_size
+    floor, is_reached = _crossing(logits.topk(width).values, total, top_p[:, None])
+    if width < vocab_size and not is_reached.all():
+        rows = (~is_reached[:, 0]).nonzero()[:, 0]
+        ordered = logits[rows].sort(dim=-1, descending=True).values
+        floor[rows] = _crossing(ordered, total[rows], top_p[rows, None])[0]
+    return floor
+
+
+def _crossing(ordered: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the ordered logits whose cumulative mass reaches top_p (else the last), and whether one does."""
+    reached = (ordered - total).exp_().cumsum(dim=-1)
+    num_before = (reached < top_p).sum(dim=-1, keepdim=True)  # tokens that leave something lacking
+    last = ordered.shape[1] - 1
+    return ordered.gather(1, num_before.clamp(max=last)), num_before <= last

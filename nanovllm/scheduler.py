@@ -30,6 +30,7 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_output_tokens: int = 0
     num_preemptions: int = 0
     num_failed_steps: int = 0
     prefix_cache_queries: int = 0
@@ -85,8 +86,8 @@ class Scheduler:
         """End a sequence now, wherever it is; its blocks are free at once. A token still in flight is dropped."""
         (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
         self.block_manager.release(sequence)
-        sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        sequence.status = SequenceStatus.FINISHED
 
     # -------------------------------------------------------------------------------------------------- schedule
 
@@ -334,6 +335,7 @@ class Scheduler:
             if token_id == NON_FINITE:
                 self._fail(sequence)
                 continue
+            self.stats.num_output_tokens += 1
             known = sequence.token_ids
             known.append(token_id)
             if token_id in sequence.stop_token_ids:

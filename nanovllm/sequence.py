@@ -99,6 +99,15 @@ class Sequence:
         self.stop_reason: int | str | None = None  # the token id or the string that stopped it
         self.error: str | None = None
 
+    def start_over(self, num_output_tokens: int) -> None:
+        """Back to waiting with nothing computed and this many of the generated tokens, whatever state it was in."""
+        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
+        self.num_computed_tokens = self.num_in_flight_tokens = 0
+        self.block_table, self.block_hashes = [], []
+        self.status = SequenceStatus.WAITING
+        self.placed_in_step = -1
+        self.finish_reason = self.stop_reason = self.error = None
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -119,6 +119,7 @@ def flex(case):
     key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
     if key not in _flex_forms:
         _flex_forms[key] = FlexAttention(
+            head_bytes=case.queries[0].shape[2] * case.dtype.itemsize,
             num_blocks=NUM_BLOCKS,
             block_size=case.block_size,
             num_groups=num_heads // case.num_kv_heads,

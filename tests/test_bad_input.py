@@ -468,6 +468,17 @@ def test_a_sliding_window_of_a_few_layers_only_is_refused_too():
     assert_names(refused_model(model), "sliding window of 32", "max_model_len")
 
 
+def test_a_sliding_window_that_only_the_mask_knows_is_refused_too():
+    """These layers pass no window to attention: the library puts it into the mask, which the engine replaces."""
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "max_window_layers": 2}
+    sizes |= {"shared_expert_intermediate_size": 32, "sliding_window": 32}
+    message = refused_model(small("Qwen2Moe", use_sliding_window=True, **sizes))
+    assert_names(message, "Qwen2MoeForCausalLM", "sliding window of 32")
+    LLM(small("Qwen2Moe", use_sliding_window=False, **sizes), **OPTIONS).close()
+    message = refused_model(small("Phimoe", num_local_experts=2, sliding_window=32))
+    assert_names(message, "PhimoeForCausalLM", "sliding window of 32")
+
+
 def test_soft_capping_is_refused_by_name():
     assert_names(refused_model(small("Gemma2", head_dim=32)), "Gemma2", "softcap", "not implemented")
 
@@ -523,12 +534,12 @@ def test_an_encoder_decoder_is_refused():
 
 def test_a_state_space_model_is_refused_with_the_layers_that_cannot_be_served():
     model = small("Mamba", without=("num_attention_heads", "num_key_value_heads", "intermediate_size"))
-    assert_names(refused_model(model), "MambaForCausalLM", "0 of 2 layers", "attention interface")
+    assert_names(refused_model(model), "MambaForCausalLM", "linear_attention")
 
 
 def test_a_hybrid_of_attention_and_other_layers_is_refused():
     model = small("Lfm2", layer_types=["conv", "full_attention"])
-    assert_names(refused_model(model), "Lfm2ForCausalLM", "1 of 2 layers")
+    assert_names(refused_model(model), "Lfm2ForCausalLM", "'conv'")
 
 
 def test_a_model_with_its_own_attention_code_is_refused():

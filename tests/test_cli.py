@@ -232,6 +232,7 @@ def test_a_request_that_ends_with_an_error_is_reported_and_exits_with_one(tmp_pa
         (["one", "--attention-backend", "paged"], ["attention_backend", "paged"]),
         (["one", "--no-such-option"], ["--no-such-option"]),
         (["one", "--file", "x"], ["--file", "not both"]),
+        (["one", "--format", "jsonl"], ["--format", "Leave it out"]),
         (["--file", "/no/such/file"], ["/no/such/file"]),
         ([""], ["empty"]),
         (["one " * 500], ["max_model_len (256)"]),
@@ -454,6 +455,41 @@ def test_a_conversation_that_outgrows_the_model_is_refused_with_the_numbers(run)
     assert status == 2
     assert "max_model_len (256)" in err
     assert "Traceback" not in err
+
+
+class Terminal(io.StringIO):
+    """Lines that a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_at_a_terminal_a_conversation_that_outgrows_the_model_goes_on_without_what_was_too_long(
+    folder, monkeypatch, capsys
+):
+    lines = iter(["hello", "hello " * 400, "and now"])
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or throw(EOFError()))
+    assert main(["chat", "--model", str(folder), *ENGINE, *SHORT]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("max_model_len (256)") == 1
+    assert captured.out.count("\n") == 2  # the first question and the last were answered
+
+
+def throw(error: BaseException) -> Any:
+    raise error
+
+
+def test_token_ids_do_not_go_into_a_chat_template(run):
+    assert_refused(run("generate", "--chat", "--format", "jsonl", stdin="[5, 6, 7]\n"), "--chat", "[5, 6, 7]")
+
+
+def test_what_the_chat_template_refuses_is_said_in_one_line(run, tmp_path):
+    folder = save_tiny(tmp_path / "strict", with_tokenizer=False)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer.save_pretrained(folder)
+    assert_refused(run("generate", "--chat", "hello", model=str(folder)), "chat template", "roles must alternate")
 
 
 # --------------------------------------------------------------------------------------------- as a process of its own

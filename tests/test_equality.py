@@ -228,12 +228,12 @@ def test_a_poisoned_request_stopped_half_way_through_its_prompt_harms_no_success
     wanted = reference(module, CLEAN)
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        request_id = engine.add_request(poisoned_prompt(150), GREEDY)
+        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
         while engine.scheduler.num_batches_in_flight or engine.stats().num_scheduled_tokens < 96:
             engine.step()  # two chunks of 48: past the poisoned token at 75, before the end
         if how == "preempted":
             engine.drop_computed()
-        assert engine.abort(request_id).outputs[0].finish_reason == "abort"
+        assert engine.abort("poisoned").outputs[0].finish_reason == "abort"
         for _ in range(4):
             llm.reset_prefix_cache()
             assert generate(llm, [CLEAN]) == [wanted]
@@ -243,10 +243,10 @@ def test_the_next_request_with_a_poisoned_prefix_fails_as_well_instead_of_answer
     module = poisoned_model()
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        request_id = engine.add_request(poisoned_prompt(150), GREEDY)
+        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
         while engine.stats().num_scheduled_tokens < 96:
             engine.step()
-        engine.abort(request_id)
+        engine.abort("poisoned")
         output = llm.generate([poisoned_prompt(150)], GREEDY, use_tqdm=False)[0]
         assert output.num_cached_tokens > 0
         assert output.outputs[0].finish_reason == "error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -123,7 +124,9 @@ def test_a_dtype_that_is_the_modules_own_is_accepted():
     [
         ({"dtype": "bfloat16"}, ["dtype", "bfloat16", "float32", "auto"]),
         ({"device": "cuda"}, ["device", "cuda", "cpu", "auto"]),
+        ({"device": "cuda:1"}, ["device", "cuda:1", "cpu", "auto"]),
         ({"revision": "main"}, ["revision", "hub"]),
+        ({"trust_remote_code": True}, ["trust_remote_code", "loaded module"]),
     ],
     ids=str,
 )
@@ -295,6 +298,31 @@ def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call():
     assert layer._compiled_call_impl is compiled
 
 
+def test_the_owners_compiled_calls_are_not_used_for_our_passes():
+    """They would be compiled again, for shapes and an attention that the owner never asked for."""
+    model = tiny_model()
+    calls: list[str] = []
+
+    def compiled(*args, **kwargs):
+        calls.append(model.config._attn_implementation)
+        return type(model)._call_impl(model, *args, **kwargs)
+
+    model._compiled_call_impl = compiled
+    with open_llm(model) as llm:
+        generate(llm)
+        assert calls == []
+        model(input_ids=torch.tensor([PROMPTS[0]]))
+        assert calls == ["sdpa"]
+
+
+def test_the_callers_autocast_does_not_reach_our_passes():
+    model = tiny_model()
+    expected = by_a_fresh_engine(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), open_llm(model) as llm:
+        assert llm._engine.model_runner.binding.dtype == torch.float32
+        assert generate(llm) == expected
+
+
 def test_gradients_flow_while_the_llm_is_open():
     model = tiny_model()
     with open_llm(model) as llm:
@@ -437,6 +465,22 @@ def test_the_prefix_cache_is_dropped_when_weights_were_changed(change):
         assert answers != before
 
 
+@pytest.mark.parametrize("replace", ["data", "parameter"])
+def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_again(replace):
+    """The allocator gives the address of the weights before last to the newest ones."""
+    model = tiny_model()
+    layer = model.model.layers[0].mlp.down_proj
+    with open_llm(model) as llm:
+        generate(llm)
+        for round_ in range(12):
+            for _ in range(2 + round_ % 3):
+                if replace == "data":
+                    layer.weight.data = layer.weight.data * 1.01
+                else:
+                    layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
+            assert num_cached(llm) == [0, 0, 0]
+
+
 def test_the_prefix_cache_is_dropped_once_for_each_change():
     model = tiny_model()
     with open_llm(model) as llm:
@@ -489,6 +533,26 @@ def test_two_llms_on_one_module_stream_in_turns():
         for outputs in streams:
             last = [output.outputs[0].token_ids for output in outputs]
     assert last == expected[:2]
+    assert_untouched(model, before)
+
+
+def test_two_llms_on_one_module_generate_from_two_threads():
+    model = tiny_model()
+    expected = by_a_fresh_engine(model)
+    before = Snapshot(model)
+    answers: list[Any] = []
+    with open_llm(model) as first, open_llm(model) as second:
+
+        def ask(llm: LLM) -> None:
+            for _ in range(5):
+                answers.append(generate(llm))
+
+        threads = [threading.Thread(target=ask, args=(llm,)) for llm in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert answers == [expected] * 10
     assert_untouched(model, before)
 
 

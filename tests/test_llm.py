@@ -327,6 +327,50 @@ def test_no_stop_string_ends_a_request_before_min_tokens(monkeypatch):
     assert completion.finish_reason == "stop"
 
 
+def test_a_stop_string_passed_over_by_min_tokens_stays_passed_over_whatever_the_others_are(monkeypatch):
+    """A longer one among them must not make the search begin before the text that is new."""
+    alone = stopped(monkeypatch, "zq and on and on and on", stop="zq", min_tokens=8)
+    beside = stopped(monkeypatch, "zq and on and on and on", stop=["zq", "something much longer"], min_tokens=8)
+    assert (alone.token_ids, alone.finish_reason) == (beside.token_ids, beside.finish_reason)
+
+
+def test_a_tokenizer_that_cannot_decode_ends_its_request_with_an_error_and_no_other(monkeypatch):
+    llm = open_llm()
+    decode = llm.tokenizer.decode
+    prompts = random_prompts(3)
+    wanted = token_ids(generate(shared_llm(), prompts))
+    broken = wanted[1][3]
+    assert all(broken not in wanted[n] for n in (0, 2))
+
+    def failing(ids, **options):
+        if broken in ids:
+            raise IndexError("piece id is out of range")
+        return decode(ids, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", failing)
+    for params in (GREEDY, SamplingParams(temperature=0.0, max_tokens=12, stop="never seen")):
+        outputs = generate(llm, prompts, params)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+        assert "piece id is out of range" in outputs[1].error
+        assert token_ids([outputs[0], outputs[2]]) == [wanted[0], wanted[2]]
+        assert wanted[1][: len(outputs[1].outputs[0].token_ids)] == outputs[1].outputs[0].token_ids
+        assert_idle_and_whole(llm)
+
+
+def test_an_output_of_a_stream_does_not_change_after_it_was_given():
+    first, *_, last = shared_llm().stream([5] * 40, GREEDY)
+    assert first.metrics.finished_time is None
+    assert last.metrics.finished_time is not None
+    assert len(first.outputs[0].token_ids) == 1
+
+
+def test_an_end_of_sequence_token_outside_the_vocabulary_is_never_looked_for():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [VOCAB_SIZE + 7, VOCAB_SIZE]
+    params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=4)  # suppresses them until then
+    assert len(token_ids(generate(open_llm(model), [5, 6, 7], params))[0]) == 4
+
+
 def test_a_request_stopped_by_a_string_frees_its_blocks(monkeypatch):
     assert stopped(monkeypatch, "Paris. And more", stop=". And").finish_reason == "stop"
     assert_idle_and_whole(shared_llm())

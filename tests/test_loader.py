@@ -286,6 +286,23 @@ def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
     assert seen[0]["trust_remote_code"] is True
 
 
+def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, monkeypatch):
+    seen: list[dict[str, Any]] = []
+
+    def note(_source, **options):
+        seen.append(options)
+        raise OSError("that is all")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
+    assert "that is all" in refusal(saved, tokenizer="somebody/some-tokenizer")
+    assert seen[0] == {"trust_remote_code": False, "local_files_only": False}
+
+
+def test_a_revision_of_a_local_folder_is_refused(saved):
+    with pytest.raises(ValueError, match=r"revision is 'v2'.*no hub model"):
+        LLM(saved, revision="v2")
+
+
 def test_a_local_folder_is_never_looked_up_on_the_hub(saved, monkeypatch):
     seen: list[bool] = []
     for loader in (AutoModelForCausalLM, AutoTokenizer):

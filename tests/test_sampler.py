@@ -17,7 +17,16 @@ from transformers import (
 )
 
 from nanovllm.batch import NON_FINITE
-from nanovllm.sampler import Sampler, gumbel_noise, keep_likely, mix64, noise_key, request_seed
+from nanovllm.sampler import (
+    NUCLEUS_WIDTH,
+    Sampler,
+    gumbel_noise,
+    keep_likely,
+    mix64,
+    noise_key,
+    request_seed,
+    token_counters,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
@@ -45,6 +54,10 @@ def random_logits(num_rows: int, vocab_size: int, *, scale: float = 2.0, seed: i
 def keys_of(numbers: range, *, position: int = 5) -> Tensor:
     """Keys of many seeds at one position."""
     return torch.tensor([signed(noise_key(number, position)) for number in numbers])
+
+
+def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
+    return gumbel_noise(keys, token_counters(vocab_size, keys.device))
 
 
 def signed(value: int) -> int:
@@ -114,8 +127,7 @@ def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def by_us(logits: Tensor, params: SamplingParams) -> Tensor:
     rows = logits / params.temperature
-    top_k = params.top_k if params.top_k > 0 else logits.shape[1]
-    per_row = [torch.tensor([value] * len(logits)) for value in (top_k, params.top_p, params.min_p)]
+    per_row = ([value] * len(logits) for value in (params.top_k, params.top_p, params.min_p))
     return keep_likely(rows, *per_row).softmax(dim=-1)
 
 
@@ -157,12 +169,27 @@ def test_each_row_is_filtered_by_its_own_params():
     temperatures = torch.tensor([p.temperature for p in params])[:, None]
     ours = keep_likely(
         logits / temperatures,
-        torch.tensor([p.top_k if p.top_k > 0 else 200 for p in params]),
-        torch.tensor([p.top_p for p in params]),
-        torch.tensor([p.min_p for p in params]),
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
     ).softmax(dim=-1)
     for row, p in enumerate(params):
         torch.testing.assert_close(ours[row], by_transformers(logits[row : row + 1], p)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+def test_a_nucleus_of_any_size_is_the_one_of_a_full_sort(scale, top_p):
+    logits = random_logits(6, 5 * NUCLEUS_WIDTH, scale=scale) + torch.linspace(0, 1e-2, 5 * NUCLEUS_WIDTH)
+    logits[0] *= 50  # a row that needs few tokens among some that need many
+    expected, ours = by_transformers(logits, SamplingParams(top_p=top_p)), by_us(logits, SamplingParams(top_p=top_p))
+    # Sums of thousands of nearly equal float32 numbers differ in their last digits, so by a token or two.
+    assert ((ours > 0) ^ (expected > 0)).sum(dim=-1).max() <= 3
+    torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0)
+
+
+def test_top_p_keeps_all_tokens_that_tie_with_the_one_that_crosses():
+    assert support(torch.tensor([0.4, 0.2, 0.2, 0.2]).log(), top_p=0.5) == [0, 1, 2, 3]
 
 
 def support(logits: Tensor, **params: Any) -> list[int]:
@@ -241,15 +268,15 @@ def test_requests_of_neighbouring_seeds_draw_independently():
 
 def test_noise_depends_on_seed_position_and_token_id_and_not_on_the_row_or_the_batch():
     keys = keys_of(range(10))
-    together = gumbel_noise(keys, 300)
+    together = noise_of(keys, 300)
     for row in range(10):
-        assert torch.equal(gumbel_noise(keys[row : row + 1], 300)[0], together[row])
-    assert torch.equal(gumbel_noise(keys.flip(0), 300).flip(0), together)
+        assert torch.equal(noise_of(keys[row : row + 1], 300)[0], together[row])
+    assert torch.equal(noise_of(keys.flip(0), 300).flip(0), together)
 
 
 def test_the_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary():
     keys = keys_of(range(4))
-    assert torch.equal(gumbel_noise(keys, 1000)[:, :77], gumbel_noise(keys, 77))
+    assert torch.equal(noise_of(keys, 1000)[:, :77], noise_of(keys, 77))
 
 
 def test_a_requests_token_is_the_same_in_any_row_of_any_batch():
@@ -265,7 +292,7 @@ def test_a_requests_token_is_the_same_in_any_row_of_any_batch():
 
 def test_noise_goes_with_the_token_id_and_not_with_the_rank_among_the_sorted():
     """Among equally probable tokens the one with the largest noise wins, whichever tokens a filter took away."""
-    noise = gumbel_noise(keys_of(range(1)), 6)[0]
+    noise = noise_of(keys_of(range(1)), 6)[0]
     kept = torch.tensor([5, 1, 3])
     logits = torch.full((1, 6), -50.0)
     logits[0, kept] = 0.0
@@ -276,7 +303,7 @@ def test_noise_goes_with_the_token_id_and_not_with_the_rank_among_the_sorted():
 @pytest.mark.parametrize("position", [1, 2, 1000, 2**31])
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_noise_is_finite_for_every_seed_and_position(seed, position):
-    noise = gumbel_noise(torch.tensor([signed(noise_key(seed, position))]), 1000)
+    noise = noise_of(torch.tensor([signed(noise_key(seed, position))]), 1000)
     assert noise.isfinite().all()
     assert noise.dtype is torch.float32
 
@@ -302,7 +329,7 @@ def test_unseeded_requests_get_distinct_seeds_from_engine_seed_and_number():
 
 
 def test_noise_has_the_mean_variance_and_quantiles_of_the_standard_gumbel_distribution():
-    noise = gumbel_noise(keys_of(range(400)), 5000).double().flatten()  # two million
+    noise = noise_of(keys_of(range(400)), 5000).double().flatten()  # two million
     assert abs(noise.mean() - 0.5772156649) < 0.005  # five standard errors are 0.0045
     assert abs(noise.var() - math.pi**2 / 6) < 0.02
     for probability in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 0.9999):
@@ -314,13 +341,13 @@ def test_noise_has_the_mean_variance_and_quantiles_of_the_standard_gumbel_distri
 @pytest.mark.parametrize(("first", "second"), [((0, 1), (0, 2)), ((0, 1), (1, 1)), ((7, 9), (9, 7)), ((0, 5), (1, 4))])
 def test_noise_of_different_seeds_or_positions_is_uncorrelated(first, second):
     keys = torch.tensor([signed(noise_key(*first)), signed(noise_key(*second))])
-    noise = gumbel_noise(keys, 100_000)
+    noise = noise_of(keys, 100_000)
     assert abs(torch.corrcoef(noise)[0, 1]) < 5 / math.sqrt(100_000)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 64])
 def test_noise_of_neighbouring_tokens_is_uncorrelated(lag):
-    noise = gumbel_noise(keys_of(range(1)), 100_000)[0]
+    noise = noise_of(keys_of(range(1)), 100_000)[0]
     assert abs(torch.corrcoef(torch.stack([noise[lag:], noise[:-lag]]))[0, 1]) < 5 / math.sqrt(100_000)
 
 
@@ -337,7 +364,7 @@ def unmix64(value: int) -> int:
 def noise_of_bits(bits: int, *, token_id: int = 3) -> float:
     """The noise of a token whose 64 random bits are these."""
     key = (unmix64(bits) - (token_id + 1) * GAMMA) % 2**64
-    return float(gumbel_noise(torch.tensor([signed(key)]), token_id + 1)[0, token_id])
+    return float(noise_of(torch.tensor([signed(key)]), token_id + 1)[0, token_id])
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanovllm.attention.layout import BatchLayout
+from nanovllm.config import EngineConfig
 
 _engine_numbers = itertools.count()
 
@@ -47,6 +48,7 @@ class FlexAttention:
     Args:
         num_blocks: physical blocks of the cache.
         num_groups: query heads per KV head.
+        head_bytes: bytes of one head's K of one token.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which size the index buffers.
     """
 
@@ -56,6 +58,7 @@ class FlexAttention:
         num_blocks: int,
         block_size: int,
         num_groups: int,
+        head_bytes: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -75,16 +78,15 @@ class FlexAttention:
         min_rows = 128 if on_gpu else 0
         self.min_decode_tiles = max(2, -(-min_rows // self.decode_tile))
         self.min_chunk_tiles = max(2, -(-min_rows // self.chunk_tile))
-        # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
-        max_chunk_tiles = max(self.min_chunk_tiles, max_num_batched_tokens // block_size + 2 * max_num_seqs)
+        max_chunk_tiles = max(self.min_chunk_tiles, _max_chunk_tiles(max_num_batched_tokens, max_num_seqs, block_size))
         max_decode_tiles = max(self.min_decode_tiles, max_num_seqs)
         self.decode_index = _IndexBuffers(max_decode_tiles, self.index_width, device)
         self.chunk_index = _IndexBuffers(max_chunk_tiles, self.index_width, device)
         self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
-        self.decode = _TileAttention(
-            self.decode_tile, block_size, _kernel_options(self.decode_tile, block_size, device)
+        self.decode, self.chunk = (
+            _TileAttention(tile, block_size, _kernel_options(tile, block_size, head_bytes, device))
+            for tile in (self.decode_tile, self.chunk_tile)
         )
-        self.chunk = _TileAttention(self.chunk_tile, block_size, _kernel_options(self.chunk_tile, block_size, device))
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
@@ -269,9 +271,35 @@ def _attend_tiles(
     return attended
 
 
-def _kernel_options(tile: int, block_size: int, device: torch.device) -> dict[str, Any]:
-    """Tile sizes of the GPU kernel: BLOCK_M must divide the tile, BLOCK_N the page (measured on sm_90)."""
+def _kernel_options(tile: int, block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:
+    """Tile sizes of the GPU kernel: BLOCK_M must divide the tile, BLOCK_N the page.
+
+    64 x 64 with three stages is what was measured best on sm_90 with heads of 128 in bfloat16; wider heads get what
+    fits into the shared memory of a block: the query's tile, and K and V once for each stage.
+    """
     if device.type != "cuda":
         return {}
+    row_bytes = 1 << (head_bytes - 1).bit_length()  # heads are padded to a power of two
+    properties: Any = torch.cuda.get_device_properties(device)
+    available = properties.shared_memory_per_block_optin
     block_m = next(size for size in (64, 32, 16) if tile % size == 0)
-    return {"BLOCK_M": block_m, "BLOCK_N": min(64, block_size), "num_warps": 4, "num_stages": 3}
+    for num_stages, block_n in ((3, 64), (2, 64), (3, 32), (2, 32), (1, 32), (1, 16)):
+        needed = (block_m + 2 * num_stages * block_n) * row_bytes
+        if block_size % block_n == 0 and needed <= 0.9 * available:
+            break
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": num_stages}
+
+
+def _max_chunk_tiles(max_num_batched_tokens: int, max_num_seqs: int, block_size: int) -> int:
+    # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
+    return max_num_batched_tokens // block_size + 2 * max_num_seqs
+
+
+def flex_workspace_bytes(config: EngineConfig, row_bytes: int) -> int:
+    """Bytes that a step of many short chunks takes for its tiles, of which most rows are padding.
+
+    Args:
+        row_bytes: one token's query, over all heads.
+    """
+    tiles = _max_chunk_tiles(config.max_num_batched_tokens, config.max_num_seqs, config.block_size)
+    return 4 * tiles * config.block_size * row_bytes  # queries and outputs, each in tiles and in the batch's order

@@ -80,7 +80,7 @@ class SdpaAttention:
                 table = layout.entries[row].block_table[: num_pages[row]]
                 pages[index, : len(table)] = table
             hidden = torch.from_numpy(np.arange(width * self.block_size)[None] >= contexts[rows][:, None])
-            mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device="cpu").masked_fill_(hidden, float("-inf"))
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
