@@ -283,10 +283,10 @@ def _kernel_options(tile: int, block_size: int, head_bytes: int, device: torch.d
     properties: Any = torch.cuda.get_device_properties(device)
     available = properties.shared_memory_per_block_optin
     block_m = next(size for size in (64, 32, 16) if tile % size == 0)
-    for num_stages, block_n in ((3, 64), (2, 64), (3, 32), (2, 32), (1, 32), (1, 16)):
-        needed = (block_m + 2 * num_stages * block_n) * row_bytes
-        if block_size % block_n == 0 and needed <= 0.9 * available:
-            break
+    sizes = [(n, stages) for n in (64, 32, 16) if n <= block_size for stages in (3, 2, 1)]
+    block_n, num_stages = next(
+        ((n, stages) for n, stages in sizes if (block_m + 2 * stages * n) * row_bytes <= 0.9 * available), sizes[-1]
+    )
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": num_stages}
 
 
