@@ -6,10 +6,12 @@ A probe pass at construction learns what each layer hands to attention; what can
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -266,8 +268,16 @@ class ModelBinding:
         self._caches = [(self._zeros(layer, num_slots), self._zeros(layer, num_slots)) for layer in self.layers]
 
     def _zeros(self, layer: AttentionLayer, num_slots: int) -> Tensor:
+        shape = (num_slots, layer.num_kv_heads, layer.head_dim)
         with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
-            return torch.zeros(num_slots, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype, device=self.device)
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=layer.dtype, device=self.device)
+            # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
+            # zeros to the default pool took 5 s of start-up.
+            pages = mmap.mmap(-1, math.prod(shape) * layer.dtype.itemsize)
+            with suppress(OSError, AttributeError):  # not everywhere to be had
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""
