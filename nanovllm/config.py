@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-ATTENTION_BACKENDS = ("auto", "flex", "sdpa")
+ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NOT_SET: Any = None  # of an option that is a number once it is resolved
 
@@ -50,7 +50,7 @@ class EngineConfig:
     max_num_partial_prefills: prompts that may be part-way computed at the end of a step.
     max_long_partial_prefills: of those, prompts with more than `long_prefill_token_threshold` still to compute.
     long_prefill_token_threshold: tokens that one prompt may take of a step while others want the budget.
-    attention_backend: "flex", "sdpa" or "auto".
+    attention_backend: "flex", "sdpa", "cpp" (CPU only) or "auto".
     enforce_eager: compile nothing.
     seed: of the noise of requests that have no seed of their own.
     revision: of a hub model: branch, tag or commit.
@@ -108,9 +108,9 @@ class EngineConfig:
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}.")
-        if self.enforce_eager and self.attention_backend == "flex":
+        if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
             raise ValueError(
-                "attention_backend='flex' needs compilation, which enforce_eager=True forbids. "
+                f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
 

@@ -10,6 +10,7 @@ import math
 import mmap
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -121,6 +122,20 @@ AttentionInterface.register(PROBE_NAME, _probe_function)
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _PackedLinear:
+    """What a linear layer's `forward` becomes when its weight is packed (oneDNN's blocked format)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self._bias = linear.bias
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
 
 
 _Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
@@ -278,6 +293,21 @@ class ModelBinding:
             with suppress(OSError, AttributeError):  # not everywhere to be had
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
+
+    def pack_weights(self) -> None:
+        """Bring the linear layers' weights into the order that the CPU's matrix products read fastest.
+
+        Products of few rows take half the time. Only for a model of our own: a packed copy would not follow an owner's
+        updates. The plain copy is let go, unless another module holds it too (tied embeddings).
+        """
+        if self.is_live or not torch.backends.mkldnn.is_available() or self.dtype not in _PACKED_DTYPES:
+            return
+        linears = [module for module in self.model.modules() if type(module) is nn.Linear]
+        owners = Counter(id(p) for module in self.model.modules() for p in module._parameters.values())
+        for linear in linears:
+            vars(linear)["forward"] = _PackedLinear(linear)
+            if owners[id(linear.weight)] == 1:
+                linear.weight.data = linear.weight.data.new_empty(0)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""

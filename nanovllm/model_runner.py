@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from nanovllm.attention.cpp import CppAttention, Kernel, KernelBuildError, load_kernel
 from nanovllm.attention.flex import FlexAttention, flex_workspace_bytes
 from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
@@ -69,7 +70,8 @@ class ModelRunner:
         self.device = binding.device
         self.sampler = Sampler()
         self.config = config
-        self.compiles = self._may_compile()
+        self.may_compile = self._may_compile()
+        self.kernel: Kernel | None = None
         self.attention_backend = self._choose_backend()
         block_size, block_bytes = config.block_size, binding.cache_bytes(config.block_size)
         page_bytes = block_bytes // len(binding.layers)
@@ -95,10 +97,14 @@ class ModelRunner:
                 "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
                 config.max_model_len, longest,
             )  # fmt: skip
+        if self.kernel is not None:
+            self._form = CppAttention(self.kernel, block_size=block_size, page_bytes=page_bytes, dtype=binding.dtype)
         binding.allocate_caches(config.num_kv_blocks * block_size)
-        if self.compiles:
+        if self.may_compile and self.kernel is None:
             binding.compile_layers()
             self.warm_up()
+        elif self.device.type == "cpu":  # faster than compiled layers, and ready at once
+            binding.pack_weights()
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, (config.num_kv_blocks - 1) * block_size, config.num_kv_blocks * block_bytes / 2**30,
@@ -114,19 +120,35 @@ class ModelRunner:
         missing = _missing_compiler(self.device)
         if missing is None:
             return True
-        if self.config.attention_backend == "flex":
+        backend = self.config.attention_backend
+        if backend in ("flex", "cpp"):
             raise ValueError(
-                f"attention_backend='flex' needs {missing}, and none was found. Install g++ or clang++ (or name one in "
-                "the environment variables CC and CXX), or use attention_backend='sdpa'."
+                f"attention_backend={backend!r} needs {missing}, and none was found. Install g++ or clang++ (or name "
+                "one in the environment variables CC and CXX), or use attention_backend='sdpa'."
             )
         logger.warning("%s was not found: nothing is compiled; layers run eagerly, attention is 'sdpa'", missing)
         return False
 
     def _choose_backend(self) -> str:
-        """On a CPU gathering pages for PyTorch's own attention is measured faster; docs/tuning.md has the figures."""
-        if self.config.attention_backend != "auto":
-            return self.config.attention_backend
-        return "flex" if self.device.type == "cuda" and self.compiles else "sdpa"
+        """What was measured fastest on the device, as far as it can be had; docs/tuning.md has the figures."""
+        wanted = self.config.attention_backend
+        if wanted == "auto":
+            wanted = "sdpa" if not self.may_compile else "flex" if self.device.type == "cuda" else "cpp"
+        if wanted == "cpp":
+            try:
+                self.kernel = self._load_kernel()
+            except (KernelBuildError, ValueError) as error:
+                if self.config.attention_backend == "cpp":
+                    raise ValueError(f"attention_backend='cpp' cannot be had: {error}") from error
+                logger.warning("attention is 'sdpa', since the C++ kernel cannot be had: %s", error)
+                return "sdpa"
+        return wanted
+
+    def _load_kernel(self) -> Kernel:
+        layer = self.binding.layers[0]
+        if self.device.type != "cpu":
+            raise ValueError(f"it runs on a CPU, and the model is on {self.device}.")
+        return load_kernel(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
 
     def _memory_for_cache(self) -> int:
         """Bytes that the cache may take by default."""

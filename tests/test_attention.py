@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.attention.cpp import CppAttention, load_kernel
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention
@@ -131,7 +132,15 @@ def flex(case):
     return _flex_forms[key]
 
 
-FORMS = pytest.mark.parametrize("form", [sdpa, flex])
+def cpp(case):
+    head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
+    kernel = load_kernel(case.dtype, head_dim, groups)
+    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return CppAttention(kernel, block_size=case.block_size, page_bytes=page_bytes, dtype=case.dtype)
+
+
+# The C++ kernel is the CPU's own.
+FORMS = pytest.mark.parametrize("form", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
 
 MIXED_STEPS = {
     "one decode": [(37, 1)],

@@ -587,7 +587,10 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path: Path, mo
         f"#!/bin/sh\necho $$ > {tmp_path}/pid.new\nmv {tmp_path}/pid.new {tmp_path}/pid\nexec sleep 60\n"
     )
     waiting_pip.chmod(0o755)
-    with start_child("sys.executable = sys.argv[2]; d.ensure_default_model()", digest, str(waiting_pip)) as child:
+    # Where the tests run in the background, the shell has told its children to ignore the interrupt.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    build = "sys.executable = sys.argv[2]; d.ensure_default_model()"
+    with start_child(heed + build, digest, str(waiting_pip)) as child:
         while not (tmp_path / "pid").exists():
             assert child.poll() is None
             time.sleep(0.01)

@@ -151,7 +151,9 @@ SETTINGS = {
     "warm prefix cache": {"warm": True},
     "preemption": {"num_kv_blocks": 110, "block_size": 16, "max_model_len": 1700},
     "one at a time": {"together": False},
-    "compiled": {"enforce_eager": False},
+    "compiled": {"attention_backend": "sdpa", "enforce_eager": False},
+    "cpp": {"attention_backend": "cpp", "enforce_eager": False},
+    "cpp, blocks of 16": {"attention_backend": "cpp", "enforce_eager": False, "block_size": 16},
     "flex": {"attention_backend": "flex", "enforce_eager": False, "num_kv_blocks": 400},
     "flex, blocks of 16": {"attention_backend": "flex", "enforce_eager": False, "num_kv_blocks": 700, "block_size": 16},
 }

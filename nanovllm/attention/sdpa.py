@@ -33,6 +33,8 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
+    """Rows of one sequence's chunk and the pages that they see."""
+
     first_row: int
     end_row: int
     pages: Tensor | None  # [num_pages] int64; None if the chunk is all there is to see
@@ -55,11 +57,13 @@ class SdpaAttention:
 
     def plan(self, layout: BatchLayout) -> SdpaPlan:
         """What all layers of one step share."""
-        chunks = [
+        return SdpaPlan(self.block_size, self._decode_groups(layout), self._chunks(layout))
+
+    def _chunks(self, layout: BatchLayout) -> list[_Chunk]:
+        return [
             self._chunk(int(layout.row_starts[index]), layout.entries[index])
             for index in range(layout.num_decodes, len(layout.entries))
         ]
-        return SdpaPlan(self.block_size, layout.num_decodes, self._decode_groups(layout), chunks)
 
     def _decode_groups(self, layout: BatchLayout) -> list[_DecodeGroup]:
         if not layout.num_decodes:
@@ -108,7 +112,6 @@ class SdpaPlan:
     """One step's groups and chunks; `attend` is called once a layer."""
 
     block_size: int
-    num_decodes: int
     groups: list[_DecodeGroup]
     chunks: list[_Chunk]
 
@@ -124,28 +127,15 @@ class SdpaPlan:
 
         Returns [num_tokens, num_heads, head_dim].
         """
-        _, num_heads, head_dim = query.shape
-        num_kv_heads = key.shape[1]
         output = torch.empty_like(query)
-        # One row a page: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
-        key_pages = key_cache.view(-1, self.block_size * num_kv_heads * head_dim)
-        value_pages = value_cache.view(-1, self.block_size * num_kv_heads * head_dim)
-        for group in self.groups:
-            size = len(group.rows)
-            # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
-            folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
-            keys = key_pages.index_select(0, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            values = value_pages.index_select(0, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            mask = group.mask.expand(-1, -1, folded.shape[2], -1)
-            attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-            output[group.rows] = attended.reshape(size, num_heads, head_dim)
+        self._attend_decodes(output, query, key_cache, value_cache, scaling)
         for chunk in self.chunks:
             rows = slice(chunk.first_row, chunk.end_row)
             if chunk.pages is None:
-                keys, values = key[rows], value[rows]  # [context, num_kv_heads, head_dim]
+                keys, values = key[rows], value[rows]
             else:
-                keys = key_pages.index_select(0, chunk.pages).view(-1, num_kv_heads, head_dim)[: chunk.context]
-                values = value_pages.index_select(0, chunk.pages).view(-1, num_kv_heads, head_dim)[: chunk.context]
+                keys = self._gather(key_cache, chunk.pages)[: chunk.context]
+                values = self._gather(value_cache, chunk.pages)[: chunk.context]
             attended = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
@@ -153,7 +143,27 @@ class SdpaPlan:
                 attn_mask=chunk.mask,
                 is_causal=chunk.mask is None,
                 scale=scaling,
-                enable_gqa=num_heads != num_kv_heads,
+                enable_gqa=query.shape[1] != key.shape[1],
             )  # [1, num_heads, num_rows, head_dim]
             output[rows] = attended[0].transpose(0, 1)
         return output
+
+    def _attend_decodes(
+        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
+    ) -> None:
+        num_kv_heads, head_dim = key_cache.shape[1:]
+        for group in self.groups:
+            size = len(group.rows)
+            # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
+            folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
+            keys = self._gather(key_cache, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            values = self._gather(value_cache, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
+            mask = group.mask.expand(-1, -1, folded.shape[2], -1)
+            attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+            output[group.rows] = attended.reshape(size, -1, head_dim)
+
+    def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
+        """[num_pages * block_size, num_kv_heads, head_dim] copied out of the cache."""
+        # One row a page: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
+        rows = cache.view(-1, self.block_size * cache.shape[1] * cache.shape[2])
+        return rows.index_select(0, pages).view(-1, *cache.shape[1:])

@@ -1,0 +1,128 @@
+"""The CPU's own form: the C++ kernel's build and cache, when it is chosen, and the packed weights that go with it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention import cpp
+from tests.test_attention import PagedCase
+from tests.test_attention import cpp as cpp_form
+from tests.tiny_models import random_prompts, save_tiny, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = random_prompts(6, low=1, high=200, seed=5)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def by_transformers(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        answers.append(full[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    return tmp_path / "kernels"
+
+
+@pytest.mark.parametrize("split", [16, 100, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(monkeypatch, split, dtype):
+    monkeypatch.setattr(cpp, "SPLIT_TOKENS", split)
+    case = PagedCase([(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
+    case.check(case.run(cpp_form(case)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
+    """Loaded from a folder, so with packed weights; in float32."""
+    folder = save_tiny(tmp_path / family, family)
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm._engine.model_runner.attention_backend == "cpp"
+        assert tokens(llm) == by_transformers(tiny_model(family))
+
+
+def test_a_live_module_is_not_packed_and_its_new_weights_count():
+    model = tiny_model()
+    with LLM(model, **OPTIONS) as llm:
+        assert llm._engine.model_runner.attention_backend == "cpp"
+        assert tokens(llm) == by_transformers(model)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+        assert tokens(llm) == by_transformers(model)
+        assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_packing_lets_go_of_the_plain_weights_but_not_of_tied_ones(tmp_path):
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        model = llm._engine.model_runner.binding.model
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        sizes = {name: linear.weight.numel() for name, linear in linears.items() if name != "lm_head"}
+        assert set(sizes.values()) == {0}
+        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.lm_head.weight.numel() > 0 if is_tied else model.lm_head.weight.numel() == 0
+
+
+def test_the_kernel_is_built_once_and_kept(empty_cache, monkeypatch):
+    cpp.load_kernel(torch.float32, 64, 3)
+    (library,) = empty_cache.iterdir()  # nothing else is left behind
+    monkeypatch.setattr(cpp, "_build", lambda *_: pytest.fail("it was there already"))
+    cpp.load_kernel(torch.float32, 64, 3)
+    assert list(empty_cache.iterdir()) == [library]
+
+
+def test_another_processor_gets_a_kernel_of_its_own(empty_cache, monkeypatch):
+    cpp.load_kernel(torch.float32, 64, 3)
+    monkeypatch.setattr(cpp, "_processor", lambda: "another one, with the same home folder")
+    cpp.load_kernel(torch.float32, 64, 3)
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(empty_cache, monkeypatch, caplog):
+    monkeypatch.setattr(cpp, "FLAGS", (*cpp.FLAGS, "-no-such-flag"))
+    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS, max_num_seqs=4) as llm:
+        assert llm._engine.model_runner.attention_backend == "sdpa"
+    assert any("no-such-flag" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match="no-such-flag"):
+        LLM(tiny_model(), attention_backend="cpp", **OPTIONS)
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS) as llm:
+        assert llm._engine.model_runner.attention_backend == "sdpa"
+    assert any(str(tmp_path / "file") in record.message for record in caplog.records)
+
+
+def test_a_dtype_that_the_kernel_does_not_serve_is_named(caplog):
+    model = tiny_model().half()
+    with caplog.at_level(logging.WARNING), LLM(model, **OPTIONS) as llm:
+        assert llm._engine.model_runner.attention_backend == "sdpa"
+    assert any("float16" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match=r"attention_backend='cpp'.*float16"):
+        LLM(model, attention_backend="cpp", **OPTIONS)
+
+
+def test_cpp_contradicts_eager_mode():
+    with pytest.raises(ValueError, match="enforce_eager"):
+        LLM(tiny_model(), attention_backend="cpp", enforce_eager=True, **OPTIONS)
