@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention, Kernel, KernelBuildError, load_kernel
+from nanovllm.attention.cpp import CppAttention, KernelBuildError, Kernels, load_kernels
 from nanovllm.attention.flex import FlexAttention, flex_workspace_bytes
 from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
@@ -71,7 +71,7 @@ class ModelRunner:
         self.sampler = Sampler()
         self.config = config
         self.may_compile = self._may_compile()
-        self.kernel: Kernel | None = None
+        self.kernels: Kernels | None = None
         self.attention_backend = self._choose_backend()
         block_size, block_bytes = config.block_size, binding.cache_bytes(config.block_size)
         page_bytes = block_bytes // len(binding.layers)
@@ -97,10 +97,10 @@ class ModelRunner:
                 "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
                 config.max_model_len, longest,
             )  # fmt: skip
-        if self.kernel is not None:
-            self._form = CppAttention(self.kernel, block_size=block_size, page_bytes=page_bytes, dtype=binding.dtype)
+        if self.kernels is not None:
+            self._form = CppAttention(self.kernels, block_size=block_size, page_bytes=page_bytes, dtype=binding.dtype)
         binding.allocate_caches(config.num_kv_blocks * block_size)
-        if self.may_compile and self.kernel is None:
+        if self.may_compile and self.kernels is None:
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu":  # faster than compiled layers, and ready at once
@@ -136,19 +136,19 @@ class ModelRunner:
             wanted = "sdpa" if not self.may_compile else "flex" if self.device.type == "cuda" else "cpp"
         if wanted == "cpp":
             try:
-                self.kernel = self._load_kernel()
+                self.kernels = self._load_kernels()
             except (KernelBuildError, ValueError) as error:
                 if self.config.attention_backend == "cpp":
                     raise ValueError(f"attention_backend='cpp' cannot be had: {error}") from error
-                logger.warning("attention is 'sdpa', since the C++ kernel cannot be had: %s", error)
+                logger.warning("attention is 'sdpa', since the C++ kernels cannot be had: %s", error)
                 return "sdpa"
         return wanted
 
-    def _load_kernel(self) -> Kernel:
+    def _load_kernels(self) -> Kernels:
         layer = self.binding.layers[0]
         if self.device.type != "cpu":
-            raise ValueError(f"it runs on a CPU, and the model is on {self.device}.")
-        return load_kernel(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
+            raise ValueError(f"they run on a CPU, and the model is on {self.device}.")
+        return load_kernels(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
 
     def _memory_for_cache(self) -> int:
         """Bytes that the cache may take by default."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention, load_kernel
+from nanovllm.attention.cpp import CppAttention, load_kernels
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention
@@ -134,9 +134,9 @@ def flex(case):
 
 def cpp(case):
     head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
-    kernel = load_kernel(case.dtype, head_dim, groups)
+    kernels = load_kernels(case.dtype, head_dim, groups)
     page_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return CppAttention(kernel, block_size=case.block_size, page_bytes=page_bytes, dtype=case.dtype)
+    return CppAttention(kernels, block_size=case.block_size, page_bytes=page_bytes, dtype=case.dtype)
 
 
 # The C++ kernel is the CPU's own.

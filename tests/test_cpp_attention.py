@@ -82,17 +82,17 @@ def test_packing_lets_go_of_the_plain_weights_but_not_of_tied_ones(tmp_path):
 
 
 def test_the_kernel_is_built_once_and_kept(empty_cache, monkeypatch):
-    cpp.load_kernel(torch.float32, 64, 3)
+    cpp.load_kernels(torch.float32, 64, 3)
     (library,) = empty_cache.iterdir()  # nothing else is left behind
     monkeypatch.setattr(cpp, "_build", lambda *_: pytest.fail("it was there already"))
-    cpp.load_kernel(torch.float32, 64, 3)
+    cpp.load_kernels(torch.float32, 64, 3)
     assert list(empty_cache.iterdir()) == [library]
 
 
 def test_another_processor_gets_a_kernel_of_its_own(empty_cache, monkeypatch):
-    cpp.load_kernel(torch.float32, 64, 3)
+    cpp.load_kernels(torch.float32, 64, 3)
     monkeypatch.setattr(cpp, "_processor", lambda: "another one, with the same home folder")
-    cpp.load_kernel(torch.float32, 64, 3)
+    cpp.load_kernels(torch.float32, 64, 3)
     assert len(list(empty_cache.iterdir())) == 2
 
 

@@ -1,6 +1,6 @@
-"""The CPU's own form: decodes by a small C++ kernel straight from the pages, chunks as in `sdpa`.
+"""The CPU's own form: small C++ kernels that read K and V straight from their pages.
 
-The kernel is compiled for the model's dtype, head size and group when it is first needed (about a second), for the very
+They are compiled for the model's dtype, head size and group when they are first needed (two seconds), for the very
 processor, and kept in the user's cache folder.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan
+from nanovllm.batch import ScheduledSequence
 from nanovllm.block_manager import NULL_BLOCK
 from nanovllm.default_model import cache_root
 
@@ -32,23 +33,29 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 # Tokens of a work item: small enough that few long sequences keep all threads busy, large enough that merging is free.
 SPLIT_TOKENS = 512
 
-Kernel = Callable[..., None]
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of the compiled library; their arguments are described in its source."""
+
+    decode: Callable[..., None]
+    chunk: Callable[..., None]
 
 
 class KernelBuildError(RuntimeError):
     """The C++ kernel could not be compiled; the message has the compiler's last words."""
 
 
-def load_kernel(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernel:
-    """The compiled kernel, from the cache folder if this processor's is there already.
+def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
+    """The compiled kernels, from the cache folder if this processor's is there already.
 
-    Raises KernelBuildError, or ValueError for a dtype or a head size that it does not serve.
+    Raises KernelBuildError, or ValueError for a dtype or a head size that they do not serve.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     if dtype not in ELEMENTS or head_dim % LANES:
         raise ValueError(
-            f"it serves float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in {head_dim}."
+            f"they serve float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in {head_dim}."
         )
     sizes = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", f"-DNUM_GROUPS={num_groups}")
     command = [get_cpp_compiler(), *FLAGS, *sizes, str(SOURCE)]
@@ -56,10 +63,12 @@ def load_kernel(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernel:
     library = cache_root() / "kernels" / f"paged-attention-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
         _build(command, library)
-    function = ctypes.CDLL(str(library)).paged_decode_attention
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 5 + [ctypes.c_float, ctypes.c_int]
-    return function
+    functions = ctypes.CDLL(str(library))
+    decode, chunk = functions.paged_decode_attention, functions.paged_chunk_attention
+    decode.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 5 + [ctypes.c_float, ctypes.c_int]
+    chunk.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 4 + [ctypes.c_float, ctypes.c_int]
+    decode.restype = chunk.restype = None
+    return Kernels(decode, chunk)
 
 
 def _processor() -> str:
@@ -89,39 +98,83 @@ class CppAttention(SdpaAttention):
     """The `cpp` form. One instance serves every layer of an engine.
 
     Args:
-        kernel: from `load_kernel`, for the layers' dtype and sizes.
-        block_size, page_bytes, dtype, device: as of `SdpaAttention`.
+        kernels: from `load_kernels`, for the layers' dtype and sizes.
+        block_size, page_bytes, dtype: as of `SdpaAttention`.
     """
 
-    def __init__(self, kernel: Kernel, *, block_size: int, page_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels, *, block_size: int, page_bytes: int, dtype: torch.dtype) -> None:
         super().__init__(block_size, page_bytes, dtype, torch.device("cpu"))
-        self._kernel = kernel
+        self._kernels = kernels
+        # PyTorch's attention multiplies bfloat16 in AMX's tiles, where there are any; the kernel computes in float32.
+        self._gathers_chunks = dtype == torch.bfloat16 and "amx_bf16" in _processor()
 
     def plan(self, layout: BatchLayout) -> CppPlan:
-        contexts = layout.positions[: layout.num_decodes] + 1
-        num_pages = -(-contexts // self.block_size)
-        tables = np.full((layout.num_decodes, int(num_pages.max(initial=0))), NULL_BLOCK, np.int64)
-        for row, (entry, count) in enumerate(zip(layout.decodes, num_pages.tolist(), strict=True)):
+        chunks = self._chunks(layout) if self._gathers_chunks else []
+        chunk_rows = _Rows.of([] if self._gathers_chunks else layout.chunks, layout.num_decodes, self.block_size)
+        return CppPlan(
+            self.block_size, [], chunks, self._kernels, _Rows.of(layout.decodes, 0, self.block_size), chunk_rows
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of consecutive entries, as the kernels want them: all int64, one item an entry."""
+
+    first_rows: np.ndarray  # in the flat batch
+    starts: np.ndarray  # position of the first row
+    counts: np.ndarray  # rows
+    contexts: np.ndarray  # tokens that the last row sees
+    tables: np.ndarray  # [num_entries, max_pages]
+
+    @classmethod
+    def of(cls, entries: list[ScheduledSequence], first_row: int, block_size: int) -> _Rows:
+        starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
+        counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
+        contexts = starts + counts
+        num_pages = -(-contexts // block_size)
+        tables = np.full((len(entries), int(num_pages.max(initial=0))), NULL_BLOCK, np.int64)
+        for row, (entry, count) in enumerate(zip(entries, num_pages.tolist(), strict=True)):
             tables[row, :count] = entry.block_table[:count]
-        return CppPlan(self.block_size, [], self._chunks(layout), self._kernel, tables, contexts)
+        return cls(first_row + np.cumsum(counts) - counts, starts, counts, contexts, tables)
 
 
 @dataclass(frozen=True, slots=True)
 class CppPlan(SdpaPlan):
-    """One step's tables and chunks; `attend` is called once a layer."""
+    """One step's tables; `attend` is called once a layer, with contiguous queries and caches."""
 
-    kernel: Kernel
-    tables: np.ndarray  # [num_decodes, max_pages] int64
-    contexts: np.ndarray  # [num_decodes] int64, tokens that each decode sees
+    kernels: Kernels
+    decode_rows: _Rows
+    chunk_rows: _Rows
 
     def _attend_decodes(
         self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
     ) -> None:
-        num_decodes, width = self.tables.shape
-        if num_decodes:  # all tensors are contiguous, and the decodes are the first rows
-            self.kernel(
+        rows = self.decode_rows
+        if len(rows.tables):
+            self.kernels.decode(
                 query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-                self.tables.ctypes.data, self.contexts.ctypes.data, output.data_ptr(),
-                num_decodes, width, self.block_size, key_cache.shape[1], SPLIT_TOKENS,
+                rows.tables.ctypes.data, rows.contexts.ctypes.data, output.data_ptr(),
+                *rows.tables.shape, self.block_size, key_cache.shape[1], SPLIT_TOKENS,
+                scaling, torch.get_num_threads(),
+            )  # fmt: skip
+
+    def _attend_chunks(
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+    ) -> None:
+        SdpaPlan._attend_chunks(self, output, query, key, value, key_cache, value_cache, scaling)
+        rows = self.chunk_rows
+        if len(rows.tables):
+            self.kernels.chunk(
+                query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+                rows.tables.ctypes.data, rows.first_rows.ctypes.data, rows.starts.ctypes.data,
+                rows.counts.ctypes.data, output.data_ptr(),
+                *rows.tables.shape, self.block_size, key_cache.shape[1],
                 scaling, torch.get_num_threads(),
             )  # fmt: skip

@@ -129,6 +129,19 @@ class SdpaPlan:
         """
         output = torch.empty_like(query)
         self._attend_decodes(output, query, key_cache, value_cache, scaling)
+        self._attend_chunks(output, query, key, value, key_cache, value_cache, scaling)
+        return output
+
+    def _attend_chunks(
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+    ) -> None:
         for chunk in self.chunks:
             rows = slice(chunk.first_row, chunk.end_row)
             if chunk.pages is None:
@@ -146,7 +159,6 @@ class SdpaPlan:
                 enable_gqa=query.shape[1] != key.shape[1],
             )  # [1, num_heads, num_rows, head_dim]
             output[rows] = attended[0].transpose(0, 1)
-        return output
 
     def _attend_decodes(
         self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
