@@ -144,19 +144,40 @@ _Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name amon
 class _TensorState:
     """What tells that a tensor was written to or replaced.
 
-    The weak references keep the addresses of the tensor and its storage from being given to others.
+    An address alone tells nothing, since the memory of weights that were replaced is used again for the next ones; but
+    while the storage that was seen there lives, no other can have its address.
     """
 
-    __slots__ = ("_storage", "_tensor", "_version")
+    __slots__ = ("_address", "_storage", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._address = tensor.data_ptr()
         self._version = _version(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        same_storage = self._storage.cdata == tensor.untyped_storage()._cdata
-        return self._tensor() is tensor and same_storage and self._version == _version(tensor)
+        return (
+            self._tensor() is tensor
+            and self._version == _version(tensor)
+            and self._address == tensor.data_ptr()
+            and not self._storage.expired()
+        )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All submodules, each once, in no particular order: `model.modules()` without its nested generators.
+
+    A live module is walked in every step, so this is a good part of a step's host time.
+    """
+    found: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
 
 
 def _version(tensor: Tensor) -> int:
@@ -230,8 +251,9 @@ class ModelBinding:
 
     def _configs(self) -> list[Any]:
         """Every config that an attention layer may read its implementation from."""
-        configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
-        return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
+        found = (vars(module).get("config") for module in _modules(self.model))
+        configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
+        return list(configs.values())
 
     def _decoder_layers(self) -> list[nn.Module]:
         """The module around each attention layer that is an item of a list of layers: the unit of compilation."""
@@ -265,7 +287,7 @@ class ModelBinding:
         """Whether any parameter or buffer was written or replaced since the last call (by version and storage)."""
         tensors = [
             tensor
-            for module in self.model.modules()  # walked each time: submodules may be replaced, adapters injected
+            for module in _modules(self.model)  # walked each time: submodules may be replaced, adapters injected
             for tensors in (module._parameters, module._buffers)
             for tensor in tensors.values()
             if tensor is not None
@@ -357,7 +379,7 @@ class ModelBinding:
     def _quieting(self) -> list[_Change]:
         """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
         changes: list[_Change] = []
-        for module in self.model.modules():
+        for module in _modules(self.model):
             attributes = vars(module)
             if attributes["training"]:
                 changes.append((attributes, "training", False))
