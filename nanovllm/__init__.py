@@ -17,7 +17,7 @@ _HOMES = {
     "RequestMetrics": "nanovllm.outputs",
     "EngineStats": "nanovllm.outputs",
     "ModelLoadError": "nanovllm.loader",
-    "UnsupportedModelError": "nanovllm.model_binding",
+    "UnsupportedModelError": "nanovllm.model_probe",
     "StepError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
 }
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nanovllm.errors import EngineDeadError, StepError
     from nanovllm.llm import LLM
     from nanovllm.loader import ModelLoadError
-    from nanovllm.model_binding import UnsupportedModelError
+    from nanovllm.model_probe import UnsupportedModelError
     from nanovllm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 

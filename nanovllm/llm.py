@@ -22,7 +22,8 @@ from nanovllm import loader
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.model_binding import ModelBinding, UnsupportedModelError
+from nanovllm.model_binding import ModelBinding
+from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model_binding import UnsupportedModelError
+from nanovllm.model_probe import UnsupportedModelError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -1,7 +1,4 @@
-"""Hooks a `transformers` module to paged attention, and leaves it exactly as it was when unhooked.
-
-A probe pass at construction learns what each layer hands to attention; what cannot be served is refused by name.
-"""
+"""Hooks a `transformers` module to paged attention, and leaves it exactly as it was when unhooked."""
 
 from __future__ import annotations
 
@@ -10,178 +7,38 @@ import math
 import mmap
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AttentionInterface
 
 from nanovllm.attention.flex import own_code
 from nanovllm.attention.operator import ATTENTION_NAME, KEY_CACHE, STEP_HANDLE, VALUE_CACHE, attention_function
-
-PROBE_NAME = "nanovllm-probe"
-PROBE_ARGUMENT = "nanovllm_probe"
-
-# Keyword arguments of the attention interface that change nothing here: dropout is off in eval mode, and positions
-# and masks come from the engine.
-_HARMLESS = {
-    "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
-}  # fmt: skip
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-class UnsupportedModelError(ValueError):
-    """The model does something in attention that the engine does not implement; the message names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """One attention module and what it hands over."""
-
-    module: nn.Module
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class _Probe:
-    layers: list[AttentionLayer] = field(default_factory=list)
-    window: int | None = None
-
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        name = type(module).__name__
-        if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-            raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders are supported.")
-        if any(layer.module is module for layer in self.layers):
-            raise UnsupportedModelError(f"{name} attends more than once per forward pass; its layers share modules.")
-        if key.shape != value.shape:
-            raise UnsupportedModelError(
-                f"{name} has keys of {tuple(key.shape)} and values of {tuple(value.shape)}; they must be alike."
-            )
-        if query.shape[2] != key.shape[2]:
-            raise UnsupportedModelError(f"{name} attends to other keys than its own tokens' (cross-attention).")
-        window = kwargs.pop("sliding_window", None)
-        if window:
-            self.window = min(window, self.window or window)
-        for argument, given in kwargs.items():
-            if (
-                argument in _HARMLESS
-                or argument == PROBE_ARGUMENT
-                or given is None
-                or (isinstance(given, (bool, int, float)) and not given)
-            ):
-                continue
-            raise UnsupportedModelError(
-                f"{name} passes {argument!r} to attention, which is not implemented (soft-capping, sinks and other "
-                "extensions are refused rather than ignored)."
-            )
-        self.layers.append(AttentionLayer(module, query.shape[1], key.shape[1], query.shape[3], key.dtype))
-
-
-def _window_of_masks(name: str, text_config: Any) -> int | None:
-    """The window that reaches attention layers through the library's masks alone, which paged attention never sees.
-
-    Attention in chunks counts as one too: within one chunk it is plain causal attention.
-    """
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    unknown = sorted(layer_types - _LAYER_TYPES)
-    if unknown:
-        raise UnsupportedModelError(f"{name} has layers of type {unknown[0]!r}, which are not implemented.")
-    slides = "sliding_attention" in layer_types if layer_types else getattr(text_config, "use_sliding_window", True)
-    windows = [getattr(text_config, "sliding_window", None)] if slides else []
-    windows.append(getattr(text_config, "attention_chunk_size", None))
-    return min((window for window in windows if window), default=None)
-
-
-def _probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    probe = kwargs.get(PROBE_ARGUMENT)
-    if probe is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not receive the model's keyword arguments.")
-    if attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
-        )
-    probe.record(module, query, key, value, dict(kwargs))
-    return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None
-
+from nanovllm.model_probe import (
+    PROBE_ARGUMENT,
+    PROBE_NAME,
+    AttentionLayer,
+    Probe,
+    UnsupportedModelError,
+    probe_function,
+    refuse_batch_dependent_rope,
+    window_of_masks,
+)
+from nanovllm.weights import WeightsWatch, modules_of, pack_linear_layers
 
 # No mask function is registered for these names, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
-AttentionInterface.register(PROBE_NAME, _probe_function)
+AttentionInterface.register(PROBE_NAME, probe_function)
 
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
-
-_PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class _PackedLinear:
-    """What a linear layer's `forward` becomes when its weight is packed (oneDNN's blocked format)."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self._bias = linear.bias
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
-
-
 _Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
-
-
-class _TensorState:
-    """What tells that a tensor was written to or replaced.
-
-    An address alone tells nothing, since the memory of weights that were replaced is used again for the next ones; but
-    while the storage that was seen there lives, no other can have its address.
-    """
-
-    __slots__ = ("_address", "_storage", "_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._address = tensor.data_ptr()
-        self._version = _version(tensor)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        return (
-            self._tensor() is tensor
-            and self._version == _version(tensor)
-            and self._address == tensor.data_ptr()
-            and not self._storage.expired()
-        )
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """All submodules, each once, in no particular order: `model.modules()` without its nested generators.
-
-    A live module is walked in every step, so this is a good part of a step's host time.
-    """
-    found: dict[int, nn.Module] = {}
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            pending += [child for child in module._modules.values() if child is not None]
-    return list(found.values())
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class ModelBinding:
@@ -204,10 +61,9 @@ class ModelBinding:
         self._compiled_layer: Any = None
         self._undo: list[_Change] = []
         self._is_installed = False
-        self._weights: list[_TensorState] = []
         self.layers, self.window = self._probe()
         self._layer_modules = self._decoder_layers()
-        self.note_weights()
+        self.weights = WeightsWatch(model)
 
     # ---------------------------------------------------------------------------------------------------- probe
 
@@ -216,20 +72,11 @@ class ModelBinding:
         devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
         if len(devices) != 1:
             raise UnsupportedModelError(f"{name} lies on several devices ({', '.join(devices)}); put it on one.")
-        for module in self.model.modules():
-            rope_type = getattr(module, "rope_type", None)  # one, or one for each type of layer
-            batch_dependent = _BATCH_DEPENDENT_ROPE.intersection(
-                rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-            )
-            if batch_dependent:
-                raise UnsupportedModelError(
-                    f"{name} uses {min(batch_dependent)!r} rotary embeddings, whose frequencies depend on the longest "
-                    "sequence of the batch; a request's result would depend on its neighbours."
-                )
+        refuse_batch_dependent_rope(self.model)
         if self.model.get_output_embeddings() is None:
             raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
         text_config = self.model.config.get_text_config(decoder=True)
-        probe = _Probe(window=_window_of_masks(name, text_config))
+        probe = Probe(window=window_of_masks(name, text_config))
         with self._probing():
             try:
                 inputs = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -251,7 +98,7 @@ class ModelBinding:
 
     def _configs(self) -> list[Any]:
         """Every config that an attention layer may read its implementation from."""
-        found = (vars(module).get("config") for module in _modules(self.model))
+        found = (vars(module).get("config") for module in modules_of(self.model))
         configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
         return list(configs.values())
 
@@ -283,21 +130,6 @@ class ModelBinding:
         per_token = sum(2 * layer.num_kv_heads * layer.head_dim * layer.dtype.itemsize for layer in self.layers)
         return per_token * num_tokens
 
-    def note_weights(self) -> bool:
-        """Whether any parameter or buffer was written or replaced since the last call (by version and storage)."""
-        tensors = [
-            tensor
-            for module in _modules(self.model)  # walked each time: submodules may be replaced, adapters injected
-            for tensors in (module._parameters, module._buffers)
-            for tensor in tensors.values()
-            if tensor is not None
-        ]
-        known = self._weights
-        if len(known) == len(tensors) and all(map(_TensorState.is_of, known, tensors)):
-            return False
-        self._weights = [_TensorState(tensor) for tensor in tensors]
-        return True
-
     # ------------------------------------------------------------------------------------------------ in force
 
     def allocate_caches(self, num_slots: int) -> None:
@@ -317,19 +149,9 @@ class ModelBinding:
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
     def pack_weights(self) -> None:
-        """Bring the linear layers' weights into the order that the CPU's matrix products read fastest.
-
-        Products of few rows take half the time. Only for a model of our own: a packed copy would not follow an owner's
-        updates. The plain copy is let go, unless another module holds it too (tied embeddings).
-        """
-        if self.is_live or not torch.backends.mkldnn.is_available() or self.dtype not in _PACKED_DTYPES:
-            return
-        linears = [module for module in self.model.modules() if type(module) is nn.Linear]
-        owners = Counter(id(p) for module in self.model.modules() for p in module._parameters.values())
-        for linear in linears:
-            vars(linear)["forward"] = _PackedLinear(linear)
-            if owners[id(linear.weight)] == 1:
-                linear.weight.data = linear.weight.data.new_empty(0)
+        """For a model of our own, see `pack_linear_layers`; a live module stays as it is."""
+        if not self.is_live:
+            pack_linear_layers(self.model)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""
@@ -338,6 +160,10 @@ class ModelBinding:
             return layer._call_impl(*args, **kwargs)
 
         self._compiled_layer = torch.compile(own_code(layer_call), fullgraph=True, dynamic=True)
+
+    @property
+    def has_compiled_layers(self) -> bool:
+        return self._compiled_layer is not None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -379,7 +205,7 @@ class ModelBinding:
     def _quieting(self) -> list[_Change]:
         """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
         changes: list[_Change] = []
-        for module in _modules(self.model):
+        for module in modules_of(self.model):
             attributes = vars(module)
             if attributes["training"]:
                 changes.append((attributes, "training", False))

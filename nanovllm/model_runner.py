@@ -73,33 +73,19 @@ class ModelRunner:
         self.may_compile = self._may_compile()
         self.kernels: Kernels | None = None
         self.attention_backend = self._choose_backend()
-        block_size, block_bytes = config.block_size, binding.cache_bytes(config.block_size)
-        page_bytes = block_bytes // len(binding.layers)
-        self._form: AttentionForm = SdpaAttention(block_size, page_bytes, binding.dtype, self.device)
+        self._form: AttentionForm = self._make_form("sdpa")  # for measuring memory: it needs no pool
+        block_bytes = binding.cache_bytes(config.block_size)
         longest = config.max_model_len
         self.config = config = config.resolve_pool(
             block_bytes, self._memory_for_cache(), max_model_len_is_set=max_model_len_is_set
         )
-        if self.attention_backend == "flex":
-            layer = binding.layers[0]
-            self._form = FlexAttention(
-                num_blocks=config.num_kv_blocks,
-                block_size=block_size,
-                num_groups=layer.num_heads // layer.num_kv_heads,
-                head_bytes=layer.head_dim * layer.dtype.itemsize,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                device=self.device,
-            )
         if config.max_model_len < longest:
             logger.warning(
                 "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
                 config.max_model_len, longest,
             )  # fmt: skip
-        if self.kernels is not None:
-            self._form = CppAttention(self.kernels, block_size=block_size, page_bytes=page_bytes, dtype=binding.dtype)
-        binding.allocate_caches(config.num_kv_blocks * block_size)
+        self._form = self._make_form(self.attention_backend)
+        binding.allocate_caches(config.num_kv_blocks * config.block_size)
         if self.may_compile and self.kernels is None:
             binding.compile_layers()
             self.warm_up()
@@ -107,8 +93,9 @@ class ModelRunner:
             binding.pack_weights()
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
-            config.num_kv_blocks, (config.num_kv_blocks - 1) * block_size, config.num_kv_blocks * block_bytes / 2**30,
-            (config.num_kv_blocks - 1) // -(-config.max_model_len // block_size), config.max_model_len,
+            config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size,
+            config.num_kv_blocks * block_bytes / 2**30,
+            (config.num_kv_blocks - 1) // -(-config.max_model_len // config.block_size), config.max_model_len,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -149,6 +136,24 @@ class ModelRunner:
         if self.device.type != "cpu":
             raise ValueError(f"they run on a CPU, and the model is on {self.device}.")
         return load_kernels(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
+
+    def _make_form(self, backend: str) -> AttentionForm:
+        config, layer = self.config, self.binding.layers[0]
+        if backend == "flex":
+            return FlexAttention(
+                num_blocks=config.num_kv_blocks,
+                block_size=config.block_size,
+                num_groups=layer.num_heads // layer.num_kv_heads,
+                head_bytes=layer.head_dim * layer.dtype.itemsize,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                device=self.device,
+            )
+        page_bytes = self.binding.cache_bytes(config.block_size) // len(self.binding.layers)
+        if backend == "cpp" and self.kernels is not None:
+            return CppAttention(self.kernels, block_size=config.block_size, page_bytes=page_bytes, dtype=layer.dtype)
+        return SdpaAttention(config.block_size, page_bytes, layer.dtype, self.device)
 
     def _memory_for_cache(self) -> int:
         """Bytes that the cache may take by default."""
@@ -218,8 +223,8 @@ class ModelRunner:
 
     def _forward(self, layout: BatchLayout) -> Tensor:
         """Logits [num_samples, vocab_size] of a laid-out step."""
-        # One row would be compiled as a special case, so there are always two; the padding writes nothing.
-        num_rows = max(2, layout.num_tokens)
+        # One row would be compiled as a special case, so compiled layers get two; the padding writes nothing.
+        num_rows = max(2 if self.binding.has_compiled_layers else 1, layout.num_tokens)
         inputs = np.zeros((2, num_rows), np.int64)
         inputs[0, : layout.num_tokens] = layout.token_ids
         inputs[1, : layout.num_tokens] = layout.positions
@@ -245,7 +250,7 @@ class ModelRunner:
 
     def weights_changed(self) -> bool:
         """Whether a live module's weights were touched since the last call."""
-        return self.binding.is_live and self.binding.note_weights()
+        return self.binding.is_live and self.binding.weights.have_changed()
 
     def close(self) -> None:
         self.binding.close()

@@ -51,6 +51,24 @@ def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(monkeypatc
     case.check(case.run(cpp_form(case)))
 
 
+@pytest.mark.parametrize("processor", ["amx_bf16", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_right_whoever_computes_them(monkeypatch, processor, dtype):
+    """With AMX, PyTorch's attention takes the chunks of bfloat16 models."""
+    monkeypatch.setattr(cpp, "_processor", lambda: processor)
+    case = PagedCase([(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)], dtype=dtype)
+    form = cpp_form(case)
+    assert len(form.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
+    case.check(case.run(form))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 7, 12, 71])
+def test_groups_of_any_size_are_right(groups):
+    """Uneven ones do not fill the kernel's lanes; very large ones leave room for few positions at once."""
+    case = PagedCase([(33, 1), (0, 17), (48, 70), (7, 1)], num_kv_heads=1, groups=groups, head_dim=32)
+    case.check(case.run(cpp_form(case)))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
 def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
     """Loaded from a folder, so with packed weights; in float32."""

@@ -79,7 +79,6 @@ inline Floats exponential(Floats x) {
   return is_small ? Floats{} : power * (Floats)exponent;
 }
 
-
 constexpr int kDim = HEAD_DIM;
 constexpr int kGroup = NUM_GROUPS;
 constexpr int kVectors = kDim / kLanes;
@@ -196,8 +195,12 @@ void merge(const State* states, int num_splits, int num_heads, Element* output) 
 // sums across lanes, and K and V are broadcast element by element.
 constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
-constexpr int kRows = kEvenRows * kGroup < 128 ? 2 * kEvenRows : kEvenRows;
-constexpr int kQueries = kRows * kGroup;  // of a work item
+constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
+// Positions of a work item.
+constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
+                      : kEvenRows * kGroup < 128       ? 2 * kEvenRows
+                                                       : kEvenRows;
+constexpr int kQueries = (kRows * kGroup + kLanes - 1) / kLanes * kLanes;
 
 struct Scratch {
   alignas(64) float queries[kDim][kQueries];
