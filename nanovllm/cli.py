@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
+    generate = commands.add_parser(
+        "generate", help="complete prompts", description="Complete prompts.", allow_abbrev=False
+    )
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; none reads --file or standard input")
     generate.add_argument("--file", metavar="FILE", help="read prompts from FILE, or from standard input if it is -")
     generate.add_argument(
@@ -66,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="show a progress bar")
     generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser("chat", help="talk to the model", description="Talk; /reset forgets, /exit leaves.")
+    chat = commands.add_parser(
+        "chat", help="talk to the model", description="Talk; /reset forgets, /exit leaves.", allow_abbrev=False
+    )
     chat.add_argument("--system", metavar="TEXT", help="a system prompt")
     chat.set_defaults(run=_chat)
 

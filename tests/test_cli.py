@@ -231,6 +231,7 @@ def test_a_request_that_ends_with_an_error_is_reported_and_exits_with_one(tmp_pa
         (["one", "--num-kv-blocks", "2"], ["num_kv_blocks", "16"]),
         (["one", "--attention-backend", "paged"], ["attention_backend", "paged"]),
         (["one", "--no-such-option"], ["--no-such-option"]),
+        (["one", "--max-tok", "5"], ["--max-tok"]),
         (["one", "--file", "x"], ["--file", "not both"]),
         (["one", "--format", "jsonl"], ["--format", "Leave it out"]),
         (["--file", "/no/such/file"], ["/no/such/file"]),
