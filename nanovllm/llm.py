@@ -113,7 +113,7 @@ class LLM:
         requests = self._prepare(prompts, sampling_params, priority, cache_salt)
         outputs: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            for output in self._run(requests, stream=False, after_step=_rate_display(bar)):
+            for output in self._run(requests, stream=False, after_step=_rate_display(bar, self._open_engine())):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
@@ -311,19 +311,17 @@ class LLM:
         return self._engine
 
 
-def _rate_display(bar: tqdm) -> Callable[[Engine], None]:
+def _rate_display(bar: tqdm, engine: Engine) -> Callable[[Engine], None]:
     """Shows tokens/s beside a bar over requests, with the tokens of those that run still, a few times a second."""
     start = shown = time.monotonic()
-    num_before: int | None = None
+    num_before = engine.scheduler.stats.num_output_tokens
 
     def after_step(engine: Engine) -> None:
-        nonlocal shown, num_before
-        now, num_tokens = time.monotonic(), engine.scheduler.stats.num_output_tokens
-        if num_before is None:
-            num_before = num_tokens
+        nonlocal shown
         if not bar.disable:
+            now, num_tokens = time.monotonic(), engine.scheduler.stats.num_output_tokens - num_before
             is_due = now - shown > 0.25
-            bar.set_postfix_str(f"{(num_tokens - num_before) / (now - start):.0f} tokens/s", refresh=is_due)
+            bar.set_postfix_str(f"{num_tokens / (now - start):.0f} tokens/s", refresh=is_due)
             shown = now if is_due else shown
 
     return after_step
