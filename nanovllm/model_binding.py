@@ -28,7 +28,7 @@ from nanovllm.model_probe import (
     refuse_batch_dependent_rope,
     window_of_masks,
 )
-from nanovllm.weights import WeightsWatch, modules_of, pack_linear_layers
+from nanovllm.weights import WeightsWatch, modules_of, pack_linear_layers, plain_weights_hidden
 
 # No mask function is registered for these names, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
@@ -150,8 +150,15 @@ class ModelBinding:
 
     def pack_weights(self) -> None:
         """For a model of our own, see `pack_linear_layers`; a live module stays as it is."""
-        if not self.is_live:
-            pack_linear_layers(self.model)
+        if self.is_live:
+            return
+        try:
+            with plain_weights_hidden(self.model):
+                self._probe()
+            let_go = True
+        except UnsupportedModelError:  # some module reads a linear layer's weight by itself
+            let_go = False
+        pack_linear_layers(self.model, let_go=let_go)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""

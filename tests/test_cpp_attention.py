@@ -99,6 +99,17 @@ def test_packing_lets_go_of_the_plain_weights_but_not_of_tied_ones(tmp_path):
         assert model.lm_head.weight.numel() > 0 if is_tied else model.lm_head.weight.numel() == 0
 
 
+def test_a_model_that_reads_a_linear_layers_weight_by_itself_keeps_it(tmp_path, monkeypatch):
+    def forward(self, states):
+        hidden = self.act_fn(self.gate_proj(states)) * self.up_proj(states)
+        return nn.functional.linear(hidden, self.down_proj.weight)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", forward)
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight.numel() > 0
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
 def test_the_kernel_is_built_once_and_kept(empty_cache, monkeypatch):
     cpp.load_kernels(torch.float32, 64, 3)
     (library,) = empty_cache.iterdir()  # nothing else is left behind
