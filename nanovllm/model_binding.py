@@ -143,7 +143,8 @@ class ModelBinding:
                 return torch.zeros(shape, dtype=layer.dtype, device=self.device)
             # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
             # zeros to the default pool took 5 s of start-up.
-            pages = mmap.mmap(-1, math.prod(shape) * layer.dtype.itemsize)
+            num_bytes = math.prod(shape) * layer.dtype.itemsize
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
             with suppress(OSError, AttributeError):  # not everywhere to be had
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
