@@ -7,7 +7,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 
 from nanovllm.attention.flex import own_code
 from nanovllm.attention.operator import ATTENTION_NAME, KEY_CACHE, STEP_HANDLE, VALUE_CACHE, attention_function
+from nanovllm.fused_layers import FusedLayer, check_fused, fuse_layers
+from nanovllm.kernels import Kernels
 from nanovllm.model_probe import (
     PROBE_ARGUMENT,
     PROBE_NAME,
@@ -28,7 +30,8 @@ from nanovllm.model_probe import (
     refuse_batch_dependent_rope,
     window_of_masks,
 )
-from nanovllm.weights import WeightsWatch, modules_of, pack_linear_layers, plain_weights_hidden
+from nanovllm.packing import pack_linear_layers, plain_weights_hidden
+from nanovllm.weights import WeightsWatch, modules_of
 
 # No mask function is registered for these names, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
@@ -59,6 +62,7 @@ class ModelBinding:
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._compiled_layer: Any = None
+        self._fused_layers: list[FusedLayer] = []
         self._undo: list[_Change] = []
         self._is_installed = False
         self.layers, self.window = self._probe()
@@ -149,17 +153,30 @@ class ModelBinding:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
-    def pack_weights(self) -> None:
+    def fuse_layers(self, kernels: Kernels, max_rows: int, run_batch: Callable[[], Any]) -> None:
+        """Put `FusedLayer`s in the layers' place; a live module stays as it is.
+
+        Args:
+            max_rows: of any step.
+            run_batch: computes some batch, by which the fused layers are compared with the modules.
+
+        Raises NotFusedError, with nothing changed, if the layers are of another kind.
+        """
+        fused = fuse_layers(self._layer_modules, self.layers, self._caches, kernels, max_rows)
+        check_fused(self._layer_modules, fused, run_batch, self.dtype)
+        self.uninstall()
+        self._fused_layers = fused
+
+    def pack_weights(self, kernels: Kernels | None) -> None:
         """For a model of our own, see `pack_linear_layers`; a live module stays as it is."""
-        if self.is_live:
-            return
         try:
             with plain_weights_hidden(self.model):
                 self._probe()
             let_go = True
         except UnsupportedModelError:  # some module reads a linear layer's weight by itself
             let_go = False
-        pack_linear_layers(self.model, let_go=let_go)
+        packed = {linear for layer in self._fused_layers for linear in layer.linears}
+        pack_linear_layers(self.model, kernels, let_go=let_go, packed=packed)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""
@@ -195,6 +212,8 @@ class ModelBinding:
         if self._compiled_layer is not None:
             for module in self._layer_modules:
                 changes.append((vars(module), "_compiled_call_impl", partial(self._compiled_layer, module)))
+        for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
+            changes.append((vars(module), "_compiled_call_impl", fused))
         self._apply(changes)
         self._is_installed = True
 
@@ -274,6 +293,7 @@ class ModelBinding:
     def close(self) -> None:
         self.release_caches()
         self._compiled_layer = None
+        self._fused_layers = []
 
 
 _ABSENT = object()

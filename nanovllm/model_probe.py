@@ -34,6 +34,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    scaling: float  # of the scores
 
 
 @dataclass(slots=True)
@@ -43,7 +44,9 @@ class Probe:
     layers: list[AttentionLayer] = field(default_factory=list)
     window: int | None = None
 
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+    def record(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, kwargs: dict[str, Any]
+    ) -> None:
         name = type(module).__name__
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders are supported.")
@@ -70,7 +73,8 @@ class Probe:
                 f"{name} passes {argument!r} to attention, which is not implemented (soft-capping, sinks and other "
                 "extensions are refused rather than ignored)."
             )
-        self.layers.append(AttentionLayer(module, query.shape[1], key.shape[1], query.shape[3], key.dtype))
+        shape = (query.shape[1], key.shape[1], query.shape[3])
+        self.layers.append(AttentionLayer(module, *shape, key.dtype, scaling))
 
 
 def window_of_masks(name: str, text_config: Any) -> int | None:
@@ -109,5 +113,5 @@ def probe_function(module, query, key, value, attention_mask, scaling=None, **kw
         raise UnsupportedModelError(
             f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
         )
-    probe.record(module, query, key, value, dict(kwargs))
+    probe.record(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, dict(kwargs))
     return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention, KernelBuildError, Kernels, load_kernels
+from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flex import FlexAttention, flex_workspace_bytes
 from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
@@ -28,6 +29,8 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError
+from nanovllm.fused_layers import NotFusedError
+from nanovllm.kernels import KernelBuildError, Kernels, has_matrix_tiles, load_kernels
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
@@ -89,8 +92,8 @@ class ModelRunner:
         if self.may_compile and self.kernels is None:
             binding.compile_layers()
             self.warm_up()
-        elif self.device.type == "cpu":  # faster than compiled layers, and ready at once
-            binding.pack_weights()
+        elif self.device.type == "cpu" and not binding.is_live:
+            self._bring_weights_in_order()
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size,
@@ -155,6 +158,20 @@ class ModelRunner:
             return CppAttention(self.kernels, block_size=config.block_size, page_bytes=page_bytes, dtype=layer.dtype)
         return SdpaAttention(config.block_size, page_bytes, layer.dtype, self.device)
 
+    def _bring_weights_in_order(self) -> None:
+        """A CPU's way, in place of compiled layers: faster, and ready at once."""
+        kernels = None if self.kernels is None or has_matrix_tiles(self.kernels.dtype) else self.kernels
+        if kernels is not None:
+            num_tokens = min(8, self.config.max_model_len - 1)
+            batch = ScheduledBatch(0, (self._dummy_entry(0, num_tokens, range(num_tokens)),))
+            try:
+                self.binding.fuse_layers(
+                    kernels, self.config.max_num_batched_tokens, lambda: self.execute(batch).result()
+                )
+            except NotFusedError as error:
+                logger.info("layers run as they are: %s", error)
+        self.binding.pack_weights(kernels)
+
     def _memory_for_cache(self) -> int:
         """Bytes that the cache may take by default."""
         config = self.config
@@ -200,10 +217,11 @@ class ModelRunner:
         self.execute(ScheduledBatch(0, (self._dummy_entry(0, num_tokens),))).result()
         self.execute(ScheduledBatch(0, decodes)).result()
 
-    def _dummy_entry(self, start: int, num_tokens: int) -> ScheduledSequence:
+    def _dummy_entry(self, start: int, num_tokens: int, token_ids: SequenceABC[int] | None = None) -> ScheduledSequence:
         """A share of a step that writes to block 1 over and over."""
         end = start + num_tokens
-        sequence = Sequence("dummy", [0] * end, SamplingParams(top_p=0.9), arrival=0, max_model_len=end + 1)
+        tokens = [0] * end if token_ids is None else list(token_ids)
+        sequence = Sequence("dummy", tokens, SamplingParams(top_p=0.9), arrival=0, max_model_len=end + 1)
         table = [1] * -(-end // self.config.block_size)
         return ScheduledSequence(sequence, start, num_tokens, True, table, 0)
 
@@ -230,12 +248,13 @@ class ModelRunner:
         inputs[1, : layout.num_tokens] = layout.positions
         token_ids, positions = torch.from_numpy(inputs).to(self.device)
         handle = self.binding.handle
+        to_clear = layout.blocks_to_clear if self._form.reads_whole_pages else layout.blocks_to_clear[:0]
         step = AttentionStep(
             plan=self._form.plan(layout),
             num_tokens=layout.num_tokens,
             block_size=self.config.block_size,
             slots=torch.from_numpy(layout.slots).to(self.device),
-            blocks_to_clear=torch.from_numpy(layout.blocks_to_clear).to(self.device),
+            blocks_to_clear=torch.from_numpy(to_clear).to(self.device),
         )
         enter_step(handle, step)
         try:
@@ -257,6 +276,8 @@ class ModelRunner:
 
 
 class AttentionForm(Protocol):
+    reads_whole_pages: bool  # masked slots too, which must then hold finite values
+
     def plan(self, layout: BatchLayout) -> AttentionPlan: ...
 
 

@@ -1,19 +1,11 @@
-"""A model's weights: whether they were changed, and a faster order for a CPU."""
+"""Whether a model's weights were changed."""
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-
-_PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -81,55 +73,3 @@ class _TensorState:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-class _PackedLinear:
-    """What a linear layer's `forward` becomes when its weight is packed (oneDNN's blocked format)."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self._bias = linear.bias
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
-
-
-def pack_linear_layers(model: nn.Module, *, let_go: bool) -> None:
-    """Bring the linear layers' weights into the order that a CPU's matrix products read fastest.
-
-    Products of few rows take half the time. Only for a model that nobody else uses: a packed copy would not follow an
-    owner's updates.
-
-    Args:
-        let_go: free the plain copies that no other module holds.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return
-    own = _with_own_weights(model) if let_go else set()
-    for linear in modules_of(model):
-        if type(linear) is nn.Linear and linear.weight.dtype in _PACKED_DTYPES:
-            vars(linear)["forward"] = _PackedLinear(linear)
-            if linear in own:
-                linear.weight.data = linear.weight.data.new_empty(0)
-
-
-@contextmanager
-def plain_weights_hidden(model: nn.Module) -> Iterator[None]:
-    """The linear layers work, but who reads their weights past them fails: so it shows whether they can be let go."""
-    hidden = [(linear, linear.weight.data) for linear in _with_own_weights(model)]
-    try:
-        for linear, weight in hidden:
-            vars(linear)["forward"] = partial(F.linear, weight=weight, bias=linear.bias)
-            linear.weight.data = weight.new_empty(0)
-        yield
-    finally:
-        for linear, weight in hidden:
-            linear.weight.data = weight
-            vars(linear).pop("forward", None)
-
-
-def _with_own_weights(model: nn.Module) -> set[nn.Linear]:
-    """Linear layers whose weight is no other module's too (as tied embeddings are)."""
-    modules = modules_of(model)
-    owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())
-    return {module for module in modules if type(module) is nn.Linear and owners[id(module.weight)] == 1}

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention, load_kernels
+from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledSequence
+from nanovllm.kernels import load_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 

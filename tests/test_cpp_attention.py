@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.attention import cpp
 from tests.test_attention import PagedCase
 from tests.test_attention import cpp as cpp_form
@@ -55,7 +55,7 @@ def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_are_right_whoever_computes_them(monkeypatch, processor, dtype):
     """With AMX, PyTorch's attention takes the chunks of bfloat16 models."""
-    monkeypatch.setattr(cpp, "_processor", lambda: processor)
+    monkeypatch.setattr(kernels, "processor", lambda: processor)
     case = PagedCase([(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)], dtype=dtype)
     form = cpp_form(case)
     assert len(form.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
@@ -111,22 +111,22 @@ def test_a_model_that_reads_a_linear_layers_weight_by_itself_keeps_it(tmp_path, 
 
 
 def test_the_kernel_is_built_once_and_kept(empty_cache, monkeypatch):
-    cpp.load_kernels(torch.float32, 64, 3)
+    kernels.load_kernels(torch.float32, 64, 3)
     (library,) = empty_cache.iterdir()  # nothing else is left behind
-    monkeypatch.setattr(cpp, "_build", lambda *_: pytest.fail("it was there already"))
-    cpp.load_kernels(torch.float32, 64, 3)
+    monkeypatch.setattr(kernels, "_build", lambda *_: pytest.fail("it was there already"))
+    kernels.load_kernels(torch.float32, 64, 3)
     assert list(empty_cache.iterdir()) == [library]
 
 
 def test_another_processor_gets_a_kernel_of_its_own(empty_cache, monkeypatch):
-    cpp.load_kernels(torch.float32, 64, 3)
-    monkeypatch.setattr(cpp, "_processor", lambda: "another one, with the same home folder")
-    cpp.load_kernels(torch.float32, 64, 3)
+    kernels.load_kernels(torch.float32, 64, 3)
+    monkeypatch.setattr(kernels, "processor", lambda: "another one, with the same home folder")
+    kernels.load_kernels(torch.float32, 64, 3)
     assert len(list(empty_cache.iterdir())) == 2
 
 
 def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(empty_cache, monkeypatch, caplog):
-    monkeypatch.setattr(cpp, "FLAGS", (*cpp.FLAGS, "-no-such-flag"))
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-no-such-flag"))
     with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS, max_num_seqs=4) as llm:
         assert llm._engine.model_runner.attention_backend == "sdpa"
     assert any("no-such-flag" in record.message for record in caplog.records)

@@ -52,6 +52,8 @@ class FlexAttention:
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which size the index buffers.
     """
 
+    reads_whole_pages = True  # masked slots too
+
     def __init__(
         self,
         *,

@@ -32,7 +32,7 @@ class AttentionStep:
 
     num_tokens: rows that are real; the dense part may carry padding behind them.
     slots: [num_tokens] int64, where each row's K and V go.
-    blocks_to_clear: [n] int64, blocks begun but not filled in this step.
+    blocks_to_clear: [n] int64, blocks begun but not filled in this step; none where masked slots are not read.
     """
 
     plan: AttentionPlan
@@ -55,8 +55,11 @@ class AttentionStep:
             if self.blocks_to_clear.numel():
                 cache.view(-1, self.block_size, *cache.shape[1:]).index_fill_(0, self.blocks_to_clear, 0)
             cache.index_copy_(0, self.slots, states)
+        attended = self.plan.attend(q.contiguous(), k, v, key_cache, value_cache, scaling)
+        if n == query.shape[2]:
+            return attended[None]
         output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
-        output[0, :n] = self.plan.attend(q.contiguous(), k, v, key_cache, value_cache, scaling)
+        output[0, :n] = attended
         return output
 
 
@@ -73,11 +76,15 @@ def leave_step(handle: int) -> None:
     _steps.pop(handle, None)
 
 
+def running_step(handle: Tensor) -> AttentionStep:
+    return _steps[int(handle)]
+
+
 @torch.library.custom_op("nanovllm::paged_attention", mutates_args=("key_cache", "value_cache"))
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float
 ) -> Tensor:
-    return _steps[int(handle)].run(query, key, value, key_cache, value_cache, scaling)
+    return running_step(handle).run(query, key, value, key_cache, value_cache, scaling)
 
 
 @paged_attention.register_fake
@@ -102,4 +109,4 @@ def attention_function(
     if torch.compiler.is_compiling():
         return paged_attention(query, key, value, key_cache, value_cache, handle, scaling), None
     # Uncompiled, the dispatcher would only add its overhead to every layer.
-    return _steps[int(handle)].run(query, key, value, key_cache, value_cache, scaling), None
+    return running_step(handle).run(query, key, value, key_cache, value_cache, scaling), None

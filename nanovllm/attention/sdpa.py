@@ -49,6 +49,8 @@ class SdpaAttention:
         page_bytes: K and V of one block in one layer.
     """
 
+    reads_whole_pages = True  # masked slots too
+
     def __init__(self, block_size: int, page_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size = block_size
         self.max_group_pages = max(1, GROUP_BYTES // page_bytes)

@@ -1,0 +1,131 @@
+// A decoder layer around its attention: RMS norm, projections, rotary embedding, KV write; then the output projection
+// and a gated feed-forward block. Two functions, each one parallel region. Between two roundings to ELEMENT everything
+// is float32.
+
+#include "products.h"
+
+namespace {
+
+struct Norm {
+  const Element* weight;
+  float epsilon;
+};
+
+// What nanovllm/fused_layers.py fills in.
+struct Layer {
+  Norm input_norm, post_attention_norm;
+  Norm query_norm, key_norm;  // of each head; null weights where there is none
+  Product qkv;                // queries, keys and values side by side
+  Product attention_output;
+  Product gate_up;  // in each panel 16 outputs of the gate and the same 16 of what it gates
+  Product down;
+  int64_t num_heads, num_kv_heads;
+};
+
+// As `transformers` rounds: first the normed value, then its product with the weight.
+void normalize(const Norm& norm, const Element* from, Element* to, int64_t size) {
+  Floats squares = {};
+  for (int64_t at = 0; at < size; at += kLanes) squares += load(from + at) * load(from + at);
+  const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + norm.epsilon);
+  for (int64_t at = 0; at < size; at += kLanes) {
+    Element rounded[kLanes];
+    store(rounded, load(from + at) * scale);
+    store(to + at, load(rounded) * load(norm.weight + at));
+  }
+}
+
+void normalize_rows(const Norm& norm, const Element* from, Element* to, int64_t num_rows, int64_t size) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < num_rows; ++row) normalize(norm, from + row * size, to + row * size, size);
+}
+
+// One head's query or key, in its place or elsewhere: normed if the model does so, then turned by its position (rotary
+// embedding, Su et al. 2021, halves paired as in GPT-NeoX).
+void turn(const Norm& norm, const Element* from, const float* cosines, const float* sines, Element* to) {
+  alignas(64) Element normed[kDim];
+  if (norm.weight != nullptr) normalize(norm, from, normed, kDim), from = normed;
+  alignas(64) float values[kDim], turned[kDim];
+  for (int d = 0; d < kDim; d += kLanes) store(values + d, load(from + d));
+  constexpr int kHalf = kDim / 2;
+  for (int d = 0; d < kHalf; ++d) {
+    turned[d] = values[d] * cosines[d] - values[d + kHalf] * sines[d];
+    turned[d + kHalf] = values[d + kHalf] * cosines[d + kHalf] + values[d] * sines[d + kHalf];
+  }
+  for (int d = 0; d < kDim; d += kLanes) store(to + d, load(turned + d));
+}
+
+Floats silu(Floats x) {
+  const Floats magnitude = (Floats)((Words)x & 0x7fffffffu);
+  const Floats power = exponential(-magnitude);
+  return x * (x < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
+}
+
+}  // namespace
+
+// Norm, projections and rotary embedding of `hidden` [num_rows, hidden_size]; keys and values go to their slots
+// [num_rows] of the caches [slots, num_kv_heads, HEAD_DIM], queries to `queries` [num_rows, num_heads, HEAD_DIM].
+// cosines, sines: [num_rows, HEAD_DIM]. scratch: [num_rows, hidden_size + outputs of qkv].
+extern "C" void attention_inputs(const Layer* layer, const Element* hidden, const Element* cosines,
+                                 const Element* sines, const int64_t* slots, Element* key_cache, Element* value_cache,
+                                 Element* queries, Element* scratch, int64_t num_rows, int num_threads) {
+  const int64_t hidden_size = layer->qkv.depth, qkv_size = layer->qkv.num_outputs;
+  const int64_t num_heads = layer->num_heads, num_kv_heads = layer->num_kv_heads;
+  Element* normed = scratch;
+  Element* qkv = scratch + num_rows * hidden_size;
+#pragma omp parallel num_threads(num_threads)
+  {
+    normalize_rows(layer->input_norm, hidden, normed, num_rows, hidden_size);
+    multiply(layer->qkv, normed, num_rows, num_threads, [=](int64_t row, int64_t output, Floats low, Floats high) {
+      store(qkv + row * qkv_size + output, low), store(qkv + row * qkv_size + output + kLanes, high);
+    });
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      alignas(64) float row_cosines[kDim], row_sines[kDim];
+      for (int d = 0; d < kDim; d += kLanes) {
+        store(row_cosines + d, load(cosines + row * kDim + d));
+        store(row_sines + d, load(sines + row * kDim + d));
+      }
+      const Element* from = qkv + row * qkv_size;
+      for (int64_t head = 0; head < num_heads; ++head, from += kDim)
+        turn(layer->query_norm, from, row_cosines, row_sines, queries + (row * num_heads + head) * kDim);
+      const int64_t at = slots[row] * num_kv_heads * kDim;
+      for (int64_t head = 0; head < num_kv_heads; ++head, from += kDim)
+        turn(layer->key_norm, from, row_cosines, row_sines, key_cache + at + head * kDim);
+      std::memcpy(value_cache + at, from, num_kv_heads * kDim * sizeof(Element));
+    }
+  }
+}
+
+// What follows attention: output [num_rows, hidden_size] from what was attended [num_rows, num_heads, HEAD_DIM] and the
+// layer's input `hidden`. scratch: [num_rows, hidden_size + depth of down].
+extern "C" void attention_outputs(const Layer* layer, const Element* attended, const Element* hidden, Element* output,
+                                  Element* scratch, int64_t num_rows, int num_threads) {
+  const int64_t hidden_size = layer->down.num_outputs, inner_size = layer->down.depth;
+  Element* normed = scratch;
+  Element* inner = scratch + num_rows * hidden_size;
+  const auto add_to = [=](const Element* residual) {
+    return [=](int64_t row, int64_t first, Floats low, Floats high) {
+      const int64_t at = row * hidden_size + first;
+      store(output + at, load(residual + at) + low), store(output + at + kLanes, load(residual + at + kLanes) + high);
+    };
+  };
+#pragma omp parallel num_threads(num_threads)
+  {
+    multiply(layer->attention_output, attended, num_rows, num_threads, add_to(hidden));
+    normalize_rows(layer->post_attention_norm, output, normed, num_rows, hidden_size);
+    multiply(layer->gate_up, normed, num_rows, num_threads, [=](int64_t row, int64_t first, Floats gate, Floats up) {
+      store(inner + row * inner_size + first / 2, silu(gate) * up);
+    });
+    multiply(layer->down, inner, num_rows, num_threads, add_to(output));
+  }
+}
+
+// output [num_rows, num_outputs] = rows [num_rows, depth] times the weight, plus the bias.
+extern "C" void linear(const Product* product, const Element* rows, Element* output, int64_t num_rows,
+                       int num_threads) {
+  const int64_t num_outputs = product->num_outputs;
+#pragma omp parallel num_threads(num_threads)
+  multiply(*product, rows, num_rows, num_threads, [=](int64_t row, int64_t first, Floats low, Floats high) {
+    store(output + row * num_outputs + first, low), store(output + row * num_outputs + first + kLanes, high);
+  });
+}

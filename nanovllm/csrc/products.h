@@ -1,0 +1,107 @@
+// Products of activations with a packed weight: rows [num_rows, depth] times weight [num_outputs, depth], transposed.
+//
+// A weight is packed in panels of 32 outputs, in the order in which they are read: for each step along the depth (one
+// element, or two neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel stays
+// in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers; meanwhile the
+// next panel is fetched. So weights are read from memory once, which is all that counts with few rows, and with many
+// rows every load serves several products.
+#pragma once
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kPanel = 2 * kLanes;                      // outputs
+constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;     // depth that is multiplied at once
+constexpr int kRowsAtOnce = 12;                         // 24 vectors of sums, and room for the operands
+constexpr int64_t kRowsOfTask = 384;                    // few enough that their activations stay in the cache
+
+struct Product {
+  const Element* weight;  // packed
+  const Element* bias;    // [num_outputs] or null
+  int64_t num_outputs;    // a multiple of kPanel
+  int64_t depth;          // a multiple of kStep
+};
+
+// sums[row][output of the panel], for kRows rows that lie `depth` elements apart.
+template <int kRows>
+__attribute__((noinline)) void multiply_rows(const Element* rows, const Element* panel, int64_t depth,
+                                             const Element* next_panel, float* sums) {
+  Floats low[kRows] = {}, high[kRows] = {};
+  for (int64_t k = 0; k < depth; k += kStep) {
+    const Element* weights = panel + k * kPanel;
+    for (int at = 0; at < kStep * kPanel; at += 64 / (int)sizeof(Element))
+      __builtin_prefetch(next_panel + k * kPanel + at, 0, 2);
+    if constexpr (kStep == 1) {
+      const Floats first = load(weights), second = load(weights + kLanes);
+      for (int i = 0; i < kRows; ++i) {
+        const float value = *(const float*)(rows + i * depth + k);
+        low[i] += value * first, high[i] += value * second;
+      }
+    } else {
+      Words first, second;  // the pairs of 16 outputs each
+      std::memcpy(&first, weights, sizeof(first));
+      std::memcpy(&second, weights + 2 * kLanes, sizeof(second));
+      for (int i = 0; i < kRows; ++i) {
+        uint32_t pair;
+        std::memcpy(&pair, rows + i * depth + k, sizeof(pair));
+#ifdef __AVX512BF16__
+        const __m512bh values = (__m512bh)_mm512_set1_epi32((int)pair);
+        low[i] = (Floats)_mm512_dpbf16_ps((__m512)low[i], values, (__m512bh)first);
+        high[i] = (Floats)_mm512_dpbf16_ps((__m512)high[i], values, (__m512bh)second);
+#else
+        const Words even = Words{} + (pair << 16), odd = Words{} + (pair & 0xffff0000u);
+        low[i] += (Floats)even * (Floats)(first << 16) + (Floats)odd * (Floats)(first & 0xffff0000u);
+        high[i] += (Floats)even * (Floats)(second << 16) + (Floats)odd * (Floats)(second & 0xffff0000u);
+#endif
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) store(sums + i * kPanel, low[i]), store(sums + i * kPanel + kLanes, high[i]);
+}
+
+template <int kRows = kRowsAtOnce>
+inline void multiply_rows(int count, const Element* rows, const Element* panel, int64_t depth,
+                          const Element* next_panel, float* sums) {
+  if constexpr (kRows > 1)
+    if (count < kRows) return multiply_rows<kRows - 1>(count, rows, panel, depth, next_panel, sums);
+  multiply_rows<kRows>(rows, panel, depth, next_panel, sums);
+}
+
+// Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
+// row's 32 sums of a panel: take(row, first output, low half, high half).
+template <class Take>
+void multiply(const Product& product, const Element* rows, int64_t num_rows, int num_threads, const Take& take) {
+  const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
+  // More parts than one if the panels alone would leave threads idle.
+  const int64_t wanted = std::max((num_rows + kRowsOfTask - 1) / kRowsOfTask, 2 * num_threads / num_panels);
+  const int64_t num_parts = std::max<int64_t>(1, std::min(wanted, num_rows / kRowsAtOnce));
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t part = 0; part < num_parts; ++part) {
+    for (int64_t number = 0; number < num_panels; ++number) {
+      const int64_t begin = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - begin;
+      const Element* panel = product.weight + number * kPanel * depth;
+      const Element* next_panel = number + 1 < num_panels ? panel + kPanel * depth : panel;
+      const int64_t first_output = number * kPanel;
+      Floats low_bias = {}, high_bias = {};
+      if (product.bias != nullptr)
+        low_bias = load(product.bias + first_output), high_bias = load(product.bias + first_output + kLanes);
+      alignas(64) float sums[kRowsAtOnce * kPanel];
+      const int64_t num_blocks = (count + kRowsAtOnce - 1) / kRowsAtOnce;  // of nearly equal size
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t first = begin + count * block / num_blocks, end = begin + count * (block + 1) / num_blocks;
+        multiply_rows((int)(end - first), rows + first * depth, panel, depth, block == 0 ? next_panel : panel, sums);
+        for (int64_t row = first; row < end; ++row) {
+          const float* at = sums + (row - first) * kPanel;
+          take(row, first_output, load(at) + low_bias, load(at + kLanes) + high_bias);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
