@@ -24,7 +24,7 @@ LANES = 16  # elements that the kernels handle at once
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 # The functions' arguments; the sources describe them.
 _SIGNATURES = {
-    "paged_decode_attention": [c_void_p] * 6 + [c_int64] * 5 + [c_float, c_int],
+    "paged_decode_attention": [c_void_p] * 9 + [c_int64] * 5 + [c_float, c_int],
     "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int],
     "attention_inputs": [c_void_p] * 9 + [c_int64, c_int],
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],

@@ -155,7 +155,12 @@ class ModelRunner:
             )
         page_bytes = self.binding.cache_bytes(config.block_size) // len(self.binding.layers)
         if backend == "cpp" and self.kernels is not None:
-            return CppAttention(self.kernels, block_size=config.block_size, page_bytes=page_bytes, dtype=layer.dtype)
+            return CppAttention(
+                self.kernels,
+                num_blocks=config.num_kv_blocks,
+                block_size=config.block_size,
+                page_bytes=page_bytes,
+            )
         return SdpaAttention(config.block_size, page_bytes, layer.dtype, self.device)
 
     def _bring_weights_in_order(self) -> None:

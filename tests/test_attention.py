@@ -27,8 +27,10 @@ HUGE = 1e4  # what stands in the slots of a sequence's own blocks that it has no
 class PagedCase:
     """Random keys and values of several sequences, laid out in a poisoned cache, and the step that extends them."""
 
-    def __init__(self, spans, *, block_size=16, num_kv_heads=2, groups=3, head_dim=64, dtype=torch.float32, seed=0):
-        """spans: (start, num_new_tokens) of each sequence."""
+    def __init__(
+        self, spans, *, block_size=16, num_kv_heads=2, groups=3, head_dim=64, dtype=torch.float32, seed=0, shared=0
+    ):
+        """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all."""
         generator = torch.Generator().manual_seed(seed)
         self.block_size, self.num_kv_heads, self.dtype = block_size, num_kv_heads, dtype
         blocks = list(range(1, NUM_BLOCKS))
@@ -40,8 +42,13 @@ class PagedCase:
         self.dense, self.queries, self.entries = [], [], []
         for number, (start, count) in enumerate(spans):
             end = start + count
-            table = [blocks.pop() for _ in range(-(-end // block_size))]
+            common = self.entries[0].block_table[:shared] if number else []
+            table = common + [blocks.pop() for _ in range(-(-end // block_size) - len(common))]
             keys, values = torch.randn(2, end, num_kv_heads, head_dim, generator=generator).to(dtype)
+            if common:
+                assert min(start, spans[0][0]) >= shared * block_size
+                for own, first in zip((keys, values), self.dense[0], strict=True):
+                    own[: shared * block_size] = first[: shared * block_size]
             self.dense.append((keys, values))
             self.queries.append(torch.randn(count, num_kv_heads * groups, head_dim, generator=generator).to(dtype))
             for position in range(start):
@@ -69,12 +76,13 @@ class PagedCase:
         return [r.transpose(0, 1)[None].to(DEVICE) for r in padded]
 
     def run(self, form, num_padding=0, through_operator=False):
+        to_clear = self.layout.blocks_to_clear if form.reads_whole_pages else self.layout.blocks_to_clear[:0]
         step = AttentionStep(
             plan=form.plan(self.layout),
             num_tokens=self.layout.num_tokens,
             block_size=self.block_size,
             slots=torch.from_numpy(self.layout.slots).to(DEVICE),
-            blocks_to_clear=torch.from_numpy(self.layout.blocks_to_clear).to(DEVICE),
+            blocks_to_clear=torch.from_numpy(to_clear).to(DEVICE),
         )
         arguments = (*self.inputs(num_padding), *self.caches)
         if not through_operator:
@@ -137,7 +145,7 @@ def cpp(case):
     head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
     kernels = load_kernels(case.dtype, head_dim, groups)
     page_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return CppAttention(kernels, block_size=case.block_size, page_bytes=page_bytes, dtype=case.dtype)
+    return CppAttention(kernels, num_blocks=NUM_BLOCKS, block_size=case.block_size, page_bytes=page_bytes)
 
 
 # The C++ kernel is the CPU's own.

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams, kernels
-from nanovllm.attention import cpp
+from nanovllm.attention.layout import build_layout
+from nanovllm.batch import ScheduledSequence
 from tests.test_attention import PagedCase
 from tests.test_attention import cpp as cpp_form
 from tests.tiny_models import random_prompts, save_tiny, tiny_model
@@ -43,12 +52,91 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "kernels"
 
 
-@pytest.mark.parametrize("split", [16, 100, 4096])
+@pytest.fixture(params=[1, 2, 7])
+def num_threads(request) -> Iterator[None]:
+    """A context is cut into more shares, and a product into more parts, the more threads there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(monkeypatch, split, dtype):
-    monkeypatch.setattr(cpp, "SPLIT_TOKENS", split)
+def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
     case = PagedCase([(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
     case.check(case.run(cpp_form(case)))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [1, 6])
+def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives(shared, dtype):
+    spans = [(96, 1), (100, 1), (97, 1), (96, 30), (111, 1)]
+    case = PagedCase(spans, dtype=dtype, shared=shared)
+    form = cpp_form(case)
+    groups = form.plan(case.layout).decode_groups
+    assert groups.shared.tolist() == [16 * shared] and sorted(groups.members) == list(range(4))
+    case.check(case.run(form))
+
+
+def test_only_whole_blocks_that_every_member_sees_are_shared():
+    """The third shares one block with the first two, which share four; the last has a first block of its own."""
+    case = PagedCase([(70, 1), (63, 1), (40, 1), (33, 1)])
+    tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 9, 8], [7, 2, 3]]
+    entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
+
+    def shared(of: list[ScheduledSequence]) -> dict[tuple[int, ...], int]:
+        groups = cpp_form(case).plan(build_layout(of, 16)).decode_groups
+        parts = np.split(groups.members, groups.starts[1:-1])
+        return {tuple(part.tolist()): tokens for part, tokens in zip(parts, groups.shared.tolist(), strict=True)}
+
+    assert shared(entries) == {(0, 1, 2): 16, (3,): 0}
+    assert shared(entries[:2]) == {(0, 1): 64}
+    assert shared(entries[:1]) == {(0,): 0}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [([1, 2, 40], "names block 40"), ([1, -1, 2], "names block -1"), ([1, 2], "ends at 32 tokens, not 38")],
+)
+def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
+    case = PagedCase([(37, 1)])
+    layout = replace(case.layout, entries=[case.entries[0]._replace(block_table=table)])
+    with pytest.raises(ValueError, match=message):
+        cpp_form(case).plan(layout)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_keep_within_their_memory(dtype, tmp_path):
+    """A build with AddressSanitizer, in a process of its own, runs attention and whole models of two kinds."""
+    script = f"""
+        import torch
+        from nanovllm import LLM, SamplingParams, kernels
+        from tests.test_attention import MIXED_STEPS, PagedCase, cpp
+        from tests.tiny_models import random_prompts, save_tiny
+
+        kernels.FLAGS = (*kernels.FLAGS, "-fsanitize=address", "-g")
+        for spans in MIXED_STEPS.values():
+            case = PagedCase(spans, dtype=torch.{dtype})
+            case.check(case.run(cpp(case)))
+        for family in ("llama", "qwen3"):
+            folder = save_tiny({str(tmp_path)!r} + family, family, dtype=torch.{dtype}, num_layers=1)
+            with LLM(folder, num_kv_blocks=40, block_size=16, max_num_seqs=4) as llm:
+                assert len(llm._engine.model_runner.binding._fused_layers) == 1
+                llm.generate(random_prompts(6, low=1, high=100, seed=5), SamplingParams(max_tokens=5), use_tqdm=False)
+        print("no complaints")
+    """
+    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "LD_PRELOAD": library.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "NANOVLLM_CACHE": str(tmp_path),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("processor", ["amx_bf16", "plain"])

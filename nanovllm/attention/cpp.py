@@ -14,35 +14,51 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.block_manager import NULL_BLOCK
 from nanovllm.kernels import Kernels, has_matrix_tiles
 
-# Tokens of a work item: small enough that few long sequences keep all threads busy, large enough that merging is free.
-SPLIT_TOKENS = 512
-
 
 class CppAttention(SdpaAttention):
     """The `cpp` form. One instance serves every layer of an engine.
 
     Args:
         kernels: from `load_kernels`, for the layers' dtype and sizes.
-        block_size, page_bytes, dtype: as of `SdpaAttention`.
+        num_blocks: of the caches.
+        block_size, page_bytes: as of `SdpaAttention`.
     """
 
-    def __init__(self, kernels: Kernels, *, block_size: int, page_bytes: int, dtype: torch.dtype) -> None:
-        super().__init__(block_size, page_bytes, dtype, torch.device("cpu"))
+    def __init__(self, kernels: Kernels, *, num_blocks: int, block_size: int, page_bytes: int) -> None:
+        super().__init__(block_size, page_bytes, kernels.dtype, torch.device("cpu"))
         self._kernels = kernels
+        self._num_blocks = num_blocks
         # PyTorch's attention multiplies bfloat16 in AMX's tiles, where there are any.
-        self._gathers_chunks = self.reads_whole_pages = has_matrix_tiles(dtype)
+        self._gathers_chunks = self.reads_whole_pages = has_matrix_tiles(kernels.dtype)
 
     def plan(self, layout: BatchLayout) -> CppPlan:
+        """What all layers of one step share. Raises ValueError for tables and slots outside the caches, where the
+        kernels, which check nothing, would read and write foreign memory."""
+        self._check(layout)
         chunks = self._chunks(layout) if self._gathers_chunks else []
         own_chunks = [] if self._gathers_chunks else layout.chunks
+        decodes = _Rows.of(layout.decodes, 0, self.block_size)
         return CppPlan(
             self.block_size,
             [],
             chunks,
             self._kernels,
-            _Rows.of(layout.decodes, 0, self.block_size),
+            decodes,
+            _Groups.of(decodes, self.block_size),
             _Rows.of(own_chunks, layout.num_decodes, self.block_size),
         )
+
+    def _check(self, layout: BatchLayout) -> None:
+        for entry in layout.entries:
+            end, room = entry.start + entry.num_new_tokens, len(entry.block_table) * self.block_size
+            if end > room:
+                raise ValueError(f"the block table of {entry.sequence.request_id!r} ends at {room} tokens, not {end}.")
+            low, high = min(entry.block_table), max(entry.block_table)
+            if low < 0 or high >= self._num_blocks:
+                raise ValueError(
+                    f"the block table of {entry.sequence.request_id!r} names block {low if low < 0 else high}; the "
+                    f"caches have blocks 0 to {self._num_blocks - 1}."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +84,38 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Groups:
+    """Decodes whose tables begin with the same blocks, as those of requests with one system prompt do: the kernel reads
+    these blocks once for all of a group."""
+
+    members: np.ndarray  # [num_sequences] the sequences, group by group
+    starts: np.ndarray  # [num_groups + 1] the first of each group
+    shared: np.ndarray  # [num_groups] tokens, whole blocks
+
+    @classmethod
+    def of(cls, rows: _Rows, block_size: int) -> _Groups:
+        tables = rows.tables
+        if not len(tables):
+            return cls(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64))
+        members = np.argsort(tables[:, 0], kind="stable")
+        first_blocks = tables[members, 0]
+        starts = np.flatnonzero(np.diff(first_blocks, prepend=-1, append=-1))
+        shared = np.zeros(len(starts) - 1, np.int64)
+        for group in np.flatnonzero(np.diff(starts) > 1).tolist():
+            own = members[starts[group] : starts[group + 1]]
+            blocks = tables[own, : rows.contexts[own].min() // block_size]
+            differs = np.flatnonzero((blocks != blocks[0]).any(axis=0))
+            shared[group] = block_size * (differs[0] if len(differs) else blocks.shape[1])
+        return cls(members, starts, shared)
+
+
+@dataclass(frozen=True, slots=True)
 class CppPlan(SdpaPlan):
     """One step's tables; queries and caches must be contiguous."""
 
     kernels: Kernels
     decode_rows: _Rows
+    decode_groups: _Groups
     chunk_rows: _Rows
 
     def attend(
@@ -89,11 +132,12 @@ class CppPlan(SdpaPlan):
         """Fill the rows of output that are the kernels' own: all of them, but for chunks on a processor with AMX."""
         pointers = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
         num_kv_heads, threads = key_cache.shape[1], torch.get_num_threads()
-        rows = self.decode_rows
+        rows, groups = self.decode_rows, self.decode_groups
         if len(rows.tables):
             self.kernels.decode(
-                *pointers, rows.tables.ctypes.data, rows.contexts.ctypes.data, output.data_ptr(),
-                *rows.tables.shape, self.block_size, num_kv_heads, SPLIT_TOKENS, scaling, threads,
+                *pointers, rows.tables.ctypes.data, rows.contexts.ctypes.data, groups.members.ctypes.data,
+                groups.starts.ctypes.data, groups.shared.ctypes.data, output.data_ptr(), len(rows.tables),
+                len(groups.shared), rows.tables.shape[1], self.block_size, num_kv_heads, scaling, threads,
             )  # fmt: skip
         rows = self.chunk_rows
         if len(rows.tables):

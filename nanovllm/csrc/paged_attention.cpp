@@ -8,120 +8,187 @@
 #include <memory>
 #include <vector>
 
-#include "vectors.h"
+#include "products.h"
 
 namespace {
 
-constexpr int kTile = 64;  // tokens whose scores are held at once
+constexpr int kTile = 64;        // tokens whose scores are held at once
+constexpr int kMaxShare = 1024;  // tokens of a work item, counted for each sequence
 // Heads of a group that are handled at once: as many as leave their sums in registers.
 constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
 
 // ----------------------------------------------------------------------------------------------------------- decodes
 
-// A work item is a sequence and a share of its pages; shares are merged afterwards (Flash-Decoding, Dao et al. 2023).
-
-inline void prefetch(const Element* row) {
-  for (int at = 0; at < kDim; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
-}
-
-// One query head over the tokens seen so far: softmax(scores) @ values = sums / total, both scaled by e^-maximum.
+// One query head over the tokens of a work item: softmax(scores) @ values = sums / total, both scaled by e^-maximum. The
+// items that a sequence took part in are merged afterwards (Flash-Decoding, Dao et al. 2023).
 struct State {
   float sums[kDim];
   float maximum;
   float total;
 };
 
-// Adds `count` tokens, whose keys and values lie `stride` elements apart, to the states of kHeads query heads, while the
-// processor fetches those that come next.
+inline void prefetch(const Element* row) {
+  for (int at = 0; at < kDim; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Where a tile's keys or values lie, and those that come next, which the processor fetches meanwhile.
+struct Rows {
+  const Element* rows;
+  const Element* next;
+  int64_t stride;
+  const Element* operator[](int token) const { return rows + token * stride; }
+  void fetch_next(int token) const { prefetch(next + token * stride); }
+};
+
+// sums[head] += weights[head] @ values, of kHeads heads.
 template <int kHeads>
-void add_tokens(const float* queries, const Element* keys, const Element* values, int count, int64_t stride,
-                const Element* next_keys, const Element* next_values, State* states) {
-  alignas(64) float scores[kHeads][kTile];
-  for (int token = 0; token < count; ++token) {
-    const Element* key = keys + token * stride;
-    prefetch(next_keys + token * stride);
-    Floats product[kHeads] = {};
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats part = load(key + v * kLanes);
-      for (int head = 0; head < kHeads; ++head) product[head] += part * load(queries + head * kDim + v * kLanes);
+void add_values(const float (*weights)[kTile], const Rows& values, int count, Floats (*sums)[kVectors]) {
+  int token = 0;
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(Element) == 2 && kDim % (2 * kLanes) == 0) {
+    // Two tokens at once: neighbours in pairs, values element by element, weights rounded to bfloat16.
+    using Words16 = uint16_t __attribute__((vector_size(64)));
+    bfloat16 rounded[kHeads][kTile];
+    for (int head = 0; head < kHeads; ++head)
+      for (int at = 0; at < count; at += kLanes) store(&rounded[head][at], load(&weights[head][at]));
+    for (; token < count; token += 2) {
+      const Element* first = values[token];
+      const Element* second = values[std::min(token + 1, count - 1)];  // where there is none, its weight is 0
+      values.fetch_next(token), values.fetch_next(token + 1);
+      __m512bh pairs[kVectors];
+      for (int v = 0; v < kVectors; v += 2) {
+        Words16 a, b;
+        std::memcpy(&a, first + v * kLanes, sizeof(a)), std::memcpy(&b, second + v * kLanes, sizeof(b));
+        pairs[v] = (__m512bh)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40,
+                                                     9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+        pairs[v + 1] =
+            (__m512bh)__builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
+                                              56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+      }
+      for (int head = 0; head < kHeads; ++head) {
+        int32_t pair;
+        std::memcpy(&pair, &rounded[head][token], sizeof(pair));
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
+        for (int v = 0; v < kVectors; ++v)
+          sums[head][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[head][v], weight, pairs[v]);
+      }
     }
-    for (int head = 0; head < kHeads; ++head) scores[head][token] = sum(product[head]);
   }
-  Floats sums[kHeads][kVectors];
-  for (int head = 0; head < kHeads; ++head) {
-    State& state = states[head];
-    float maximum = state.maximum;
-    for (int token = 0; token < count; ++token) maximum = std::max(maximum, scores[head][token]);
-    float total = 0;
-    for (int token = 0; token < count; token += kLanes) {
-      const Floats weights = exponential(load(&scores[head][token]) - maximum);
-      store(&scores[head][token], weights);
-      if (count - token >= kLanes)
-        total += sum(weights);
-      else
-        for (int lane = 0; lane < count - token; ++lane) total += weights[lane];
-    }
-    const float rescale = std::exp(state.maximum - maximum);
-    state.total = state.total * rescale + total;
-    state.maximum = maximum;
-    for (int v = 0; v < kVectors; ++v) sums[head][v] = load(state.sums + v * kLanes) * rescale;
-  }
-  for (int token = 0; token < count; ++token) {
-    const Element* value = values + token * stride;
-    prefetch(next_values + token * stride);
+#endif
+  for (; token < count; ++token) {
+    const Element* value = values[token];
+    values.fetch_next(token);
     for (int v = 0; v < kVectors; ++v) {
       const Floats part = load(value + v * kLanes);
-      for (int head = 0; head < kHeads; ++head) sums[head][v] += part * scores[head][token];
+      for (int head = 0; head < kHeads; ++head) sums[head][v] += part * weights[head][token];
     }
-  }
-  for (int head = 0; head < kHeads; ++head)
-    for (int v = 0; v < kVectors; ++v) store(states[head].sums + v * kLanes, sums[head][v]);
-}
-
-// All heads of one sequence over positions begin..end-1.
-void attend(const float* queries, const Element* key_cache, const Element* value_cache, const int64_t* pages,
-            int64_t begin, int64_t end, int64_t page_size, int num_kv_heads, State* states) {
-  const int64_t stride = (int64_t)num_kv_heads * kDim;
-  for (int head = 0; head < num_kv_heads * kGroup; ++head) states[head] = State{{}, -INFINITY, 0};
-  while (begin < end) {
-    const int64_t in_page = begin % page_size;
-    const int count = (int)std::min({end - begin, page_size - in_page, (int64_t)kTile});
-    const int64_t offset = (pages[begin / page_size] * page_size + in_page) * stride;
-    const int64_t after = begin + count < end ? begin + count : begin;
-    const int64_t next = (pages[after / page_size] * page_size + after % page_size) * stride;
-    for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
-      const Element* keys = key_cache + offset + kv_head * kDim;
-      const Element* values = value_cache + offset + kv_head * kDim;
-      const Element* next_keys = key_cache + next + kv_head * kDim;
-      const Element* next_values = value_cache + next + kv_head * kDim;
-      int head = kv_head * kGroup;
-      const int last = head + kGroup;
-      for (; head + kSlice <= last; head += kSlice)
-        add_tokens<kSlice>(queries + head * kDim, keys, values, count, stride, next_keys, next_values, states + head);
-      for (; head < last; ++head) add_tokens<1>(queries + head * kDim, keys, values, count, stride, next_keys, next_values, states + head);
-    }
-    begin += count;
   }
 }
 
-// Writes one head's output from the states of its splits.
-void merge(const State* states, int num_splits, int num_heads, Element* output) {
-  float maximum = -INFINITY, total = 0;
-  for (int split = 0; split < num_splits; ++split) maximum = std::max(maximum, states[split * num_heads].maximum);
-  Floats sums[kVectors] = {};
-  for (int split = 0; split < num_splits; ++split) {
-    const State& state = states[split * num_heads];
+// Adds a tile of `count` tokens to the states of kHeads query heads that share a KV head.
+template <int kHeads>
+void add_tokens(const Element* queries, float scaling, const Rows& keys, const Rows& values, int count,
+                State* states) {
+  alignas(64) float weights[kHeads][kTile];
+  for (int first = 0; first < count; first += kLanes) {
+    for (int token = first; token < std::min(first + kLanes, count); ++token) keys.fetch_next(token);
+    for (int head = 0; head < kHeads; ++head) {
+      Floats products[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        products[i] = multiply_heads(queries + head * kDim, keys[std::min(first + i, count - 1)]);
+      store(&weights[head][first], sums(products) * scaling);
+    }
+  }
+  const int padded = (count + kLanes - 1) / kLanes * kLanes;
+  Floats results[kHeads][kVectors];
+  for (int head = 0; head < kHeads; ++head) {
+    State& state = states[head];
+    for (int token = count; token < padded; ++token) weights[head][token] = -INFINITY;
+    Floats maxima = load(&weights[head][0]);
+    for (int token = kLanes; token < padded; token += kLanes) {
+      const Floats scores = load(&weights[head][token]);
+      maxima = scores > maxima ? scores : maxima;
+    }
+    const float maximum = std::max(state.maximum, largest(maxima));
+    Floats totals = {};
+    for (int token = 0; token < padded; token += kLanes) {
+      const Floats part = exponential(load(&weights[head][token]) - maximum);
+      store(&weights[head][token], part);
+      totals += part;
+    }
     const float rescale = std::exp(state.maximum - maximum);
-    total += state.total * rescale;
-    for (int v = 0; v < kVectors; ++v) sums[v] += load(state.sums + v * kLanes) * rescale;
+    state.total = state.total * rescale + sum(totals);
+    state.maximum = maximum;
+    for (int v = 0; v < kVectors; ++v) results[head][v] = load(state.sums + v * kLanes) * rescale;
+  }
+  add_values<kHeads>(weights, values, count, results);
+  for (int head = 0; head < kHeads; ++head)
+    for (int v = 0; v < kVectors; ++v) store(states[head].sums + v * kLanes, results[head][v]);
+}
+
+// Tokens begin..end-1 of sequences whose tables name the same pages there: one sequence, or many with one prefix.
+struct Item {
+  int64_t first_member, num_members, begin, end, first_state;
+};
+
+struct Decodes {
+  const Element* queries;
+  const Element* key_cache;
+  const Element* value_cache;
+  const int64_t* tables;
+  const int64_t* members;  // the sequences in the order of their groups
+  int64_t table_width, page_size, num_kv_heads;
+  float scaling;
+
+  int64_t slot(const Item& item, int64_t position) const {
+    const int64_t* pages = tables + members[item.first_member] * table_width;
+    return pages[position / page_size] * page_size + position % page_size;
+  }
+
+  // All heads of an item; the tile is in the cache from the second member on. `following` is what the thread will
+  // probably work on afterwards.
+  void attend(const Item& item, const Item& following, State* states) const {
+    const int64_t stride = num_kv_heads * kDim, num_heads = num_kv_heads * kGroup;
+    for (int64_t i = 0; i < item.num_members * num_heads; ++i) states[i] = State{{}, -INFINITY, 0};
+    for (int64_t begin = item.begin; begin < item.end;) {
+      const int count = (int)std::min({item.end - begin, page_size - begin % page_size, (int64_t)kTile});
+      const int64_t after = begin + count;
+      const int64_t at = slot(item, begin) * stride;
+      const int64_t next = (after < item.end ? slot(item, after) : slot(following, following.begin)) * stride;
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+        Rows keys = {key_cache + at + kv_head * kDim, key_cache + next + kv_head * kDim, stride};
+        Rows values = {value_cache + at + kv_head * kDim, value_cache + next + kv_head * kDim, stride};
+        for (int64_t member = 0; member < item.num_members; ++member) {
+          const Element* query = queries + (members[item.first_member + member] * num_heads + kv_head * kGroup) * kDim;
+          State* own = states + member * num_heads + kv_head * kGroup;
+          int head = 0;
+          for (; head + kSlice <= kGroup; head += kSlice)
+            add_tokens<kSlice>(query + head * kDim, scaling, keys, values, count, own + head);
+          for (; head < kGroup; ++head) add_tokens<1>(query + head * kDim, scaling, keys, values, count, own + head);
+        }
+      }
+      begin = after;
+    }
+  }
+};
+
+// Writes one head's output from its states.
+void merge(const std::vector<const State*>& states, int64_t head, Element* output) {
+  float maximum = -INFINITY, total = 0;
+  for (const State* state : states) maximum = std::max(maximum, state[head].maximum);
+  Floats sums[kVectors] = {};
+  for (const State* state : states) {
+    const float rescale = std::exp(state[head].maximum - maximum);
+    total += state[head].total * rescale;
+    for (int v = 0; v < kVectors; ++v) sums[v] += load(state[head].sums + v * kLanes) * rescale;
   }
   for (int v = 0; v < kVectors; ++v) store(output + v * kLanes, sums[v] / total);
 }
 
 // ------------------------------------------------------------------------------------------------------------ chunks
 
-// Query rows, of all heads of a group, are the lanes: scores and sums are kept transposed, so that the softmax needs no
-// sums across lanes, and K and V are broadcast element by element.
+// Two products for each tile of tokens, with the query rows of all heads of a group as the lanes: keys times queries,
+// and values, transposed, times weights. So the softmax needs no sums across lanes. The keys are read where they lie.
 constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
 constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
@@ -129,85 +196,90 @@ constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays 
 constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
                       : kEvenRows * kGroup < 128       ? 2 * kEvenRows
                                                        : kEvenRows;
-constexpr int kQueries = (kRows * kGroup + kLanes - 1) / kLanes * kLanes;
+constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
 
 struct Scratch {
-  alignas(64) float queries[kDim][kQueries];
-  alignas(64) float sums[kDim][kQueries];
-  alignas(64) float scores[kTile][kQueries];
-  alignas(64) float keys[kTile][kDim];
-  alignas(64) float values[kTile][kDim];
-  alignas(64) float maxima[kQueries];
-  alignas(64) float totals[kQueries];
-  alignas(64) int32_t positions[kQueries];
+  alignas(64) Element queries[kPanels][kDim / kStep][kPanel][kStep];
+  alignas(64) float sums[kPanels][kDim][kPanel];
+  alignas(64) float scores[kTile][kPanel];
+  alignas(64) Element weights[kTile / kStep][kPanel][kStep];
+  alignas(64) float products[kDim][kPanel];
+  alignas(64) Element values[kTile / kStep][kDim][kStep];
+  alignas(64) float maxima[kPanels][kPanel];
+  alignas(64) float totals[kPanels][kPanel];
+  alignas(64) int32_t positions[kPanels][kPanel];
 };
 
-// c[i][lane] (+)= sum over k of a[i * a_row + k * a_step] * b[k][lane], for 4 rows i and kVectorsOfLanes * 16 lanes.
-template <int kVectorsOfLanes, bool kAdd>
-inline void multiply_4_rows(const float* a, int a_row, int a_step, const float* b, float* c, int depth) {
-  Floats acc[4][kVectorsOfLanes];
-  for (int i = 0; i < 4; ++i)
-    for (int v = 0; v < kVectorsOfLanes; ++v) acc[i][v] = kAdd ? load(c + i * kQueries + v * kLanes) : Floats{};
-  for (int k = 0; k < depth; ++k) {
-    Floats lanes[kVectorsOfLanes];
-    for (int v = 0; v < kVectorsOfLanes; ++v) lanes[v] = load(b + k * kQueries + v * kLanes);
-    for (int i = 0; i < 4; ++i)
-      for (int v = 0; v < kVectorsOfLanes; ++v) acc[i][v] += a[i * a_row + k * a_step] * lanes[v];
-  }
-  for (int i = 0; i < 4; ++i)
-    for (int v = 0; v < kVectorsOfLanes; ++v) store(c + i * kQueries + v * kLanes, acc[i][v]);
-}
-
-template <bool kAdd>
-void multiply(const float* a, int a_row, int a_step, const float* b, float* c, int rows, int depth, int num_vectors) {
-  for (int v = 0; v < num_vectors; v += 4) {
-    for (int i = 0; i < rows; i += 4) {
-      const float* from = a + i * a_row;
-      const float* lanes = b + v * kLanes;
-      float* to = c + i * kQueries + v * kLanes;
-      switch (num_vectors - v) {
-        case 1: multiply_4_rows<1, kAdd>(from, a_row, a_step, lanes, to, depth); break;
-        case 2: multiply_4_rows<2, kAdd>(from, a_row, a_step, lanes, to, depth); break;
-        case 3: multiply_4_rows<3, kAdd>(from, a_row, a_step, lanes, to, depth); break;
-        default: multiply_4_rows<4, kAdd>(from, a_row, a_step, lanes, to, depth);
-      }
-    }
+// to[row][lane] for any number of rows, which are kRowsAtOnce at most at once.
+void multiply_all(int num_rows, const Operand& operand, const Element* panel, int64_t num_steps, float* to) {
+  const int num_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  for (int block = 0; block < num_blocks; ++block) {
+    const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
+    multiply_rows(end - first, {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride},
+                  panel, num_steps, nullptr, to + first * kPanel);
   }
 }
 
-// Adds one tile of `count` tokens, the first at position `begin`, to the sums of all queries.
-void add_tile(Scratch& s, int64_t begin, int count, int num_vectors, bool is_masked) {
-  const int rows = (count + 3) / 4 * 4;  // those behind `count` are zero and masked
-  multiply<false>(&s.keys[0][0], kDim, 1, &s.queries[0][0], &s.scores[0][0], rows, kDim, num_vectors);
-  for (int at = 0; at < num_vectors * kLanes; at += kLanes) {
-    if (is_masked) {
-      Ints positions;
-      std::memcpy(&positions, &s.positions[at], sizeof(positions));
-      for (int token = 0; token < rows; ++token) {
-        const Floats scores = load(&s.scores[token][at]);
-        const bool is_real = token < count;
-        store(&s.scores[token][at], is_real ? ((int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores)
-                                            : Floats{} - INFINITY);
-      }
-    }
-    const Floats before = load(&s.maxima[at]);
-    Floats maximum = before;
-    for (int token = 0; token < count; ++token) {
-      const Floats scores = load(&s.scores[token][at]);
-      maximum = scores > maximum ? scores : maximum;
-    }
-    const Floats rescale = exponential(before - maximum);
-    Floats total = load(&s.totals[at]) * rescale;
-    for (int token = 0; token < rows; ++token) {
-      const Floats weights = exponential(load(&s.scores[token][at]) - maximum);
-      store(&s.scores[token][at], weights);
-      total += weights;
-    }
-    store(&s.totals[at], total);
-    store(&s.maxima[at], maximum);
-    for (int d = 0; d < kDim; ++d) store(&s.sums[d][at], load(&s.sums[d][at]) * rescale);
+// The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the earlier
+// sums are to be multiplied.
+inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling) {
+  Ints positions;
+  std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
+  const Floats before = load(&s.maxima[panel][at]);
+  Floats maximum = before;
+  for (int token = 0; token < count; ++token) {
+    Floats scores = load(&s.scores[token][at]) * scaling;
+    if (is_masked) scores = (int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores;
+    store(&s.scores[token][at], scores);
+    maximum = scores > maximum ? scores : maximum;
   }
-  multiply<true>(&s.values[0][0], 1, kDim, &s.scores[0][0], &s.sums[0][0], kDim, rows, num_vectors);
+  const Floats rescale = exponential(before - maximum);
+  Floats total = load(&s.totals[panel][at]) * rescale;
+  const auto weights_of = [&](int token) {
+    const Floats weights = token < count ? exponential(load(&s.scores[token][at]) - maximum) : Floats{};
+    total += weights;
+    return weights;
+  };
+  for (int token = 0; token < count; token += kStep) {
+    const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
+    store_step(&s.weights[token / kStep][at][0], first, second);
+  }
+  store(&s.totals[panel][at], total);
+  store(&s.maxima[panel][at], maximum);
+  return rescale;
+}
+
+// Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
+void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
+              bool is_masked, float scaling) {
+  multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
+  Floats rescale[2];
+  for (int half = 0; half < 2; ++half)
+    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
+  multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
+  for (int d = 0; d < kDim; ++d) {
+    float* sums = s.sums[panel][d];
+    for (int half = 0; half < 2; ++half)
+      store(sums + half * kLanes,
+            load(sums + half * kLanes) * rescale[half] + load(&s.products[d][half * kLanes]));
+  }
+}
+
+// Neighbouring tokens' values side by side, as the second product reads them.
+[[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+  for (int token = 0; token < count; token += 2)
+    for (int d = 0; d < kDim; d += kLanes) {
+      Halves first, second;
+      const bfloat16* at = values + token * stride + d;
+      std::memcpy(&first, at, sizeof(first));
+      std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
+      store_pairs((bfloat16*)s.values[token / 2][d], first, second);
+    }
+  return {&s.values[0][0][0], kStep, kStep * kDim};
+}
+
+[[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
+  return {(const Element*)values, 1, stride};
 }
 
 // One KV head's queries of `num_rows` positions from `start` on.
@@ -215,34 +287,32 @@ void attend_rows(Scratch& s, const Element* queries, const Element* keys, const 
                  Element* outputs, int64_t start, int num_rows, int64_t page_size, int64_t query_stride,
                  int64_t kv_stride, float scaling) {
   const int num_queries = num_rows * kGroup;
-  const int num_vectors = (num_queries + kLanes - 1) / kLanes;
-  std::memset(s.queries, 0, sizeof(s.queries));
-  std::memset(s.sums, 0, sizeof(s.sums));
-  for (int m = 0; m < num_vectors * kLanes; ++m) {
-    s.maxima[m] = -INFINITY, s.totals[m] = 0;
-    s.positions[m] = (int32_t)(start + std::min(m, num_queries - 1) / kGroup);
+  const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  std::memset(s.queries, 0, num_panels * sizeof(s.queries[0]));
+  std::memset(s.sums, 0, num_panels * sizeof(s.sums[0]));
+  for (int m = 0; m < num_panels * kPanel; ++m) {
+    const int panel = m / kPanel, lane = m % kPanel;
+    s.maxima[panel][lane] = -INFINITY, s.totals[panel][lane] = 0;
+    s.positions[panel][lane] = (int32_t)(start + std::min(m, num_queries - 1) / kGroup);
+    if (m >= num_queries) continue;
+    const Element* query = queries + (m / kGroup) * query_stride + (m % kGroup) * kDim;
+    for (int d = 0; d < kDim; d += kStep) std::memcpy(s.queries[panel][d / kStep][lane], query + d, kStep * sizeof(Element));
+  }
+  const int64_t end = start + num_rows;
+  for (int64_t begin = 0; begin < end;) {
+    const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
+    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * kv_stride;
+    const Operand tile_values = pair_values(s, values + at, kv_stride, count);
+    for (int panel = 0; panel < num_panels; ++panel)
+      if (begin <= s.positions[panel][kPanel - 1])
+        add_tile(s, panel, {keys + at, kv_stride, kStep}, tile_values, begin, count,
+                 begin + count - 1 > s.positions[panel][0], scaling);
+    begin += count;
   }
   alignas(64) float row[kDim];
   for (int m = 0; m < num_queries; ++m) {
-    const Element* query = queries + (m / kGroup) * query_stride + (m % kGroup) * kDim;
-    for (int v = 0; v < kVectors; ++v) store(row + v * kLanes, load(query + v * kLanes) * scaling);
-    for (int d = 0; d < kDim; ++d) s.queries[d][m] = row[d];
-  }
-  const int64_t end = start + num_rows;
-  for (int64_t begin = 0; begin < end; begin += kTile) {
-    const int count = (int)std::min((int64_t)kTile, end - begin);
-    for (int token = 0; token < (count + 3) / 4 * 4; ++token) {
-      const int64_t position = begin + token;
-      const int64_t offset = token < count ? (pages[position / page_size] * page_size + position % page_size) * kv_stride : 0;
-      for (int v = 0; v < kVectors; ++v) {
-        store(&s.keys[token][v * kLanes], token < count ? load(keys + offset + v * kLanes) : Floats{});
-        store(&s.values[token][v * kLanes], token < count ? load(values + offset + v * kLanes) : Floats{});
-      }
-    }
-    add_tile(s, begin, count, num_vectors, begin + kTile > start);
-  }
-  for (int m = 0; m < num_queries; ++m) {
-    for (int d = 0; d < kDim; ++d) row[d] = s.sums[d][m] / s.totals[m];
+    const int panel = m / kPanel, lane = m % kPanel;
+    for (int d = 0; d < kDim; ++d) row[d] = s.sums[panel][d][lane] / s.totals[panel][lane];
     Element* output = outputs + (m / kGroup) * query_stride + (m % kGroup) * kDim;
     for (int v = 0; v < kVectors; ++v) store(output + v * kLanes, load(row + v * kLanes));
   }
@@ -252,36 +322,53 @@ void attend_rows(Scratch& s, const Element* queries, const Element* keys, const 
 
 // queries, outputs: [num_sequences, num_kv_heads * NUM_GROUPS, HEAD_DIM]. caches: [slots, num_kv_heads, HEAD_DIM].
 // tables: [num_sequences, table_width] page numbers; contexts: [num_sequences] tokens to see.
+// members: [num_sequences] the sequences by groups, whose first ones are group_starts [num_groups + 1]; the tables of a
+// group's members begin with the same pages for shared [num_groups] tokens, which are read once for all of them.
 extern "C" void paged_decode_attention(const Element* queries, const Element* key_cache, const Element* value_cache,
-                                       const int64_t* tables, const int64_t* contexts, Element* outputs,
-                                       int64_t num_sequences, int64_t table_width, int64_t page_size,
-                                       int64_t num_kv_heads, int64_t split_size, float scaling, int num_threads) {
-  const int num_heads = (int)num_kv_heads * kGroup;
-  std::vector<int64_t> first_item(num_sequences + 1, 0);
-  for (int64_t i = 0; i < num_sequences; ++i)
-    first_item[i + 1] = first_item[i] + (contexts[i] + split_size - 1) / split_size;
-  const int64_t num_items = first_item[num_sequences];
-  std::vector<int64_t> sequence_of(num_items);
-  for (int64_t i = 0; i < num_sequences; ++i)
-    std::fill(sequence_of.begin() + first_item[i], sequence_of.begin() + first_item[i + 1], i);
-  std::unique_ptr<State[]> states(new State[num_items * num_heads]);
+                                       const int64_t* tables, const int64_t* contexts, const int64_t* members,
+                                       const int64_t* group_starts, const int64_t* shared, Element* outputs,
+                                       int64_t num_sequences, int64_t num_groups, int64_t table_width,
+                                       int64_t page_size, int64_t num_kv_heads, float scaling, int num_threads) {
+  const int64_t num_heads = num_kv_heads * kGroup;
+  int64_t work = 0, num_states = 0;
+  for (int64_t i = 0; i < num_sequences; ++i) work += contexts[i];
+  // Small enough that all threads end together, large enough that merging is nearly free.
+  const int64_t share = std::min(std::max(work / (4 * num_threads), (int64_t)kTile), (int64_t)kMaxShare);
+  std::vector<Item> items;
+  const auto split = [&](int64_t first_member, int64_t count, int64_t begin, int64_t end) {
+    const int64_t parts = std::max<int64_t>(1, std::min((end - begin) / kTile, count * (end - begin) / share));
+    for (int64_t part = 0; part < parts; ++part) {
+      const auto cut = [&](int64_t at) { return begin + (end - begin) * at / parts / kLanes * kLanes; };
+      items.push_back({first_member, count, part == 0 ? begin : cut(part), part + 1 == parts ? end : cut(part + 1),
+                       num_states});
+      num_states += count * num_heads;
+    }
+  };
+  for (int64_t group = 0; group < num_groups; ++group)
+    if (shared[group] > 0) split(group_starts[group], group_starts[group + 1] - group_starts[group], 0, shared[group]);
+  for (int64_t group = 0; group < num_groups; ++group)
+    for (int64_t member = group_starts[group]; member < group_starts[group + 1]; ++member)
+      if (contexts[members[member]] > shared[group]) split(member, 1, shared[group], contexts[members[member]]);
+  // Kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
+  static thread_local std::vector<State> states;
+  if ((int64_t)states.size() < num_states) states.resize(num_states);
+  std::vector<std::vector<const State*>> states_of(num_sequences);
+  for (const Item& item : items)
+    for (int64_t member = 0; member < item.num_members; ++member)
+      states_of[members[item.first_member + member]].push_back(states.data() + item.first_state + member * num_heads);
+  State* first_state = states.data();  // the calling thread's, for all threads
+  const Decodes decodes = {queries,     key_cache, value_cache,  tables, members,
+                           table_width, page_size, num_kv_heads, scaling};
 #pragma omp parallel num_threads(num_threads)
   {
-    std::vector<float> scaled(num_heads * kDim);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_items; ++item) {
-      const int64_t i = sequence_of[item];
-      const Element* query = queries + i * num_heads * kDim;
-      for (int at = 0; at < num_heads * kDim; at += kLanes) store(&scaled[at], load(query + at) * scaling);
-      const int64_t begin = (item - first_item[i]) * split_size;
-      attend(scaled.data(), key_cache, value_cache, tables + i * table_width, begin,
-             std::min(begin + split_size, contexts[i]), page_size, (int)num_kv_heads, &states[item * num_heads]);
-    }
+    for (size_t number = 0; number < items.size(); ++number)
+      decodes.attend(items[number], items[std::min(number + num_threads, items.size() - 1)],
+                     first_state + items[number].first_state);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < num_sequences; ++i)
-      for (int head = 0; head < num_heads; ++head)
-        merge(&states[first_item[i] * num_heads + head], (int)(first_item[i + 1] - first_item[i]), num_heads,
-              outputs + (i * num_heads + head) * kDim);
+      for (int64_t head = 0; head < num_heads; ++head)
+        merge(states_of[i], head, outputs + (i * num_heads + head) * kDim);
   }
 }
 
@@ -292,23 +379,23 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
                                       const int64_t* counts, Element* outputs, int64_t num_chunks,
                                       int64_t table_width, int64_t page_size, int64_t num_kv_heads, float scaling,
                                       int num_threads) {
-  struct Item {
+  struct Part {
     int64_t chunk, row;
   };
-  std::vector<Item> items;
+  std::vector<Part> items;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t row = 0; row < counts[chunk]; row += kRows) items.push_back({chunk, row});
   // The longest first, so that the threads end together.
-  std::sort(items.begin(), items.end(), [&](const Item& a, const Item& b) {
+  std::sort(items.begin(), items.end(), [&](const Part& a, const Part& b) {
     return starts[a.chunk] + a.row > starts[b.chunk] + b.row;
   });
   const int64_t query_stride = num_kv_heads * kGroup * kDim, kv_stride = num_kv_heads * kDim;
 #pragma omp parallel num_threads(num_threads)
   {
-    std::unique_ptr<Scratch> scratch(new Scratch);
+    static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t number = 0; number < (int64_t)items.size() * num_kv_heads; ++number) {
-      const Item& item = items[number / num_kv_heads];
+      const Part& item = items[number / num_kv_heads];
       const int64_t kv_head = number % num_kv_heads, chunk = item.chunk;
       const int64_t at = (first_rows[chunk] + item.row) * query_stride + kv_head * kGroup * kDim;
       attend_rows(*scratch, queries + at, key_cache + kv_head * kDim, value_cache + kv_head * kDim,

@@ -7,10 +7,6 @@
 // rows every load serves several products.
 #pragma once
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
 namespace {
@@ -27,28 +23,43 @@ struct Product {
   int64_t depth;          // a multiple of kStep
 };
 
-// sums[row][output of the panel], for kRows rows that lie `depth` elements apart.
-template <int kRows>
-__attribute__((noinline)) void multiply_rows(const Element* rows, const Element* panel, int64_t depth,
+// Rows of a product: element k of row i is element k % kStep at i * row_stride + k / kStep * step_stride.
+struct Operand {
+  const Element* rows;
+  int64_t row_stride, step_stride;
+};
+
+// Sixteen outputs' elements of one step.
+[[maybe_unused]] inline void store_step(bfloat16* to, Floats first, Floats second) {
+  store_pairs(to, rounded(first), rounded(second));
+}
+
+[[maybe_unused]] inline void store_step(float* to, Floats only, Floats) { store(to, only); }
+
+// sums[row][output of the panel], for kRows rows. Meanwhile `next_panel` is fetched, unless it is null.
+template <int kRows, bool kFetches>
+__attribute__((noinline)) void multiply_rows(const Operand& operand, const Element* panel, int64_t num_steps,
                                              const Element* next_panel, float* sums) {
   Floats low[kRows] = {}, high[kRows] = {};
-  for (int64_t k = 0; k < depth; k += kStep) {
-    const Element* weights = panel + k * kPanel;
-    for (int at = 0; at < kStep * kPanel; at += 64 / (int)sizeof(Element))
-      __builtin_prefetch(next_panel + k * kPanel + at, 0, 2);
+  const Element* rows = operand.rows;
+  const int64_t row_stride = operand.row_stride, step_stride = operand.step_stride;
+  for (int64_t step = 0; step < num_steps; ++step, rows += step_stride, panel += kStep * kPanel) {
+    if constexpr (kFetches)
+      for (int at = 0; at < kStep * kPanel; at += 64 / (int)sizeof(Element))
+        __builtin_prefetch(next_panel + step * kStep * kPanel + at, 0, 2);
     if constexpr (kStep == 1) {
-      const Floats first = load(weights), second = load(weights + kLanes);
+      const Floats first = load(panel), second = load(panel + kLanes);
       for (int i = 0; i < kRows; ++i) {
-        const float value = *(const float*)(rows + i * depth + k);
+        const float value = *(const float*)(rows + i * row_stride);
         low[i] += value * first, high[i] += value * second;
       }
     } else {
       Words first, second;  // the pairs of 16 outputs each
-      std::memcpy(&first, weights, sizeof(first));
-      std::memcpy(&second, weights + 2 * kLanes, sizeof(second));
+      std::memcpy(&first, panel, sizeof(first));
+      std::memcpy(&second, panel + 2 * kLanes, sizeof(second));
       for (int i = 0; i < kRows; ++i) {
         uint32_t pair;
-        std::memcpy(&pair, rows + i * depth + k, sizeof(pair));
+        std::memcpy(&pair, rows + i * row_stride, sizeof(pair));
 #ifdef __AVX512BF16__
         const __m512bh values = (__m512bh)_mm512_set1_epi32((int)pair);
         low[i] = (Floats)_mm512_dpbf16_ps((__m512)low[i], values, (__m512bh)first);
@@ -64,12 +75,16 @@ __attribute__((noinline)) void multiply_rows(const Element* rows, const Element*
   for (int i = 0; i < kRows; ++i) store(sums + i * kPanel, low[i]), store(sums + i * kPanel + kLanes, high[i]);
 }
 
+// The same for any number of rows up to kRows.
 template <int kRows = kRowsAtOnce>
-inline void multiply_rows(int count, const Element* rows, const Element* panel, int64_t depth,
+inline void multiply_rows(int count, const Operand& operand, const Element* panel, int64_t num_steps,
                           const Element* next_panel, float* sums) {
   if constexpr (kRows > 1)
-    if (count < kRows) return multiply_rows<kRows - 1>(count, rows, panel, depth, next_panel, sums);
-  multiply_rows<kRows>(rows, panel, depth, next_panel, sums);
+    if (count < kRows) return multiply_rows<kRows - 1>(count, operand, panel, num_steps, next_panel, sums);
+  if (next_panel != nullptr)
+    multiply_rows<kRows, true>(operand, panel, num_steps, next_panel, sums);
+  else
+    multiply_rows<kRows, false>(operand, panel, num_steps, nullptr, sums);
 }
 
 // Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
@@ -85,7 +100,7 @@ void multiply(const Product& product, const Element* rows, int64_t num_rows, int
     for (int64_t number = 0; number < num_panels; ++number) {
       const int64_t begin = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - begin;
       const Element* panel = product.weight + number * kPanel * depth;
-      const Element* next_panel = number + 1 < num_panels ? panel + kPanel * depth : panel;
+      const Element* next_panel = number + 1 < num_panels ? panel + kPanel * depth : nullptr;
       const int64_t first_output = number * kPanel;
       Floats low_bias = {}, high_bias = {};
       if (product.bias != nullptr)
@@ -94,7 +109,8 @@ void multiply(const Product& product, const Element* rows, int64_t num_rows, int
       const int64_t num_blocks = (count + kRowsAtOnce - 1) / kRowsAtOnce;  // of nearly equal size
       for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = begin + count * block / num_blocks, end = begin + count * (block + 1) / num_blocks;
-        multiply_rows((int)(end - first), rows + first * depth, panel, depth, block == 0 ? next_panel : panel, sums);
+        multiply_rows((int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
+                      block == 0 ? next_panel : nullptr, sums);
         for (int64_t row = first; row < end; ++row) {
           const float* at = sums + (row - first) * kPanel;
           take(row, first_output, load(at) + low_bias, load(at + kLanes) + high_bias);

@@ -3,6 +3,10 @@
 // GCC's and Clang's vector extensions: the same code becomes AVX-512, AVX2 or NEON, as the processor has it.
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -35,13 +39,27 @@ inline Floats load(const bfloat16* from) {
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 
-inline void store(bfloat16* to, Floats values) {
+inline Halves rounded(Floats values) {
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
   const Words bits = (Words)values;
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
   const Words quiet = (bits >> 16) | 0x40;
   const Ints is_nan = values != values;
-  const Halves halves = __builtin_convertvector(is_nan ? quiet : rounded, Halves);
+  return __builtin_convertvector(is_nan ? quiet : nearest, Halves);
+#endif
+}
+
+inline void store(bfloat16* to, Floats values) {
+  const Halves halves = rounded(values);
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+// The elements of two rows in turn.
+inline void store_pairs(bfloat16* to, Halves first, Halves second) {
+  const Words pairs = __builtin_convertvector(first, Words) | __builtin_convertvector(second, Words) << 16;
+  std::memcpy(to, &pairs, sizeof(pairs));
 }
 
 inline float sum(Floats values) {
@@ -53,6 +71,32 @@ inline float sum(Floats values) {
   const Quarter four =
       __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Lane i of the result is the sum of all lanes of values[i]. Halves the number of vectors and the lanes left to add in
+// each of four rounds; `values` is used up.
+template <int kDistance>
+inline Floats add_halves(Floats a, Floats b) {
+  constexpr auto of_a = [](int lane) { return (lane & kDistance) == 0; };
+  constexpr auto stay = [=](int lane) { return of_a(lane) ? lane : lane + kLanes; };
+  constexpr auto cross = [=](int lane) { return (lane ^ kDistance) + (of_a(lane) ? 0 : kLanes); };
+#define ALL_LANES(f) \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+  return __builtin_shufflevector(a, b, ALL_LANES(stay)) + __builtin_shufflevector(a, b, ALL_LANES(cross));
+#undef ALL_LANES
+}
+
+inline Floats sums(Floats (&values)[kLanes]) {
+  for (int i = 0; i < 8; ++i) values[i] = add_halves<8>(values[i], values[i + 8]);
+  for (int i = 0; i < 4; ++i) values[i] = add_halves<4>(values[i], values[i + 4]);
+  for (int i = 0; i < 2; ++i) values[i] = add_halves<2>(values[i], values[i + 2]);
+  return add_halves<1>(values[0], values[1]);
+}
+
+inline float largest(Floats values) {
+  float result = values[0];
+  for (int lane = 1; lane < kLanes; ++lane) result = values[lane] > result ? values[lane] : result;
+  return result;
 }
 
 // e^x for x <= 0, to float32's precision (the polynomial of Cephes' expf, Moshier 1992). NaN stays NaN, and what would
@@ -77,5 +121,24 @@ constexpr int kDim = HEAD_DIM;
 constexpr int kGroup = NUM_GROUPS;
 constexpr int kVectors = kDim / kLanes;
 static_assert(kDim % kLanes == 0);
+
+// The lanes' shares of a product of two rows of kDim elements.
+inline Floats multiply_heads(const float* a, const float* b) {
+  Floats product = {};
+  for (int d = 0; d < kDim; d += kLanes) product += load(a + d) * load(b + d);
+  return product;
+}
+
+inline Floats multiply_heads(const bfloat16* a, const bfloat16* b) {
+  Floats product = {};
+  int d = 0;
+#ifdef __AVX512BF16__
+  for (; d + 2 * kLanes <= kDim; d += 2 * kLanes)
+    product = (Floats)_mm512_dpbf16_ps((__m512)product, (__m512bh)_mm512_loadu_si512(a + d),
+                                       (__m512bh)_mm512_loadu_si512(b + d));
+#endif
+  for (; d < kDim; d += kLanes) product += load(a + d) * load(b + d);
+  return product;
+}
 
 }  // namespace
