@@ -24,6 +24,8 @@ class Workload:
 
     def first(self, count: int) -> Workload:
         """The same workload cut to its first `count` requests."""
+        if count >= len(self.prompts):
+            return self
         return Workload(f"{self.name}[:{count}]", self.prompts[:count], self.output_lengths[:count])
 
 

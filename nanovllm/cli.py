@@ -30,7 +30,9 @@ _TYPES = {"int": int, "float": float, "str": str}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 if a request ended with an error, 2 for bad input."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="nanovllm: %(message)s")
+    logging.basicConfig(format="nanovllm: %(message)s")
+    says_more = options.verbose or sys.stderr.isatty()
+    logging.getLogger("nanovllm").setLevel(logging.INFO if says_more else logging.WARNING)
     try:
         return options.run(options)
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
@@ -74,15 +76,37 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="a system prompt")
     chat.set_defaults(run=_chat)
 
-    for command in (generate, chat):
+    bench = commands.add_parser(
+        "bench", help="measure on random prompts", description="Measure on random prompts.", allow_abbrev=False
+    )
+    for name, default, text in (
+        ("num-requests", 64, "requests, all there from the start"),
+        ("input-tokens", 128, "tokens of each prompt"),
+        ("shared-tokens", 0, "of those, at the beginning and the same for all"),
+        ("output-tokens", 64, "tokens that each request generates"),
+    ):
+        bench.add_argument(f"--{name}", type=_count, default=default, help=f"{text} (default {default})")
+    bench.add_argument("--profile", action="store_true", help="show where the time of a step goes")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=_bench)
+
+    for command in (generate, chat, bench):
         command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
         command.add_argument(
             "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
         )
         command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
-        _add_flags(command.add_argument_group("sampling options"), SamplingParams, CLI_DEFAULTS)
+        if command is not bench:
+            _add_flags(command.add_argument_group("sampling options"), SamplingParams, CLI_DEFAULTS)
         _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
     return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is no count; it must be 0 or more")
+    return value
 
 
 def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict[str, str] | None = None) -> None:
@@ -112,7 +136,7 @@ def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(options: argparse.Namespace) -> LLM:
-    from nanovllm.llm import LLM  # waits for torch, so only once the arguments are known to be good
+    from nanovllm import LLM  # waits for torch, so only once the arguments are known to be good
 
     names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
     given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
@@ -232,6 +256,28 @@ def _as_json(given: Any, output: RequestOutput) -> str:
 
 def _seconds(start: float, end: float | None) -> float | None:
     return None if end is None else round(end - start, 6)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    sizes = {name: getattr(options, name) for name in ("num_requests", "input_tokens", "output_tokens")}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if options.shared_tokens > options.input_tokens:
+        raise ValueError(
+            f"--shared-tokens is {options.shared_tokens}, more than the prompts have ({options.input_tokens}). Lower "
+            "it, or raise --input-tokens."
+        )
+    with _open(options) as llm:
+        from nanovllm import benchmark
+
+        result = benchmark.run(llm, **sizes, shared_tokens=options.shared_tokens, profile=options.profile)
+    if options.json:
+        result.pop("table", None)
+        print(json.dumps(result))
+    else:
+        print(benchmark.report(result))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------ chat

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import subprocess
@@ -18,6 +19,8 @@ import torch
 
 from nanovllm.default_model import cache_root
 
+logger = logging.getLogger("nanovllm")
+
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 LANES = 16  # elements that the kernels handle at once
@@ -29,6 +32,7 @@ _SIGNATURES = {
     "attention_inputs": [c_void_p] * 9 + [c_int64, c_int],
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
     "linear": [c_void_p] * 3 + [c_int64, c_int],
+    "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
 }
 
 
@@ -50,6 +54,7 @@ class Kernels:
         self.attention_inputs: Any = functions.attention_inputs
         self.attention_outputs: Any = functions.attention_outputs
         self.linear: Any = functions.linear
+        self.linear_unrounded: Any = functions.linear_unrounded
 
 
 def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
@@ -69,6 +74,7 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
     identity = "\0".join([*options, *texts, processor()])
     library = cache_root() / "kernels" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
+        logger.warning("compiling the C++ kernels for this processor and model shape: a few seconds, once")
         _build([*options, *(str(path) for path in sorted(SOURCES.glob("*.cpp")))], library)
     return Kernels(library, dtype)
 

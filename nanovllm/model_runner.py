@@ -90,6 +90,7 @@ class ModelRunner:
         self._form = self._make_form(self.attention_backend)
         binding.allocate_caches(config.num_kv_blocks * config.block_size)
         if self.may_compile and self.kernels is None:
+            logger.warning("compiling the layers for attention_backend=%r: some seconds", self.attention_backend)
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu" and not binding.is_live:

@@ -7,6 +7,7 @@ owner's updates.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,12 +81,32 @@ class PackedLinear:
         self._call = kernels.linear
 
     def __call__(self, states: Tensor) -> Tensor:
+        return self._multiply(states, states.new_empty(*states.shape[:-1], self._product.num_outputs))
+
+    def _multiply(self, states: Tensor, output: Tensor) -> Tensor:
         states = states.contiguous()
-        output = states.new_empty(*states.shape[:-1], self._product.num_outputs)
         num_rows = output.numel() // self._product.num_outputs
         pointers = states.data_ptr(), output.data_ptr()
         self._call(ctypes.byref(self._product.struct), *pointers, num_rows, torch.get_num_threads())
         return output
+
+
+class PackedHead(PackedLinear):
+    """The same for a model's output embedding: gives float32 logits, so that rounding makes no ties among them.
+
+    They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
+    """
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+        super().__init__(linear, kernels)
+        self._call = kernels.linear_unrounded
+        self._output = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def __call__(self, states: Tensor) -> Tensor:
+        shape = (*states.shape[:-1], self._product.num_outputs)
+        if self._output.numel() < math.prod(shape):
+            self._output = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
+        return self._multiply(states, self._output[: math.prod(shape)].view(shape))
 
 
 class OneDnnLinear:
@@ -114,7 +135,8 @@ def pack_linear_layers(
             continue
         if linear not in packed:
             if kernels is not None and can_pack([linear], kernels.dtype):
-                vars(linear)["forward"] = PackedLinear(linear, kernels)
+                is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
+                vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
             elif torch.backends.mkldnn.is_available() and linear.weight.dtype in _ONE_DNN_DTYPES:
                 vars(linear)["forward"] = OneDnnLinear(linear)
             else:

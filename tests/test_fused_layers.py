@@ -137,7 +137,7 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
         assert num_fused(llm) == 2
         sampler = llm._engine.model_runner.sampler
         sample = sampler.sample
-        sampler.sample = lambda logits, *rest: (seen.append(logits[0].float()), sample(logits, *rest))[1]
+        sampler.sample = lambda logits, *rest: (seen.append(logits[0].clone()), sample(logits, *rest))[1]
         for prompt in prompts:
             llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
     own_error, plain_error = (torch.stack(seen) - exact).norm(), (plain - exact).norm()

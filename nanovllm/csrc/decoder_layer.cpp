@@ -120,12 +120,26 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
   }
 }
 
-// output [num_rows, num_outputs] = rows [num_rows, depth] times the weight, plus the bias.
+namespace {
+
+template <class Output>
+void multiply_alone(const Product& product, const Element* rows, Output* output, int64_t num_rows, int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+  multiply(product, rows, num_rows, num_threads, [&](int64_t row, int64_t first, Floats low, Floats high) {
+    Output* to = output + row * product.num_outputs + first;
+    store(to, low), store(to + kLanes, high);
+  });
+}
+
+}  // namespace
+
+// output [num_rows, num_outputs] = rows [num_rows, depth] times the weight, plus the bias; rounded to ELEMENT or not.
 extern "C" void linear(const Product* product, const Element* rows, Element* output, int64_t num_rows,
                        int num_threads) {
-  const int64_t num_outputs = product->num_outputs;
-#pragma omp parallel num_threads(num_threads)
-  multiply(*product, rows, num_rows, num_threads, [=](int64_t row, int64_t first, Floats low, Floats high) {
-    store(output + row * num_outputs + first, low), store(output + row * num_outputs + first + kLanes, high);
-  });
+  multiply_alone(*product, rows, output, num_rows, num_threads);
+}
+
+extern "C" void linear_unrounded(const Product* product, const Element* rows, float* output, int64_t num_rows,
+                                 int num_threads) {
+  multiply_alone(*product, rows, output, num_rows, num_threads);
 }

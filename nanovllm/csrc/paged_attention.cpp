@@ -13,9 +13,147 @@
 namespace {
 
 constexpr int kTile = 64;        // tokens whose scores are held at once
-constexpr int kMaxShare = 1024;  // tokens of a work item, counted for each sequence
+constexpr int kMaxShare = 1024;  // tokens of a work item
 // Heads of a group that are handled at once: as many as leave their sums in registers.
 constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
+
+// ------------------------------------------------------------------------------------------------------------ chunks
+
+// Two products for each tile of tokens, with the query rows of all heads of a group as the lanes: keys times queries,
+// and values, transposed, times weights. So the softmax needs no sums across lanes. The keys are read where they lie.
+constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
+constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
+constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
+// Positions of a work item.
+constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
+                      : kEvenRows * kGroup < 128       ? 2 * kEvenRows
+                                                       : kEvenRows;
+constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
+
+struct Scratch {
+  alignas(64) Element queries[kPanels][kDim / kStep][kPanel][kStep];
+  alignas(64) float sums[kPanels][kDim][kPanel];
+  alignas(64) float scores[kTile][kPanel];
+  alignas(64) Element weights[kTile / kStep][kPanel][kStep];
+  alignas(64) float products[kDim][kPanel];
+  alignas(64) Element values[kTile / kStep][kDim][kStep];
+  alignas(64) float maxima[kPanels][kPanel];
+  alignas(64) float totals[kPanels][kPanel];
+  alignas(64) int32_t positions[kPanels][kPanel];
+};
+
+// The thread's, kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
+Scratch& scratch() {
+  static thread_local const std::unique_ptr<Scratch> own(new Scratch);
+  return *own;
+}
+
+// to[row][lane] for any number of rows, which are kRowsAtOnce at most at once.
+void multiply_all(int num_rows, const Operand& operand, const Element* panel, int64_t num_steps, float* to) {
+  const int num_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  for (int block = 0; block < num_blocks; ++block) {
+    const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
+    multiply_rows(end - first, {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride},
+                  panel, num_steps, nullptr, to + first * kPanel);
+  }
+}
+
+// The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the earlier
+// sums are to be multiplied.
+inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling) {
+  Ints positions;
+  std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
+  const Floats before = load(&s.maxima[panel][at]);
+  Floats maximum = before;
+  for (int token = 0; token < count; ++token) {
+    Floats scores = load(&s.scores[token][at]);
+    if (is_masked) {
+      scores = (int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores;
+      store(&s.scores[token][at], scores);
+    }
+    maximum = scores > maximum ? scores : maximum;
+  }
+  const Floats rescale = exponential((before - maximum) * scaling);
+  Floats total = load(&s.totals[panel][at]) * rescale;
+  const auto weights_of = [&](int token) {
+    const Floats weights = token < count ? weight_of(Element{}, (load(&s.scores[token][at]) - maximum) * scaling) : Floats{};
+    total += weights;
+    return weights;
+  };
+  for (int token = 0; token < count; token += kStep) {
+    const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
+    store_step(&s.weights[token / kStep][at][0], first, second);
+  }
+  store(&s.totals[panel][at], total);
+  store(&s.maxima[panel][at], maximum);
+  return rescale;
+}
+
+// Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
+void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
+              bool is_masked, float scaling) {
+  multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
+  Floats rescale[2];
+  for (int half = 0; half < 2; ++half)
+    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
+  multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
+  for (int d = 0; d < kDim; ++d) {
+    float* sums = s.sums[panel][d];
+    for (int half = 0; half < 2; ++half)
+      store(sums + half * kLanes,
+            load(sums + half * kLanes) * rescale[half] + load(&s.products[d][half * kLanes]));
+  }
+}
+
+// Neighbouring tokens' values side by side, as the second product reads them.
+[[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+  for (int token = 0; token < count; token += 2)
+    for (int d = 0; d < kDim; d += kLanes) {
+      Halves first, second;
+      const bfloat16* at = values + token * stride + d;
+      std::memcpy(&first, at, sizeof(first));
+      std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
+      store_pairs((bfloat16*)s.values[token / 2][d], first, second);
+    }
+  return {&s.values[0][0][0], kStep, kStep * kDim};
+}
+
+[[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
+  return {(const Element*)values, 1, stride};
+}
+
+// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m).
+template <class QueryOf, class PositionOf>
+void begin_lanes(Scratch& s, int num_queries, const QueryOf& query_of, const PositionOf& position_of) {
+  const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  std::memset(s.queries, 0, num_panels * sizeof(s.queries[0]));
+  std::memset(s.sums, 0, num_panels * sizeof(s.sums[0]));
+  for (int m = 0; m < num_panels * kPanel; ++m) {
+    const int panel = m / kPanel, lane = m % kPanel;
+    s.maxima[panel][lane] = -INFINITY, s.totals[panel][lane] = 0;
+    s.positions[panel][lane] = (int32_t)position_of(std::min(m, num_queries - 1));
+    if (m >= num_queries) continue;
+    const Element* query = query_of(m);
+    for (int d = 0; d < kDim; d += kStep)
+      std::memcpy(s.queries[panel][d / kStep][lane], query + d, kStep * sizeof(Element));
+  }
+}
+
+// Adds the tokens begin..end-1, whose keys and values lie in `pages`, to the sums of all lanes.
+void add_to_lanes(Scratch& s, int num_queries, const Element* keys, const Element* values, const int64_t* pages,
+                  int64_t begin, int64_t end, int64_t page_size, int64_t stride, float scaling) {
+  const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  while (begin < end) {
+    const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
+    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * stride;
+    const Operand tile_values = pair_values(s, values + at, stride, count);
+    for (int panel = 0; panel < num_panels; ++panel)
+      if (begin <= s.positions[panel][kPanel - 1])
+        add_tile(s, panel, {keys + at, stride, kStep}, tile_values, begin, count,
+                 begin + count - 1 > s.positions[panel][0], scaling);
+    begin += count;
+  }
+}
 
 // ----------------------------------------------------------------------------------------------------------- decodes
 
@@ -112,7 +250,7 @@ void add_tokens(const Element* queries, float scaling, const Rows& keys, const R
     const float maximum = std::max(state.maximum, largest(maxima));
     Floats totals = {};
     for (int token = 0; token < padded; token += kLanes) {
-      const Floats part = exponential(load(&weights[head][token]) - maximum);
+      const Floats part = weight_of(Element{}, load(&weights[head][token]) - maximum);
       store(&weights[head][token], part);
       totals += part;
     }
@@ -145,11 +283,10 @@ struct Decodes {
     return pages[position / page_size] * page_size + position % page_size;
   }
 
-  // All heads of an item; the tile is in the cache from the second member on. `following` is what the thread will
-  // probably work on afterwards.
+  // All heads of an item. `following` is what the thread will probably work on afterwards.
   void attend(const Item& item, const Item& following, State* states) const {
     const int64_t stride = num_kv_heads * kDim, num_heads = num_kv_heads * kGroup;
-    for (int64_t i = 0; i < item.num_members * num_heads; ++i) states[i] = State{{}, -INFINITY, 0};
+    for (int64_t i = 0; i < num_heads; ++i) states[i] = State{{}, -INFINITY, 0};
     for (int64_t begin = item.begin; begin < item.end;) {
       const int count = (int)std::min({item.end - begin, page_size - begin % page_size, (int64_t)kTile});
       const int64_t after = begin + count;
@@ -158,17 +295,42 @@ struct Decodes {
       for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
         Rows keys = {key_cache + at + kv_head * kDim, key_cache + next + kv_head * kDim, stride};
         Rows values = {value_cache + at + kv_head * kDim, value_cache + next + kv_head * kDim, stride};
-        for (int64_t member = 0; member < item.num_members; ++member) {
-          const Element* query = queries + (members[item.first_member + member] * num_heads + kv_head * kGroup) * kDim;
-          State* own = states + member * num_heads + kv_head * kGroup;
-          int head = 0;
-          for (; head + kSlice <= kGroup; head += kSlice)
-            add_tokens<kSlice>(query + head * kDim, scaling, keys, values, count, own + head);
-          for (; head < kGroup; ++head) add_tokens<1>(query + head * kDim, scaling, keys, values, count, own + head);
-        }
+        const Element* query = queries + (members[item.first_member] * num_heads + kv_head * kGroup) * kDim;
+        State* own = states + kv_head * kGroup;
+        int head = 0;
+        for (; head + kSlice <= kGroup; head += kSlice)
+          add_tokens<kSlice>(query + head * kDim, scaling, keys, values, count, own + head);
+        for (; head < kGroup; ++head) add_tokens<1>(query + head * kDim, scaling, keys, values, count, own + head);
       }
       begin = after;
     }
+  }
+
+  // The same for an item of many members, whose queries become lanes.
+  void attend_together(const Item& item, State* states) const {
+    const int64_t stride = num_kv_heads * kDim, num_heads = num_kv_heads * kGroup;
+    const int64_t* pages = tables + members[item.first_member] * table_width;
+    constexpr int64_t kMembers = kPanels * kPanel / kGroup;  // at once
+    for (int64_t first = 0; first < item.num_members; first += kMembers)
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+        Scratch& s = scratch();
+        const int num_queries = (int)std::min(kMembers, item.num_members - first) * kGroup;
+        const auto head_of = [=](int m) { return kv_head * kGroup + m % kGroup; };
+        begin_lanes(
+            s, num_queries,
+            [&](int m) {
+              return queries + (members[item.first_member + first + m / kGroup] * num_heads + head_of(m)) * kDim;
+            },
+            [&](int) { return item.end; });
+        add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kDim, pages, item.begin,
+                     item.end, page_size, stride, scaling);
+        for (int m = 0; m < num_queries; ++m) {
+          State& state = states[(first + m / kGroup) * num_heads + head_of(m)];
+          const int panel = m / kPanel, lane = m % kPanel;
+          for (int d = 0; d < kDim; ++d) state.sums[d] = s.sums[panel][d][lane];
+          state.maximum = s.maxima[panel][lane] * scaling, state.total = s.totals[panel][lane];
+        }
+      }
   }
 };
 
@@ -183,139 +345,6 @@ void merge(const std::vector<const State*>& states, int64_t head, Element* outpu
     for (int v = 0; v < kVectors; ++v) sums[v] += load(state[head].sums + v * kLanes) * rescale;
   }
   for (int v = 0; v < kVectors; ++v) store(output + v * kLanes, sums[v] / total);
-}
-
-// ------------------------------------------------------------------------------------------------------------ chunks
-
-// Two products for each tile of tokens, with the query rows of all heads of a group as the lanes: keys times queries,
-// and values, transposed, times weights. So the softmax needs no sums across lanes. The keys are read where they lie.
-constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
-constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
-constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
-// Positions of a work item.
-constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
-                      : kEvenRows * kGroup < 128       ? 2 * kEvenRows
-                                                       : kEvenRows;
-constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
-
-struct Scratch {
-  alignas(64) Element queries[kPanels][kDim / kStep][kPanel][kStep];
-  alignas(64) float sums[kPanels][kDim][kPanel];
-  alignas(64) float scores[kTile][kPanel];
-  alignas(64) Element weights[kTile / kStep][kPanel][kStep];
-  alignas(64) float products[kDim][kPanel];
-  alignas(64) Element values[kTile / kStep][kDim][kStep];
-  alignas(64) float maxima[kPanels][kPanel];
-  alignas(64) float totals[kPanels][kPanel];
-  alignas(64) int32_t positions[kPanels][kPanel];
-};
-
-// to[row][lane] for any number of rows, which are kRowsAtOnce at most at once.
-void multiply_all(int num_rows, const Operand& operand, const Element* panel, int64_t num_steps, float* to) {
-  const int num_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  for (int block = 0; block < num_blocks; ++block) {
-    const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
-    multiply_rows(end - first, {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride},
-                  panel, num_steps, nullptr, to + first * kPanel);
-  }
-}
-
-// The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the earlier
-// sums are to be multiplied.
-inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling) {
-  Ints positions;
-  std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
-  const Floats before = load(&s.maxima[panel][at]);
-  Floats maximum = before;
-  for (int token = 0; token < count; ++token) {
-    Floats scores = load(&s.scores[token][at]) * scaling;
-    if (is_masked) scores = (int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores;
-    store(&s.scores[token][at], scores);
-    maximum = scores > maximum ? scores : maximum;
-  }
-  const Floats rescale = exponential(before - maximum);
-  Floats total = load(&s.totals[panel][at]) * rescale;
-  const auto weights_of = [&](int token) {
-    const Floats weights = token < count ? exponential(load(&s.scores[token][at]) - maximum) : Floats{};
-    total += weights;
-    return weights;
-  };
-  for (int token = 0; token < count; token += kStep) {
-    const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
-    store_step(&s.weights[token / kStep][at][0], first, second);
-  }
-  store(&s.totals[panel][at], total);
-  store(&s.maxima[panel][at], maximum);
-  return rescale;
-}
-
-// Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
-void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
-              bool is_masked, float scaling) {
-  multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
-  Floats rescale[2];
-  for (int half = 0; half < 2; ++half)
-    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
-  multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
-  for (int d = 0; d < kDim; ++d) {
-    float* sums = s.sums[panel][d];
-    for (int half = 0; half < 2; ++half)
-      store(sums + half * kLanes,
-            load(sums + half * kLanes) * rescale[half] + load(&s.products[d][half * kLanes]));
-  }
-}
-
-// Neighbouring tokens' values side by side, as the second product reads them.
-[[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
-  for (int token = 0; token < count; token += 2)
-    for (int d = 0; d < kDim; d += kLanes) {
-      Halves first, second;
-      const bfloat16* at = values + token * stride + d;
-      std::memcpy(&first, at, sizeof(first));
-      std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
-      store_pairs((bfloat16*)s.values[token / 2][d], first, second);
-    }
-  return {&s.values[0][0][0], kStep, kStep * kDim};
-}
-
-[[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
-  return {(const Element*)values, 1, stride};
-}
-
-// One KV head's queries of `num_rows` positions from `start` on.
-void attend_rows(Scratch& s, const Element* queries, const Element* keys, const Element* values, const int64_t* pages,
-                 Element* outputs, int64_t start, int num_rows, int64_t page_size, int64_t query_stride,
-                 int64_t kv_stride, float scaling) {
-  const int num_queries = num_rows * kGroup;
-  const int num_panels = (num_queries + kPanel - 1) / kPanel;
-  std::memset(s.queries, 0, num_panels * sizeof(s.queries[0]));
-  std::memset(s.sums, 0, num_panels * sizeof(s.sums[0]));
-  for (int m = 0; m < num_panels * kPanel; ++m) {
-    const int panel = m / kPanel, lane = m % kPanel;
-    s.maxima[panel][lane] = -INFINITY, s.totals[panel][lane] = 0;
-    s.positions[panel][lane] = (int32_t)(start + std::min(m, num_queries - 1) / kGroup);
-    if (m >= num_queries) continue;
-    const Element* query = queries + (m / kGroup) * query_stride + (m % kGroup) * kDim;
-    for (int d = 0; d < kDim; d += kStep) std::memcpy(s.queries[panel][d / kStep][lane], query + d, kStep * sizeof(Element));
-  }
-  const int64_t end = start + num_rows;
-  for (int64_t begin = 0; begin < end;) {
-    const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
-    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * kv_stride;
-    const Operand tile_values = pair_values(s, values + at, kv_stride, count);
-    for (int panel = 0; panel < num_panels; ++panel)
-      if (begin <= s.positions[panel][kPanel - 1])
-        add_tile(s, panel, {keys + at, kv_stride, kStep}, tile_values, begin, count,
-                 begin + count - 1 > s.positions[panel][0], scaling);
-    begin += count;
-  }
-  alignas(64) float row[kDim];
-  for (int m = 0; m < num_queries; ++m) {
-    const int panel = m / kPanel, lane = m % kPanel;
-    for (int d = 0; d < kDim; ++d) row[d] = s.sums[panel][d][lane] / s.totals[panel][lane];
-    Element* output = outputs + (m / kGroup) * query_stride + (m % kGroup) * kDim;
-    for (int v = 0; v < kVectors; ++v) store(output + v * kLanes, load(row + v * kLanes));
-  }
 }
 
 }  // namespace
@@ -336,7 +365,8 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   const int64_t share = std::min(std::max(work / (4 * num_threads), (int64_t)kTile), (int64_t)kMaxShare);
   std::vector<Item> items;
   const auto split = [&](int64_t first_member, int64_t count, int64_t begin, int64_t end) {
-    const int64_t parts = std::max<int64_t>(1, std::min((end - begin) / kTile, count * (end - begin) / share));
+    const int64_t wanted = count > 1 ? 2 * num_threads : (end - begin) / share;
+    const int64_t parts = std::max<int64_t>(1, std::min((end - begin) / kTile, wanted));
     for (int64_t part = 0; part < parts; ++part) {
       const auto cut = [&](int64_t at) { return begin + (end - begin) * at / parts / kLanes * kLanes; };
       items.push_back({first_member, count, part == 0 ? begin : cut(part), part + 1 == parts ? end : cut(part + 1),
@@ -349,8 +379,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   for (int64_t group = 0; group < num_groups; ++group)
     for (int64_t member = group_starts[group]; member < group_starts[group + 1]; ++member)
       if (contexts[members[member]] > shared[group]) split(member, 1, shared[group], contexts[members[member]]);
-  // Kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
-  static thread_local std::vector<State> states;
+  static thread_local std::vector<State> states;  // kept, as the scratch memory is
   if ((int64_t)states.size() < num_states) states.resize(num_states);
   std::vector<std::vector<const State*>> states_of(num_sequences);
   for (const Item& item : items)
@@ -362,9 +391,13 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp for schedule(dynamic, 1)
-    for (size_t number = 0; number < items.size(); ++number)
-      decodes.attend(items[number], items[std::min(number + num_threads, items.size() - 1)],
-                     first_state + items[number].first_state);
+    for (size_t number = 0; number < items.size(); ++number) {
+      const Item& item = items[number];
+      if (item.num_members > 1)
+        decodes.attend_together(item, first_state + item.first_state);
+      else
+        decodes.attend(item, items[std::min(number + num_threads, items.size() - 1)], first_state + item.first_state);
+    }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < num_sequences; ++i)
       for (int64_t head = 0; head < num_heads; ++head)
@@ -392,15 +425,25 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
   const int64_t query_stride = num_kv_heads * kGroup * kDim, kv_stride = num_kv_heads * kDim;
 #pragma omp parallel num_threads(num_threads)
   {
-    static thread_local const std::unique_ptr<Scratch> scratch(new Scratch);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t number = 0; number < (int64_t)items.size() * num_kv_heads; ++number) {
       const Part& item = items[number / num_kv_heads];
       const int64_t kv_head = number % num_kv_heads, chunk = item.chunk;
       const int64_t at = (first_rows[chunk] + item.row) * query_stride + kv_head * kGroup * kDim;
-      attend_rows(*scratch, queries + at, key_cache + kv_head * kDim, value_cache + kv_head * kDim,
-                  tables + chunk * table_width, outputs + at, starts[chunk] + item.row,
-                  (int)std::min((int64_t)kRows, counts[chunk] - item.row), page_size, query_stride, kv_stride, scaling);
+      const int64_t start = starts[chunk] + item.row, num_rows = std::min((int64_t)kRows, counts[chunk] - item.row);
+      const int num_queries = (int)num_rows * kGroup;
+      const auto offset_of = [=](int m) { return at + (m / kGroup) * query_stride + (m % kGroup) * kDim; };
+      Scratch& s = scratch();
+      begin_lanes(
+          s, num_queries, [&](int m) { return queries + offset_of(m); }, [&](int m) { return start + m / kGroup; });
+      add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kDim,
+                   tables + chunk * table_width, 0, start + num_rows, page_size, kv_stride, scaling);
+      for (int m = 0; m < num_queries; ++m) {
+        alignas(64) float row[kDim];
+        const int panel = m / kPanel, lane = m % kPanel;
+        for (int d = 0; d < kDim; ++d) row[d] = s.sums[panel][d][lane] / s.totals[panel][lane];
+        for (int v = 0; v < kVectors; ++v) store(outputs + offset_of(m) + v * kLanes, load(row + v * kLanes));
+      }
     }
   }
 }
