@@ -86,6 +86,25 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def read_rate() -> float:
+    """Bytes a second that all threads together read from memory: the best of ten sums over 256 MiB."""
+    import torch
+
+    values, best = torch.ones(2**26), 0.0
+    for _ in range(10):
+        begin = time.perf_counter()
+        values.sum()
+        best = max(best, values.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def byte_limit(model: Path, dtype: str) -> str:
+    """What a single request's token takes at least: every weight is read once."""
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors")) * (2 if dtype == "float32" else 1)
+    rate = read_rate()
+    return f"by bytes a single token takes {1e3 * weights / rate:.2f} ms ({rate / 1e9:.0f} GB/s)"
+
+
 def environment() -> dict[str, Any]:
     import torch
     import transformers
@@ -118,6 +137,7 @@ def main() -> None:
         parser.error("vllm needs --vllm-python, the interpreter of an environment that has it")
     model, results = ensure_default_model(), []
     for _ in range(arguments.runs):
+        print(byte_limit(model, arguments.dtype), flush=True)
         for engine in arguments.engines:
             results += (latest := run_apart(engine, arguments, model))
             rates = [f"{result['workload']} {result['tokens_per_second']:.0f}" for result in latest]

@@ -41,10 +41,10 @@ class KernelBuildError(RuntimeError):
 
 
 class Kernels:
-    """The functions of the compiled library, for one dtype."""
+    """The functions of the compiled library, for one dtype and number of query heads a KV head."""
 
-    def __init__(self, library: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, library: Path, dtype: torch.dtype, num_groups: int) -> None:
+        self.dtype, self.num_groups = dtype, num_groups
         functions = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
             function = getattr(functions, name)
@@ -76,7 +76,7 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
     if not library.exists():
         logger.warning("compiling the C++ kernels for this processor and model shape: a few seconds, once")
         _build([*options, *(str(path) for path in sorted(SOURCES.glob("*.cpp")))], library)
-    return Kernels(library, dtype)
+    return Kernels(library, dtype, num_groups)
 
 
 def processor() -> str:

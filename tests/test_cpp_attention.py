@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.attention import cpp
 from nanovllm.attention.layout import build_layout
 from nanovllm.batch import ScheduledSequence
 from tests.test_attention import PagedCase
@@ -80,8 +81,9 @@ def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives
     case.check(case.run(form))
 
 
-def test_only_whole_blocks_that_every_member_sees_are_shared():
+def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
     """The third shares one block with the first two, which share four; the last has a first block of its own."""
+    monkeypatch.setattr(cpp, "MIN_SHARING_QUERIES", 1)
     case = PagedCase([(70, 1), (63, 1), (40, 1), (33, 1)])
     tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 9, 8], [7, 2, 3]]
     entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
@@ -94,6 +96,12 @@ def test_only_whole_blocks_that_every_member_sees_are_shared():
     assert shared(entries) == {(0, 1, 2): 16, (3,): 0}
     assert shared(entries[:2]) == {(0, 1): 64}
     assert shared(entries[:1]) == {(0,): 0}
+
+
+def test_few_queries_read_for_themselves():
+    for members, expected in ((3, 0), (4, 96)):  # of three heads a KV head each
+        case = PagedCase([(96, 1)] * members, shared=6)
+        assert cpp_form(case).plan(case.layout).decode_groups.shared.tolist() == [expected]
 
 
 @pytest.mark.parametrize(

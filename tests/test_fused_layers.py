@@ -113,7 +113,7 @@ def test_what_cannot_be_packed_is_told():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path, caplog):
-    with caplog.at_level(logging.INFO), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
         is_known = family != "olmo2"  # which norms behind attention and not before
         assert num_fused(llm) == (2 if is_known else 0)
         assert any("Olmo2DecoderLayer" in record.message for record in caplog.records) == (not is_known)
@@ -156,7 +156,7 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(op
     widen(model)
     save_tiny(tmp_path / "model")  # for its tokenizer
     model.save_pretrained(tmp_path / "model")
-    with caplog.at_level(logging.INFO), LLM(tmp_path / "model", **OPTIONS) as llm:
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
         assert num_fused(llm) == 0
         assert tokens(llm) == by_transformers(model)
     assert any("computes something else" in record.message for record in caplog.records)

@@ -14,6 +14,10 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.block_manager import NULL_BLOCK
 from nanovllm.kernels import Kernels, has_matrix_tiles
 
+# Decodes that begin with the same blocks read them together from so many query heads on; fewer leave most lanes of the
+# kernel's vectors empty, which costs more than reading again.
+MIN_SHARING_QUERIES = 12
+
 
 class CppAttention(SdpaAttention):
     """The `cpp` form. One instance serves every layer of an engine.
@@ -36,16 +40,19 @@ class CppAttention(SdpaAttention):
         kernels, which check nothing, would read and write foreign memory."""
         self._check(layout)
         chunks = self._chunks(layout) if self._gathers_chunks else []
-        own_chunks = [] if self._gathers_chunks else layout.chunks
         decodes = _Rows.of(layout.decodes, 0, self.block_size)
+        groups = _Groups.of(decodes, self.block_size, -(-MIN_SHARING_QUERIES // self._kernels.num_groups))
+        own_chunks = _Rows.of([] if self._gathers_chunks else layout.chunks, layout.num_decodes, self.block_size)
         return CppPlan(
             self.block_size,
             [],
             chunks,
             self._kernels,
             decodes,
-            _Groups.of(decodes, self.block_size),
-            _Rows.of(own_chunks, layout.num_decodes, self.block_size),
+            groups,
+            own_chunks,
+            _addresses(decodes.tables, decodes.contexts, groups.members, groups.starts, groups.shared),
+            _addresses(own_chunks.tables, own_chunks.first_rows, own_chunks.starts, own_chunks.counts),
         )
 
     def _check(self, layout: BatchLayout) -> None:
@@ -59,6 +66,10 @@ class CppAttention(SdpaAttention):
                     f"the block table of {entry.sequence.request_id!r} names block {low if low < 0 else high}; the "
                     f"caches have blocks 0 to {self._num_blocks - 1}."
                 )
+
+
+def _addresses(*arrays: np.ndarray) -> tuple[int, ...]:
+    return tuple(array.ctypes.data for array in arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class _Groups:
     shared: np.ndarray  # [num_groups] tokens, whole blocks
 
     @classmethod
-    def of(cls, rows: _Rows, block_size: int) -> _Groups:
+    def of(cls, rows: _Rows, block_size: int, min_members: int) -> _Groups:
         tables = rows.tables
         if not len(tables):
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64))
@@ -101,7 +112,7 @@ class _Groups:
         first_blocks = tables[members, 0]
         starts = np.flatnonzero(np.diff(first_blocks, prepend=-1, append=-1))
         shared = np.zeros(len(starts) - 1, np.int64)
-        for group in np.flatnonzero(np.diff(starts) > 1).tolist():
+        for group in np.flatnonzero(np.diff(starts) >= max(2, min_members)).tolist():
             own = members[starts[group] : starts[group + 1]]
             blocks = tables[own, : rows.contexts[own].min() // block_size]
             differs = np.flatnonzero((blocks != blocks[0]).any(axis=0))
@@ -117,6 +128,8 @@ class CppPlan(SdpaPlan):
     decode_rows: _Rows
     decode_groups: _Groups
     chunk_rows: _Rows
+    decode_addresses: tuple[int, ...]  # of what the kernels get from rows and groups: asking anew takes a microsecond
+    chunk_addresses: tuple[int, ...]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
@@ -132,17 +145,15 @@ class CppPlan(SdpaPlan):
         """Fill the rows of output that are the kernels' own: all of them, but for chunks on a processor with AMX."""
         pointers = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
         num_kv_heads, threads = key_cache.shape[1], torch.get_num_threads()
-        rows, groups = self.decode_rows, self.decode_groups
-        if len(rows.tables):
+        num_decodes, width = self.decode_rows.tables.shape
+        if num_decodes:
             self.kernels.decode(
-                *pointers, rows.tables.ctypes.data, rows.contexts.ctypes.data, groups.members.ctypes.data,
-                groups.starts.ctypes.data, groups.shared.ctypes.data, output.data_ptr(), len(rows.tables),
-                len(groups.shared), rows.tables.shape[1], self.block_size, num_kv_heads, scaling, threads,
+                *pointers, *self.decode_addresses, output.data_ptr(), num_decodes, len(self.decode_groups.shared),
+                width, self.block_size, num_kv_heads, scaling, threads,
             )  # fmt: skip
-        rows = self.chunk_rows
-        if len(rows.tables):
+        num_chunks, width = self.chunk_rows.tables.shape
+        if num_chunks:
             self.kernels.chunk(
-                *pointers, rows.tables.ctypes.data, rows.first_rows.ctypes.data, rows.starts.ctypes.data,
-                rows.counts.ctypes.data, output.data_ptr(),
-                *rows.tables.shape, self.block_size, num_kv_heads, scaling, threads,
+                *pointers, *self.chunk_addresses, output.data_ptr(), num_chunks, width, self.block_size, num_kv_heads,
+                scaling, threads,
             )  # fmt: skip

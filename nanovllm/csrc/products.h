@@ -1,10 +1,10 @@
 // Products of activations with a packed weight: rows [num_rows, depth] times weight [num_outputs, depth], transposed.
 //
 // A weight is packed in panels of 32 outputs, in the order in which they are read: for each step along the depth (one
-// element, or two neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel stays
-// in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers; meanwhile the
-// next panel is fetched. So weights are read from memory once, which is all that counts with few rows, and with many
-// rows every load serves several products.
+// element, or two neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel
+// stays in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers;
+// meanwhile the next panel is fetched. So weights are read from memory once, which is all that counts with few rows,
+// and with many rows every load serves several products.
 #pragma once
 
 #include "vectors.h"

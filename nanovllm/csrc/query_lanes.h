@@ -1,0 +1,150 @@
+// Attention of many queries to the same keys, with the queries as the lanes of vectors.
+//
+// Two products for each tile of tokens: keys times queries, and values, transposed, times weights. So the softmax needs
+// no sums across lanes. The keys are read where they lie.
+#pragma once
+
+#include <memory>
+
+#include "products.h"
+
+namespace {
+
+constexpr int kTile = 64;  // tokens whose scores are held at once
+
+constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
+constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
+constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays in the second-level cache
+// Positions of a work item.
+constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
+                      : kEvenRows * kGroup < 128       ? 2 * kEvenRows
+                                                       : kEvenRows;
+constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
+
+struct Scratch {
+  alignas(64) Element queries[kPanels][kDim / kStep][kPanel][kStep];
+  alignas(64) float sums[kPanels][kDim][kPanel];
+  alignas(64) float scores[kTile][kPanel];
+  alignas(64) Element weights[kTile / kStep][kPanel][kStep];
+  alignas(64) float products[kDim][kPanel];
+  alignas(64) Element values[kTile / kStep][kDim][kStep];
+  alignas(64) float maxima[kPanels][kPanel];
+  alignas(64) float totals[kPanels][kPanel];
+  alignas(64) int32_t positions[kPanels][kPanel];
+};
+
+// The thread's, kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
+Scratch& scratch() {
+  static thread_local const std::unique_ptr<Scratch> own(new Scratch);
+  return *own;
+}
+
+// to[row][lane] for any number of rows, which are kRowsAtOnce at most at once.
+void multiply_all(int num_rows, const Operand& operand, const Element* panel, int64_t num_steps, float* to) {
+  const int num_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  for (int block = 0; block < num_blocks; ++block) {
+    const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
+    multiply_rows(end - first, {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride},
+                  panel, num_steps, nullptr, to + first * kPanel);
+  }
+}
+
+// The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the
+// earlier sums are to be multiplied.
+inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling) {
+  Ints positions;
+  std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
+  const Floats before = load(&s.maxima[panel][at]);
+  Floats maximum = before;
+  for (int token = 0; token < count; ++token) {
+    Floats scores = load(&s.scores[token][at]);
+    if (is_masked) {
+      scores = (int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores;
+      store(&s.scores[token][at], scores);
+    }
+    maximum = scores > maximum ? scores : maximum;
+  }
+  const Floats rescale = exponential((before - maximum) * scaling);
+  Floats total = load(&s.totals[panel][at]) * rescale;
+  const auto weights_of = [&](int token) {
+    if (token >= count) return Floats{};
+    const Floats weights = weight_of(Element{}, (load(&s.scores[token][at]) - maximum) * scaling);
+    total += weights;
+    return weights;
+  };
+  for (int token = 0; token < count; token += kStep) {
+    const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
+    store_step(&s.weights[token / kStep][at][0], first, second);
+  }
+  store(&s.totals[panel][at], total);
+  store(&s.maxima[panel][at], maximum);
+  return rescale;
+}
+
+// Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
+void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
+              bool is_masked, float scaling) {
+  multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
+  Floats rescale[2];
+  for (int half = 0; half < 2; ++half)
+    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
+  multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
+  for (int d = 0; d < kDim; ++d) {
+    float* sums = s.sums[panel][d];
+    for (int half = 0; half < 2; ++half)
+      store(sums + half * kLanes,
+            load(sums + half * kLanes) * rescale[half] + load(&s.products[d][half * kLanes]));
+  }
+}
+
+// Neighbouring tokens' values side by side, as the second product reads them.
+[[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+  for (int token = 0; token < count; token += 2)
+    for (int d = 0; d < kDim; d += kLanes) {
+      Halves first, second;
+      const bfloat16* at = values + token * stride + d;
+      std::memcpy(&first, at, sizeof(first));
+      std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
+      store_pairs((bfloat16*)s.values[token / 2][d], first, second);
+    }
+  return {&s.values[0][0][0], kStep, kStep * kDim};
+}
+
+[[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
+  return {(const Element*)values, 1, stride};
+}
+
+// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m).
+template <class QueryOf, class PositionOf>
+void begin_lanes(Scratch& s, int num_queries, const QueryOf& query_of, const PositionOf& position_of) {
+  const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  std::memset(s.queries, 0, num_panels * sizeof(s.queries[0]));
+  std::memset(s.sums, 0, num_panels * sizeof(s.sums[0]));
+  for (int m = 0; m < num_panels * kPanel; ++m) {
+    const int panel = m / kPanel, lane = m % kPanel;
+    s.maxima[panel][lane] = -INFINITY, s.totals[panel][lane] = 0;
+    s.positions[panel][lane] = (int32_t)position_of(std::min(m, num_queries - 1));
+    if (m >= num_queries) continue;
+    const Element* query = query_of(m);
+    for (int d = 0; d < kDim; d += kStep)
+      std::memcpy(s.queries[panel][d / kStep][lane], query + d, kStep * sizeof(Element));
+  }
+}
+
+// Adds the tokens begin..end-1, whose keys and values lie in `pages`, to the sums of all lanes.
+void add_to_lanes(Scratch& s, int num_queries, const Element* keys, const Element* values, const int64_t* pages,
+                  int64_t begin, int64_t end, int64_t page_size, int64_t stride, float scaling) {
+  const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  while (begin < end) {
+    const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
+    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * stride;
+    const Operand tile_values = pair_values(s, values + at, stride, count);
+    for (int panel = 0; panel < num_panels; ++panel)
+      if (begin <= s.positions[panel][kPanel - 1])
+        add_tile(s, panel, {keys + at, stride, kStep}, tile_values, begin, count,
+                 begin + count - 1 > s.positions[panel][0], scaling);
+    begin += count;
+  }
+}
+
+}  // namespace
