@@ -118,6 +118,12 @@ def run(
     Returns tokens per second, sorted seconds to the first token and between tokens (a request's mean), and with
     `profile` the seconds of each part of a step.
     """
+    longest = llm.config.max_model_len
+    if input_tokens + output_tokens > longest:
+        raise ValueError(
+            f"{input_tokens} tokens in and {output_tokens} out are more than max_model_len ({longest}); lower them, or "
+            "raise it if the model allows."
+        )
     vocab_size = llm._open_engine().model_runner.binding.model.config.get_text_config(decoder=True).vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
@@ -134,6 +140,9 @@ def run(
         begin, before = time.perf_counter(), llm.stats()
         outputs = generate(1)
         seconds = time.perf_counter() - begin
+    for output in outputs:
+        if output.error:
+            raise RuntimeError(output.error)
     metrics = [output.metrics for output in outputs]
     result: dict[str, Any] = {
         "seconds": seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import mmap
 import threading
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 
 from nanovllm.attention.flex import own_code
 from nanovllm.attention.operator import ATTENTION_NAME, KEY_CACHE, STEP_HANDLE, VALUE_CACHE, attention_function
-from nanovllm.fused_layers import FusedLayer, check_fused, fuse_layers
+from nanovllm.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.kernels import Kernels
 from nanovllm.model_probe import (
     PROBE_ARGUMENT,
@@ -30,8 +31,10 @@ from nanovllm.model_probe import (
     refuse_batch_dependent_rope,
     window_of_masks,
 )
-from nanovllm.packing import pack_linear_layers, plain_weights_hidden
+from nanovllm.packing import let_go, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.weights import WeightsWatch, modules_of
+
+logger = logging.getLogger("nanovllm")
 
 # No mask function is registered for these names, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
@@ -153,30 +156,30 @@ class ModelBinding:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
-    def fuse_layers(self, kernels: Kernels, max_rows: int, run_batch: Callable[[], Any]) -> None:
-        """Put `FusedLayer`s in the layers' place; a live module stays as it is.
+    def pack_weights(self, kernels: Kernels | None, max_rows: int, run_batches: Callable[[], Any]) -> None:
+        """Fuse the layers, if they are of that kind, and pack what else is linear. Only for a model of our own.
 
         Args:
-            max_rows: of any step.
-            run_batch: computes some batch, by which the fused layers are compared with the modules.
-
-        Raises NotFusedError, with nothing changed, if the layers are of another kind.
+            kernels: None packs for oneDNN and fuses nothing.
+            max_rows, run_batches: as of `fuse_layers`.
         """
-        fused = fuse_layers(self._layer_modules, self.layers, self._caches, kernels, max_rows)
-        check_fused(self._layer_modules, fused, run_batch, self.dtype)
-        self.uninstall()
-        self._fused_layers = fused
-
-    def pack_weights(self, kernels: Kernels | None) -> None:
-        """For a model of our own, see `pack_linear_layers`; a live module stays as it is."""
         try:
             with plain_weights_hidden(self.model):
                 self._probe()
-            let_go = True
+            spare = with_own_weights(self.model)
         except UnsupportedModelError:  # some module reads a linear layer's weight by itself
-            let_go = False
+            spare = set()
+        if kernels is not None:
+            try:
+                self._fused_layers = fuse_layers(
+                    self._layer_modules, self.layers, self._caches, kernels, max_rows=max_rows,
+                    run_batches=run_batches, let_go=lambda fused: let_go(fused.linears, spare),
+                )  # fmt: skip
+            except NotFusedError as error:
+                logger.info("layers run as they are: %s", error)
+        self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
-        pack_linear_layers(self.model, kernels, let_go=let_go, packed=packed)
+        pack_linear_layers(self.model, kernels, spare=spare, packed=packed)
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""

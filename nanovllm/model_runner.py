@@ -1,7 +1,7 @@
 """Runs a scheduled batch through the model: input build, one forward pass, sampling. All the torch is below here.
 
 Invariant: a step's K and V go only to the slots of its own rows, and no cache slot that is read ever holds NaN from
-another request (blocks are cleared when they are begun).
+another request (blocks are cleared when they are begun, where a form reads more than a sequence's own slots).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +28,6 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError
-from nanovllm.fused_layers import NotFusedError
 from nanovllm.kernels import KernelBuildError, Kernels, has_matrix_tiles, load_kernels
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
@@ -94,7 +92,7 @@ class ModelRunner:
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu" and not binding.is_live:
-            self._bring_weights_in_order()
+            self._pack_weights()
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size,
@@ -164,19 +162,18 @@ class ModelRunner:
             )
         return SdpaAttention(config.block_size, page_bytes, layer.dtype, self.device)
 
-    def _bring_weights_in_order(self) -> None:
+    def _pack_weights(self) -> None:
         """A CPU's way, in place of compiled layers: faster, and ready at once."""
         kernels = None if self.kernels is None or has_matrix_tiles(self.kernels.dtype) else self.kernels
-        if kernels is not None:
-            num_tokens = min(8, self.config.max_model_len - 1)
-            batch = ScheduledBatch(0, (self._dummy_entry(0, num_tokens, range(num_tokens)),))
-            try:
-                self.binding.fuse_layers(
-                    kernels, self.config.max_num_batched_tokens, lambda: self.execute(batch).result()
-                )
-            except NotFusedError as error:
-                logger.info("layers run as they are: %s", error)
-        self.binding.pack_weights(kernels)
+
+        def run_batches() -> None:
+            """At both ends of the positions, since a layer may compute something else far from the beginning."""
+            longest = self.config.max_model_len
+            num_tokens = max(1, min(8, longest - 1))
+            for start in {0, max(0, longest - 1 - num_tokens)}:
+                self.execute(ScheduledBatch(0, (self._dummy_entry(start, num_tokens),))).result()
+
+        self.binding.pack_weights(kernels, self.config.max_num_batched_tokens, run_batches)
 
     def _memory_for_cache(self) -> int:
         """Bytes that the cache may take by default."""
@@ -223,10 +220,11 @@ class ModelRunner:
         self.execute(ScheduledBatch(0, (self._dummy_entry(0, num_tokens),))).result()
         self.execute(ScheduledBatch(0, decodes)).result()
 
-    def _dummy_entry(self, start: int, num_tokens: int, token_ids: SequenceABC[int] | None = None) -> ScheduledSequence:
+    def _dummy_entry(self, start: int, num_tokens: int) -> ScheduledSequence:
         """A share of a step that writes to block 1 over and over."""
         end = start + num_tokens
-        tokens = [0] * end if token_ids is None else list(token_ids)
+        vocab_size = self.binding.model.get_input_embeddings().num_embeddings
+        tokens = [position % vocab_size for position in range(end)]
         sequence = Sequence("dummy", tokens, SamplingParams(top_p=0.9), arrival=0, max_model_len=end + 1)
         table = [1] * -(-end // self.config.block_size)
         return ScheduledSequence(sequence, start, num_tokens, True, table, 0)

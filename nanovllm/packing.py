@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int64, c_void_p
 from functools import partial
@@ -29,11 +29,14 @@ class ProductStruct(ctypes.Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("num_outputs", c_int64), ("depth", c_int64)]
 
 
-def can_pack(linears: Sequence[nn.Linear], dtype: torch.dtype) -> bool:
-    """Whether `pack` takes these layers, side by side."""
+def can_pack(linears: Sequence[nn.Linear], dtype: torch.dtype, *, interleave: bool = False) -> bool:
+    """Whether `PackedProduct` takes these layers, side by side."""
+    if interleave and len({linear.out_features for linear in linears}) > 1:
+        return False
     return (
         all(type(linear) is nn.Linear and linear.weight.dtype == dtype for linear in linears)
         and sum(linear.out_features for linear in linears) % PANEL == 0
+        and len({linear.in_features for linear in linears}) == 1
         and linears[0].in_features % 2 == 0
     )
 
@@ -105,7 +108,8 @@ class PackedHead(PackedLinear):
     def __call__(self, states: Tensor) -> Tensor:
         shape = (*states.shape[:-1], self._product.num_outputs)
         if self._output.numel() < math.prod(shape):
-            self._output = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
+            with torch.inference_mode(False):  # as for the caches
+                self._output = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
         return self._multiply(states, self._output[: math.prod(shape)].view(shape))
 
 
@@ -121,34 +125,38 @@ class OneDnnLinear:
 
 
 def pack_linear_layers(
-    model: nn.Module, kernels: Kernels | None, *, let_go: bool, packed: Collection[nn.Linear] = ()
+    model: nn.Module, kernels: Kernels | None, *, spare: Collection[nn.Linear], packed: Collection[nn.Linear]
 ) -> None:
     """Pack every linear layer, for our own products if there are kernels, else for oneDNN.
 
     Args:
-        let_go: free the plain copies that no other module holds.
+        spare: layers whose plain weights may be freed.
         packed: layers that others have packed already.
     """
-    own = _with_own_weights(model) if let_go else set()
     for linear in modules_of(model):
-        if type(linear) is not nn.Linear:
+        if type(linear) is not nn.Linear or linear in packed:
             continue
-        if linear not in packed:
-            if kernels is not None and can_pack([linear], kernels.dtype):
-                is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
-                vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
-            elif torch.backends.mkldnn.is_available() and linear.weight.dtype in _ONE_DNN_DTYPES:
-                vars(linear)["forward"] = OneDnnLinear(linear)
-            else:
-                continue
-        if linear in own:
+        if kernels is not None and can_pack([linear], kernels.dtype):
+            is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
+            vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
+        elif torch.backends.mkldnn.is_available() and linear.weight.dtype in _ONE_DNN_DTYPES:
+            vars(linear)["forward"] = OneDnnLinear(linear)
+        else:
+            continue
+        let_go([linear], spare)
+
+
+def let_go(linears: Iterable[nn.Linear], spare: Collection[nn.Linear]) -> None:
+    """Free the plain weights of those linear layers that are among the spare ones."""
+    for linear in linears:
+        if linear in spare:
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
 @contextmanager
 def plain_weights_hidden(model: nn.Module) -> Iterator[None]:
     """The linear layers work, but who reads their weights past them fails: so it shows whether they can be let go."""
-    hidden = [(linear, linear.weight.data) for linear in _with_own_weights(model)]
+    hidden = [(linear, linear.weight.data) for linear in with_own_weights(model)]
     try:
         for linear, weight in hidden:
             vars(linear)["forward"] = partial(F.linear, weight=weight, bias=linear.bias)
@@ -160,7 +168,7 @@ def plain_weights_hidden(model: nn.Module) -> Iterator[None]:
             vars(linear).pop("forward", None)
 
 
-def _with_own_weights(model: nn.Module) -> set[nn.Linear]:
+def with_own_weights(model: nn.Module) -> set[nn.Linear]:
     """Linear layers whose weight is no other module's too (as tied embeddings are)."""
     modules = modules_of(model)
     owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())

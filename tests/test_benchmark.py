@@ -69,7 +69,7 @@ def test_a_call_within_a_call_of_the_same_part_counts_once():
         (["--num-requests", "0"], "--num-requests is 0"),
         (["--output-tokens", "0"], "--output-tokens is 0"),
         (["--input-tokens", "8", "--shared-tokens", "9"], "--shared-tokens is 9"),
-        (["--input-tokens", "600"], "600 tokens"),
+        (["--input-tokens", "500", "--output-tokens", "13"], "500 tokens in and 13 out"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(folder, capsys, arguments, named):

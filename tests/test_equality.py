@@ -203,7 +203,7 @@ def poisoned_prompt(length=90):
 TIGHT = {"num_kv_blocks": 16, "block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex"] if torch.cuda.is_available() else ["sdpa", "flex", "cpp"])
 def test_a_request_driven_to_nan_ends_with_an_error_and_harms_nobody(backend):
     module = poisoned_model()
     wanted = reference(module, CLEAN)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.fused_layers import TOLERANCE
@@ -145,8 +152,11 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
     assert own_error < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("options", [{"residual_multiplier": 0.5}, {"hidden_act": "gelu"}])
-def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(options, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"residual_multiplier": 0.5}, "computes something else"), ({"hidden_act": "gelu"}, "no SiLU")],
+)
+def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(options, reason, tmp_path, caplog):
     config = GraniteConfig(
         vocab_size=512, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
         num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -159,7 +169,46 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(op
     with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
         assert num_fused(llm) == 0
         assert tokens(llm) == by_transformers(model)
+    assert any(reason in record.message for record in caplog.records)
+
+
+def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_is(tmp_path, caplog):
+    """Ministral3 scales queries by a function of the position that is 1 up to the original length."""
+    config = Ministral3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, tie_word_embeddings=False, sliding_window=None,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    )  # fmt: skip
+    model = Ministral3ForCausalLM(config).eval()
+    widen(model)
+    save_tiny(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
+        assert num_fused(llm) == 0
+        assert tokens(llm) == by_transformers(model)
     assert any("computes something else" in record.message for record in caplog.records)
+
+
+def test_with_little_memory_each_layer_is_packed_again_and_lets_go_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert num_fused(llm) == 2
+        model = llm._engine.model_runner.binding.model
+        assert all(p.numel() == 0 for name, p in model.named_parameters() if "_proj" in name)
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_logits_made_in_inference_mode_do_not_bind_later_calls_to_it(tmp_path):
+    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, stop_token_ids=(3,))
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        with torch.inference_mode():
+            inside = llm.generate(PROMPTS, params, use_tqdm=False)
+        outside = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in inside] == [o.outputs[0].token_ids for o in outside]
 
 
 def test_a_scaling_of_the_scores_that_is_not_the_usual_one_is_kept(tmp_path):

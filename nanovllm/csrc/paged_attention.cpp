@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr int kMaxShare = 1024;  // tokens of a work item
+constexpr int kMaxShare = 1024;    // tokens of a work item
+constexpr int kMaxStates = 65536;  // of the parts of a shared prefix: some tens of megabytes
 // Heads of a group that are handled at once: as many as leave their sums in registers.
 constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
 
@@ -228,7 +229,8 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   const int64_t share = std::min(std::max(work / (4 * num_threads), (int64_t)kTile), (int64_t)kMaxShare);
   std::vector<Item> items;
   const auto split = [&](int64_t first_member, int64_t count, int64_t begin, int64_t end) {
-    const int64_t wanted = count > 1 ? 2 * num_threads : (end - begin) / share;
+    const int64_t most = std::max<int64_t>(1, kMaxStates / (count * num_heads));
+    const int64_t wanted = count > 1 ? std::min<int64_t>(2 * num_threads, most) : (end - begin) / share;
     const int64_t parts = std::max<int64_t>(1, std::min((end - begin) / kTile, wanted));
     for (int64_t part = 0; part < parts; ++part) {
       const auto cut = [&](int64_t at) { return begin + (end - begin) * at / parts / kLanes * kLanes; };

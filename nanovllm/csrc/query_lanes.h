@@ -89,11 +89,15 @@ void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values,
   for (int half = 0; half < 2; ++half)
     rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
   multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
-  for (int d = 0; d < kDim; ++d) {
-    float* sums = s.sums[panel][d];
-    for (int half = 0; half < 2; ++half)
-      store(sums + half * kLanes,
-            load(sums + half * kLanes) * rescale[half] + load(&s.products[d][half * kLanes]));
+  for (int half = 0; half < 2; ++half) {
+    Ints positions;
+    std::memcpy(&positions, &s.positions[panel][half * kLanes], sizeof(positions));
+    const Ints sees_tile = positions >= (int32_t)begin;  // else 0 * value, which is NaN where the value is
+    for (int d = 0; d < kDim; ++d) {
+      float* sums = &s.sums[panel][d][half * kLanes];
+      const Floats products = load(&s.products[d][half * kLanes]);
+      store(sums, load(sums) * rescale[half] + (sees_tile ? products : Floats{}));
+    }
   }
 }
 
