@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from nanovllm.garbage import collector_paused
 
 __version__ = "0.1.0"
 
@@ -50,12 +51,5 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing torch and transformers makes a million objects; looking through them for garbage again and again, while
-    # there is none, takes a second of three.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return getattr(import_module(_HOMES[name]), name)
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -22,6 +22,7 @@ from nanovllm import loader
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
+from nanovllm.garbage import collector_paused
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
@@ -65,7 +66,8 @@ class LLM:
         self, model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL, *, tokenizer: Any = None, **options: Any
     ) -> None:
         config = EngineConfig.from_options(**options)
-        loaded = loader.load(model, tokenizer, config)
+        with collector_paused():
+            loaded = loader.load(model, tokenizer, config)
         binding = ModelBinding(loaded.model, is_live=loaded.is_live)
         limits = config.resolve_limits(binding.device.type, loaded.max_position_embeddings)
         if binding.window is not None and limits.max_model_len > binding.window:
