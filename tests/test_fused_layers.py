@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,27 +22,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.fused_layers import TOLERANCE
 from nanovllm.kernels import Kernels, load_kernels
 from nanovllm.packing import PackedLinear, can_pack
+from tests.test_cpp_attention import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
-
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-PROMPTS = random_prompts(6, low=1, high=200, seed=5)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-def by_transformers(model: Any) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
 
 
 def num_fused(llm: LLM) -> int:
@@ -253,7 +235,6 @@ def test_the_tolerance_tells_a_forgotten_part_from_rounding(tmp_path):
     assert (norms[0] - norms[1]).norm() / norms[0].norm() > max(TOLERANCE.values())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_every_engine_has_memory_of_its_own(tmp_path):
     """Two engines of one shape in turn, step by step: neither writes where the other reads."""
     folder = save_tiny(tmp_path / "model")
