@@ -54,4 +54,26 @@ def single() -> Workload:
     return Workload("single", [[r.randint(17, 49151) for _ in range(128)]], [128])
 
 
-WORKLOADS = {"W": w, "P": p, "single": single}
+def w1() -> Workload:
+    """256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out."""
+    r = random.Random(0)
+    prompts = [[r.randint(0, 10_000) for _ in range(r.randint(100, 1024))] for _ in range(256)]
+    return Workload("W1", prompts, [r.randint(100, 1024) for _ in range(256)])
+
+
+def w2() -> Workload:
+    """1,024 requests that share 512 tokens and have 64 of their own, 64 tokens out: 589,824 in, 65,536 out."""
+    r = random.Random(0)
+    shared = [r.randint(0, 10_000) for _ in range(512)]
+    prompts = [shared + [r.randint(0, 10_000) for _ in range(64)] for _ in range(1024)]
+    return Workload("W2", prompts, [64] * 1024)
+
+
+def random_requests(name: str, count: int, num_prompt_tokens: int, num_output_tokens: int) -> Workload:
+    """Requests of one size."""
+    r = random.Random(0)
+    prompts = [[r.randint(0, 10_000) for _ in range(num_prompt_tokens)] for _ in range(count)]
+    return Workload(name, prompts, [num_output_tokens] * count)
+
+
+WORKLOADS = {"W": w, "P": p, "single": single, "W1": w1, "W2": w2}

@@ -25,11 +25,12 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int = 64
+    overlap: bool = False
 
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_batched_tokens=1024, max_num_seqs=64),
-    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=256),
+    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=256, overlap=True),
 }
 
 
@@ -52,6 +53,9 @@ class EngineConfig:
     long_prefill_token_threshold: tokens that one prompt may take of a step while others want the budget.
     attention_backend: "flex", "sdpa", "cpp" (CPU only) or "auto".
     enforce_eager: compile nothing.
+    overlap: schedule and launch a step while the one before runs; default on a GPU.
+    cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
+        GPU with attention_backend="flex".
     seed: of the noise of requests that have no seed of their own.
     revision: of a hub model: branch, tag or commit.
     trust_remote_code: run code that comes with a hub model.
@@ -72,6 +76,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = NOT_SET
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    overlap: bool = NOT_SET
+    cuda_graphs: bool = NOT_SET
     seed: int = 0
     revision: str | None = None
     trust_remote_code: bool = False
@@ -103,8 +109,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
-        for name in ("enable_prefix_caching", "enforce_eager", "trust_remote_code"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "trust_remote_code"):
+            may_be_unset = name in ("overlap", "cuda_graphs")
+            if not isinstance(getattr(self, name), bool) and not (may_be_unset and getattr(self, name) is None):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}.")
@@ -160,6 +167,7 @@ class EngineConfig:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=partial or max(4, long or 0),
             max_long_partial_prefills=long or 1,
+            overlap=DEVICE_DEFAULTS[device_type].overlap if self.overlap is None else self.overlap,
         )
 
     def _resolve_budget(self, defaults: DeviceDefaults) -> EngineConfig:

@@ -1,4 +1,10 @@
-"""Runs requests: schedule, execute, update, and hand out what came of it."""
+"""Runs requests: schedule, execute, update, and hand out what came of it.
+
+With overlap, a step is read while the next one runs::
+
+    host     schedule 1  launch 1  schedule 2  launch 2  read 1  update 1  schedule 3  launch 3  read 2  update 2  ...
+    device               [====== step 1 ======][======= step 2 =========][======= step 3 =========]
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, StepError
-from nanovllm.model_runner import ModelRunner
+from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.request import Request
 from nanovllm.sampler import request_seed
@@ -50,6 +57,7 @@ class Engine:
         self.outputs: deque[RequestOutput] = deque()
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self._in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()  # launched, and not read yet
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
         self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
         self._death: BaseException | None = None
@@ -145,6 +153,7 @@ class Engine:
             request = self._requests.pop(request_id)
             if not request.sequence.is_finished:
                 self.scheduler.finish(request.sequence, "abort")
+            self._discard_if_idle()
         return request.output()
 
     @property
@@ -154,9 +163,10 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """Compute one batch; appends the requests that ended, and those that stream and advanced, to `outputs`.
+        """Launch a batch and read the oldest in flight; with overlap, the one just launched is left to run.
 
-        Raises StepError if the step failed: it is undone and its requests stay queued. After a device error the
+        Appends the requests that ended, and those that stream and advanced, to `outputs`. Raises StepError if a step
+        failed: it is undone, with those launched after it, and its requests stay queued. After a device error the
         engine is dead.
         """
         self.check_alive()
@@ -166,20 +176,40 @@ class Engine:
             if self._ended_unseen:
                 return self._collect(self._ended_unseen)
             batch = self.scheduler.schedule()
-            if batch is None:
-                return
             try:
-                token_ids = self.model_runner.execute(batch).result()
+                if batch is not None:
+                    self._in_flight.append((batch, self.model_runner.execute(batch)))
+                    if self.config.overlap and len(self._in_flight) == 1:
+                        return
+                if not self._in_flight:
+                    return
+                batch, pending = self._in_flight[0]
+                token_ids = pending.result()
             except BaseException as error:
                 failure = error
-                sequences = self.scheduler.rollback(batch)
+                # A launch that failed may have overwritten the tokens of the step before, so that one is undone too.
+                first = self._in_flight[0][0] if self._in_flight else batch
+                sequences = [] if first is None else self.scheduler.rollback(first)
+                self._in_flight.clear()
             else:
-                return self._collect(self.scheduler.update(batch, token_ids))
+                self._in_flight.popleft()
+                self._collect(self.scheduler.update(batch, token_ids))
+                return self._discard_if_idle()
         if isinstance(failure, DeviceError):
             self._death = failure
         if isinstance(failure, Exception):  # an interrupt from the keyboard stays one
             raise StepError([sequence.request_id for sequence in sequences], failure) from failure
         raise failure
+
+    def _discard_if_idle(self) -> None:
+        if not self._requests:
+            self._discard_in_flight()
+
+    def _discard_in_flight(self) -> None:
+        """Forget what is launched and not read. The device finishes it, and what comes after it there finds it done."""
+        if self._in_flight:
+            self.scheduler.discard(self._in_flight[0][0])
+            self._in_flight.clear()
 
     def _collect(self, advanced: list[Sequence]) -> None:
         outputs = []
@@ -233,6 +263,7 @@ class Engine:
         self.block_manager = self._new_block_manager()
         self.scheduler = Scheduler(self.config, self.block_manager)
         self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
+        self._in_flight.clear()
         self._ended_unseen = []
         for request in self._requests.values():
             request.start_over()
@@ -247,6 +278,7 @@ class Engine:
             self._drop_computed()
 
     def _drop_computed(self) -> None:
+        self._discard_in_flight()
         self.scheduler.preempt_all()
         self.block_manager.reset_prefix_cache()
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.cpp import CppPlan
-from nanovllm.attention.operator import STEP_HANDLE, running_step
+from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOTS, running_step
 from nanovllm.kernels import Kernels
 from nanovllm.model_probe import AttentionLayer
 from nanovllm.packing import PackedProduct, ProductStruct, can_pack
@@ -134,7 +134,7 @@ class FusedLayer:
         hidden = hidden_states.contiguous()
         layer, threads = ctypes.byref(self._struct), torch.get_num_threads()
         self._kernels.attention_inputs(
-            layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), step.slots.data_ptr(),
+            layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOTS].data_ptr(),
             keys.data_ptr(), values.data_ptr(), space.queries.data_ptr(), space.scratch.data_ptr(), num_rows, threads,
         )  # fmt: skip
         plan.attend_by_kernels(space.attended, space.queries, keys, values, self._scaling)

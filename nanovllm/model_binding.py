@@ -17,10 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from nanovllm.attention.flex import own_code
-from nanovllm.attention.operator import ATTENTION_NAME, KEY_CACHE, STEP_HANDLE, VALUE_CACHE, attention_function
+from nanovllm.attention.compiled import own_code
+from nanovllm.attention.operator import (
+    ATTENTION_NAME,
+    KEY_CACHE,
+    STEP_HANDLE,
+    STEP_SLOTS,
+    VALUE_CACHE,
+    attention_function,
+)
 from nanovllm.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.kernels import Kernels
+from nanovllm.merged_linears import merging
 from nanovllm.model_probe import (
     PROBE_ARGUMENT,
     PROBE_NAME,
@@ -63,7 +71,8 @@ class ModelBinding:
             # read inside the operator, on the host, whatever the owner's default device is
             self._handle_tensor = torch.tensor([self.handle], device="cpu")
         self._lock = _module_locks.setdefault(model, threading.RLock())
-        self._caches: list[tuple[Tensor, Tensor]] = []
+        self._caches: list[tuple[Tensor, Tensor]] = []  # K and V of each layer
+        self._cleared_together: list[Tensor] = []  # the memory of several caches each: [n, num_slots, heads, head_dim]
         self._compiled_layer: Any = None
         self._fused_layers: list[FusedLayer] = []
         self._undo: list[_Change] = []
@@ -141,10 +150,16 @@ class ModelBinding:
 
     def allocate_caches(self, num_slots: int) -> None:
         """Zeroed K and V caches of [num_slots, num_kv_heads, head_dim] per layer: zero, so that no slot is ever NaN."""
-        self._caches = [(self._zeros(layer, num_slots), self._zeros(layer, num_slots)) for layer in self.layers]
+        layer = self.layers[0]  # all are alike
+        if self.device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
+            self._cleared_together = [self._zeros(1, num_slots, layer) for _ in range(2 * len(self.layers))]
+        else:
+            self._cleared_together = [self._zeros(2 * len(self.layers), num_slots, layer)]
+        caches = [cache for together in self._cleared_together for cache in together]
+        self._caches = list(zip(caches[::2], caches[1::2], strict=True))
 
-    def _zeros(self, layer: AttentionLayer, num_slots: int) -> Tensor:
-        shape = (num_slots, layer.num_kv_heads, layer.head_dim)
+    def _zeros(self, count: int, num_slots: int, layer: AttentionLayer) -> Tensor:
+        shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
         with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
             if self.device.type != "cpu":
                 return torch.zeros(shape, dtype=layer.dtype, device=self.device)
@@ -180,6 +195,27 @@ class ModelBinding:
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
         pack_linear_layers(self.model, kernels, spare=spare, packed=packed)
+
+    def merge_linears(self) -> None:
+        """Compute linear layers that read the same input in one product. Only for a model of our own."""
+        with merging(self.model, self._layer_modules):
+            self._probe()
+
+    def weight_addresses(self) -> list[int]:
+        """Where each parameter and buffer stands."""
+        return [
+            tensor.data_ptr()
+            for module in modules_of(self.model)
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
+            if tensor is not None
+        ]
+
+    def has_hooks(self) -> bool:
+        """Whether the owner of a live module wants to be called in its forward passes."""
+        return self.is_live and any(
+            module._forward_hooks or module._forward_pre_hooks for module in modules_of(self.model)
+        )
 
     def compile_layers(self) -> None:
         """Compile the decoder layers: one function for all of them, with only the token count dynamic."""
@@ -285,13 +321,25 @@ class ModelBinding:
         )
         return output.logits[0]
 
-    def forward_step(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor) -> Tensor:
-        """`forward` over the paged caches; the step must have been entered under this binding's handle."""
-        return self.forward(token_ids, positions, sample_rows, **{STEP_HANDLE: self._handle_tensor})
+    def forward_step(self, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor) -> Tensor:
+        """`forward` over the paged caches; the step must have been entered under this binding's handle.
+
+        Args:
+            token_ids, positions: [num_rows] int64.
+            slots: [num_rows] int64, the cache slot that takes each row's K and V.
+        """
+        step = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
+        return self.forward(token_ids[None], positions[None], sample_rows, **step)
+
+    def clear_blocks(self, blocks: Tensor, block_size: int) -> None:
+        """Zero blocks [n] int64 of every cache."""
+        for cache in self._cleared_together:
+            cache.view(cache.shape[0], -1, block_size, *cache.shape[2:]).index_fill_(1, blocks, 0)
 
     def release_caches(self) -> None:
         self.uninstall()
         self._caches = []
+        self._cleared_together = []
 
     def close(self) -> None:
         self.release_caches()

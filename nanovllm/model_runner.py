@@ -12,22 +12,21 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from nanovllm.attention.cpp import CppAttention
-from nanovllm.attention.flex import FlexAttention, flex_workspace_bytes
+from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import BatchLayout, build_layout
-from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
+from nanovllm.direct_executor import AttentionForm, DirectExecutor
 from nanovllm.errors import DeviceError
+from nanovllm.graph_executor import GraphExecutor, workspace_bytes
 from nanovllm.kernels import KernelBuildError, Kernels, has_matrix_tiles, load_kernels
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
@@ -45,15 +44,29 @@ MAX_DEFAULT_CPU_CACHE_BYTES = 4 * 2**30
 GPU_RESERVE_BYTES = 512 * 2**20
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """A launched step's sampled tokens, still on the device."""
+    """A launched step's sampled tokens, on their way to the host."""
 
-    token_ids: Tensor  # [num_samples] int64
+    token_ids: Tensor  # [num_samples] int64, on the host
+    arrival: torch.cuda.Event | None  # None if they are there
+
+    @classmethod
+    def of(cls, token_ids: Tensor) -> PendingTokens:
+        """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
+        if token_ids.device.type == "cpu":
+            return cls(token_ids, None)
+        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, device="cpu", pin_memory=True)
+        host.copy_(token_ids, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record()
+        return cls(host, arrival)
 
     def result(self) -> list[int]:
         """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`."""
         with _device_errors():
+            if self.arrival is not None:
+                self.arrival.synchronize()
             return self.token_ids.tolist()
 
 
@@ -69,12 +82,14 @@ class ModelRunner:
     def __init__(self, binding: ModelBinding, config: EngineConfig, *, max_model_len_is_set: bool) -> None:
         self.binding = binding
         self.device = binding.device
-        self.sampler = Sampler()
         self.config = config
         self.may_compile = self._may_compile()
         self.kernels: Kernels | None = None
         self.attention_backend = self._choose_backend()
-        self._form: AttentionForm = self._make_form("sdpa")  # for measuring memory: it needs no pool
+        self.config = config = replace(config, cuda_graphs=self._may_capture())
+        self.sampler = Sampler(compiles=self._uses_graph_executor)
+        self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its place
+        self._executor: DirectExecutor | GraphExecutor
         block_bytes = binding.cache_bytes(config.block_size)
         longest = config.max_model_len
         self.config = config = config.resolve_pool(
@@ -85,10 +100,12 @@ class ModelRunner:
                 "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
                 config.max_model_len, longest,
             )  # fmt: skip
-        self._form = self._make_form(self.attention_backend)
         binding.allocate_caches(config.num_kv_blocks * config.block_size)
+        self._executor = self._make_executor()
         if self.may_compile and self.kernels is None:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", self.attention_backend)
+            if self._uses_graph_executor and not binding.is_live:
+                binding.merge_linears()
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu" and not binding.is_live:
@@ -133,11 +150,30 @@ class ModelRunner:
                 return "sdpa"
         return wanted
 
+    @property
+    def _uses_graph_executor(self) -> bool:
+        return self.attention_backend == "flex" and self.device.type == "cuda"
+
+    def _may_capture(self) -> bool:
+        wanted = self.config.cuda_graphs
+        if wanted and not self._uses_graph_executor:
+            raise ValueError(
+                f"cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex', and this engine has "
+                f"{self.attention_backend!r} on {self.device}. Leave it out."
+            )
+        return self._uses_graph_executor if wanted is None else wanted
+
     def _load_kernels(self) -> Kernels:
         layer = self.binding.layers[0]
         if self.device.type != "cpu":
             raise ValueError(f"they run on a CPU, and the model is on {self.device}.")
         return load_kernels(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
+
+    def _make_executor(self) -> DirectExecutor | GraphExecutor:
+        if self._uses_graph_executor:
+            return GraphExecutor(self.binding, self.config, self.sampler)
+        form = self._make_form(self.attention_backend)
+        return DirectExecutor(self.binding, form, self.config.block_size, self.sampler)
 
     def _make_form(self, backend: str) -> AttentionForm:
         config, layer = self.config, self.binding.layers[0]
@@ -146,10 +182,8 @@ class ModelRunner:
                 num_blocks=config.num_kv_blocks,
                 block_size=config.block_size,
                 num_groups=layer.num_heads // layer.num_kv_heads,
-                head_bytes=layer.head_dim * layer.dtype.itemsize,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
                 device=self.device,
             )
         page_bytes = self.binding.cache_bytes(config.block_size) // len(self.binding.layers)
@@ -184,7 +218,10 @@ class ModelRunner:
             return 0  # the user decides
         peak = self._measure_peak()
         free, total = torch.cuda.mem_get_info(self.device)  # what other processes hold counts as used
-        return int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
+        num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
+        # Compiled code is made for the caches' size, and found again by the next process if that has the same.
+        num_blocks = max(0, num_bytes) // self.binding.cache_bytes(config.block_size)
+        return self.binding.cache_bytes(config.block_size) * (num_blocks - num_blocks % max(1, num_blocks >> 5))
 
     def _measure_peak(self) -> int:
         """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
@@ -196,6 +233,8 @@ class ModelRunner:
         entries = [self._dummy_entry(start, 1) for _ in range(config.max_num_seqs - 1)]
         entries.append(self._dummy_entry(start, chunk))
         self.binding.allocate_caches(2 * block_size)
+        form = _NoAttention() if self._uses_graph_executor else self._make_form("sdpa")
+        self._executor = DirectExecutor(self.binding, form, block_size, self.sampler)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -203,14 +242,12 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.binding.release_caches()
         torch.cuda.empty_cache()
-        if self.attention_backend == "flex":
-            layer = self.binding.layers[0]
-            row_bytes = layer.num_heads * layer.head_dim * layer.dtype.itemsize
-            peak += flex_workspace_bytes(config, row_bytes)
-        return peak
+        return peak + (workspace_bytes(self.binding, config) if self._uses_graph_executor else 0)
 
     def warm_up(self) -> None:
         """Compile what steps need, in a step with a chunk and one of decodes, so that no request waits for it."""
+        if isinstance(self._executor, GraphExecutor):
+            return self._executor.warm_up()
         config = self.config
         longest = min(config.max_model_len - 1, config.max_num_batched_tokens - config.max_num_seqs)
         num_tokens = min(config.block_size + 5, longest)
@@ -234,55 +271,37 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """One forward pass for decodes and chunks alike; launches it and returns a handle to its tokens.
 
-        Raises DeviceError if the device failed, and whatever else the model raises.
+        A sequence's newest token may still be in flight if the step launched before this one samples it. Raises
+        DeviceError if the device failed, and whatever else the model raises.
         """
-        layout = build_layout(batch.entries, self.config.block_size)
-        positions = [entry.start + entry.num_new_tokens for entry in batch.entries if entry.samples]
+        layout = build_layout(batch.entries, self.config.block_size, self._in_flight)
         with _device_errors():
-            logits = self._forward(layout)
-            with torch.no_grad():
-                return PendingTokens(self.sampler.sample(logits, batch.sampling, positions))
-
-    def _forward(self, layout: BatchLayout) -> Tensor:
-        """Logits [num_samples, vocab_size] of a laid-out step."""
-        # One row would be compiled as a special case, so compiled layers get two; the padding writes nothing.
-        num_rows = max(2 if self.binding.has_compiled_layers else 1, layout.num_tokens)
-        inputs = np.zeros((2, num_rows), np.int64)
-        inputs[0, : layout.num_tokens] = layout.token_ids
-        inputs[1, : layout.num_tokens] = layout.positions
-        token_ids, positions = torch.from_numpy(inputs).to(self.device)
-        handle = self.binding.handle
-        to_clear = layout.blocks_to_clear if self._form.reads_whole_pages else layout.blocks_to_clear[:0]
-        step = AttentionStep(
-            plan=self._form.plan(layout),
-            num_tokens=layout.num_tokens,
-            block_size=self.config.block_size,
-            slots=torch.from_numpy(layout.slots).to(self.device),
-            blocks_to_clear=torch.from_numpy(to_clear).to(self.device),
-        )
-        enter_step(handle, step)
-        try:
-            with self.binding.installed():
-                sample_rows = torch.from_numpy(layout.sample_rows).to(self.device)
-                return self.binding.forward_step(token_ids[None], positions[None], sample_rows)
-        except BaseException:
-            self.binding.uninstall()  # once more: an interrupt may have cut short the first time
-            raise
-        finally:
-            leave_step(handle)
+            pending = PendingTokens.of(self._executor.launch(batch, layout))
+        self._in_flight = {sequence: place for place, sequence in enumerate(batch.sampling)}
+        return pending
 
     def weights_changed(self) -> bool:
         """Whether a live module's weights were touched since the last call."""
-        return self.binding.is_live and self.binding.weights.have_changed()
+        have_changed = self.binding.is_live and self.binding.weights.have_changed()
+        if have_changed:
+            self._executor.weights_changed()
+        return have_changed
 
     def close(self) -> None:
+        self._executor.close()
         self.binding.close()
 
 
-class AttentionForm(Protocol):
-    reads_whole_pages: bool  # masked slots too, which must then hold finite values
+class _NoAttention:
+    """For measuring what the rest of a step takes."""
 
-    def plan(self, layout: BatchLayout) -> AttentionPlan: ...
+    reads_whole_pages = False
+
+    def plan(self, layout: BatchLayout) -> _NoAttention:
+        return self
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        return torch.zeros_like(query)
 
 
 @contextmanager

@@ -6,11 +6,16 @@ crowd, chunked, preempted or resumed, as far as its logits are equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.compiled import own_code
 from nanovllm.batch import NON_FINITE
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
@@ -37,9 +42,18 @@ def request_seed(engine_seed: int, request_number: int) -> int:
     return mix64(mix64(engine_seed + _GAMMA) + (request_number + 1) * _GAMMA)
 
 
-def noise_key(seed: int, position: int) -> int:
-    """The key of one request's noise at one position."""
-    return mix64(mix64(seed + _GAMMA) ^ mix64((position + 1) * _GAMMA))
+def noise_keys(seeds: SequenceABC[int], positions: SequenceABC[int]) -> NDArray[np.int64]:
+    """The keys of requests' noise: [n] from n seeds of 64 bits and the positions of the tokens to be drawn."""
+    seed = np.array(seeds, np.uint64) + np.uint64(_GAMMA)
+    position = (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    return _mixed(_mixed(seed) ^ _mixed(position)).view(np.int64)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix64` of an array."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return values ^ (values >> np.uint64(31))
 
 
 def _signed(value: int) -> int:
@@ -51,16 +65,21 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def token_counters(vocab_size: int, device: torch.device) -> Tensor:
+def gamma(device: torch.device) -> Tensor:
+    """SplitMix64's increment, int64: a tensor, since compilers work out products of constants beyond 64 bits."""
+    return torch.tensor(_signed(_GAMMA), device=device)
+
+
+def token_counters(vocab_size: int, gamma: Tensor) -> Tensor:
     """[vocab_size] int64: SplitMix64's counter for each token id."""
-    return torch.arange(1, vocab_size + 1, device=device).mul_(_signed(_GAMMA))
+    return torch.arange(1, vocab_size + 1, device=gamma.device) * gamma
 
 
 def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
     """Standard Gumbel noise for every token of every row.
 
     Args:
-        keys: [num_rows] int64, from `noise_key`.
+        keys: [num_rows] int64, from `noise_keys`.
         counters: [vocab_size] int64, from `token_counters`.
 
     Returns [num_rows, vocab_size] float32. Gumbel is -log(E) for an exponential E = -log(1 - u). The large values,
@@ -75,8 +94,76 @@ def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
+@dataclass(frozen=True, slots=True)
+class DrawInputs:
+    """What tokens are drawn with, besides their logits.
+
+    noise_keys: [num_rows] int64, from `noise_keys`.
+    inverse_temperatures: [num_rows] float32; 1 for greedy rows.
+    noise_scales: [num_rows] float32: 1, or 0 for greedy rows.
+    """
+
+    noise_keys: NDArray[np.int64]
+    inverse_temperatures: NDArray[np.float32]
+    noise_scales: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs:
+        """Args: as of `Sampler.sample`."""
+        temperatures = np.array([sequence.params.temperature for sequence in sequences], np.float32)
+        scales = (temperatures > 0).astype(np.float32)
+        inverse = np.reciprocal(np.where(temperatures > 0, temperatures, np.float32(1.0)))
+        return cls(noise_keys([sequence.seed for sequence in sequences], positions), inverse, scales)
+
+
+def draw(
+    logits: Tensor, gamma: Tensor, noise_keys: Tensor, inverse_temperatures: Tensor, noise_scales: Tensor
+) -> Tensor:
+    """One token per row of logits [num_rows, vocab_size] by the Gumbel-max rule, in one pass when it is compiled.
+
+    Gamma is `gamma`, the others are as in `DrawInputs`. Returns [num_rows] int64; NON_FINITE where a row holds NaN or
+    infinity.
+    """
+    noise = gumbel_noise(noise_keys, token_counters(logits.shape[1], gamma))
+    return _best(logits.float() * inverse_temperatures[:, None] + noise_scales[:, None] * noise)
+
+
+def draw_greedily(logits: Tensor) -> Tensor:
+    """The same without noise."""
+    return _best(logits.float())
+
+
+def _best(scores: Tensor) -> Tensor:
+    """The place of the largest score in each row, as `draw` returns it."""
+    num_rows, vocab_size = scores.shape
+    # In two stages, so that a few rows occupy a whole GPU; by powers of two, which it reads fastest.
+    part = min(vocab_size & -vocab_size, 2048)
+    if part < 64:
+        part = next(size for size in range(min(4096, vocab_size), 0, -1) if vocab_size % size == 0)
+    best, places = scores.view(num_rows, -1, part).max(dim=-1)
+    best, parts = best.max(dim=-1)
+    token_ids = parts * part + places.gather(1, parts[:, None])[:, 0]
+    return torch.where(best.isfinite(), token_ids, NON_FINITE)
+
+
 class Sampler:
-    """Stateless: everything comes with the call."""
+    """Keeps nothing about requests: everything comes with the call.
+
+    Args:
+        compiles: draw in compiled code (on a GPU).
+    """
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._draw = _compiled_over_rows(draw) if compiles else draw
+        self.draw_greedily = _compiled_over_rows(draw_greedily) if compiles else draw_greedily
+        self._gamma: Tensor | None = None
+
+    def draw(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """`draw`, which see, with the rest of its arguments."""
+        if self._gamma is None:
+            with torch.inference_mode(False):
+                self._gamma = gamma(logits.device)
+        return self._draw(logits, self._gamma, *inputs)
 
     def sample(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
         """Draw one token per row.
@@ -89,14 +176,20 @@ class Sampler:
         Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity.
         """
         self._suppress_stop_tokens(logits, sequences, positions)
-        best, token_ids = logits.max(dim=-1)  # max passes a NaN on; a row of all -inf has no token to give
-        rows = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+        inputs = DrawInputs.of(sequences, positions)
+        if logits.device.type == "cpu":
+            return _sample_on_cpu(logits, sequences, inputs)
+        for row, sequence in enumerate(sequences):
+            if sequence.params.is_cold:  # relative to the best token, so that the noise is not lost to rounding
+                logits[row] -= logits[row].max()
+        rows = [row for row, sequence in enumerate(sequences) if sequence.params.has_filters]
         if rows:
-            keys = [_signed(noise_key(sequences[row].seed, positions[row])) for row in rows]
-            drawing = [sequences[row].params for row in rows]
-            chosen = logits if len(rows) == len(sequences) else logits[rows]
-            token_ids[rows] = self._draw(chosen, drawing, torch.tensor(keys, device=logits.device))
-        return token_ids.masked_fill_(~best.isfinite(), NON_FINITE)
+            chosen = logits[rows]
+            inverse = torch.from_numpy(inputs.inverse_temperatures[rows]).to(logits.device)
+            scaled = _scaled(chosen, inverse, [sequences[row].params for row in rows])
+            logits[rows] = chosen.masked_fill_(scaled == -torch.inf, -torch.inf)
+        arrays = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
+        return self.draw(logits, *(torch.from_numpy(array).to(logits.device) for array in arrays))
 
     @staticmethod
     def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> None:
@@ -108,22 +201,41 @@ class Sampler:
         if rows:
             logits[rows, columns] = float("-inf")
 
-    @staticmethod
-    def _draw(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> Tensor:
-        """[num_rows] tokens drawn from the filtered distributions."""
-        device = logits.device
-        # Relative to the best token, so that a low temperature drives the others to -inf and nothing overflows.
-        logits = logits.float() - logits.max(dim=-1, keepdim=True).values.float()
-        logits /= torch.tensor([p.temperature for p in params], device=device)[:, None]
-        logits = keep_likely(logits, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-        counters = token_counters(logits.shape[1], device)
-        # On a CPU row by row, so that a row's noise is made and used within the processor's cache.
-        size = 1 if device.type == "cpu" else len(logits)
-        tokens = [
-            (rows + gumbel_noise(row_keys, counters)).argmax(dim=-1)
-            for rows, row_keys in zip(logits.split(size), keys.split(size), strict=True)
-        ]
-        return torch.cat(tokens)
+
+def _compiled_over_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compiled once for any number of rows."""
+    compiled = torch.compile(own_code(function), fullgraph=True, dynamic=False)
+
+    def call(*arguments: Tensor) -> Tensor:
+        for argument in arguments:
+            if argument.dim():
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments)
+
+    return call
+
+
+def _sample_on_cpu(logits: Tensor, sequences: SequenceABC[Sequence], inputs: DrawInputs) -> Tensor:
+    """`draw` in a processor's way: greedy rows cost no noise, others are made and used row by row within its cache."""
+    best, token_ids = logits.max(dim=-1)  # max passes a NaN on; a row of all -inf has no token to give
+    rows = np.flatnonzero(inputs.noise_scales).tolist()
+    if rows:
+        chosen = logits if len(rows) == len(sequences) else logits[rows]
+        inverse = torch.from_numpy(inputs.inverse_temperatures[rows])
+        scores = _scaled(chosen, inverse, [sequences[row].params for row in rows])
+        keys, counters = (
+            torch.from_numpy(inputs.noise_keys[rows]),
+            token_counters(logits.shape[1], gamma(logits.device)),
+        )
+        pairs = zip(scores.split(1), keys.split(1), strict=True)
+        token_ids[rows] = torch.cat([(row + gumbel_noise(key, counters)).argmax(dim=-1) for row, key in pairs])
+    return token_ids.masked_fill_(~best.isfinite(), NON_FINITE)
+
+
+def _scaled(logits: Tensor, inverse_temperatures: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Logits as `draw` scales them, float32, with -inf for the tokens that the requests' filters drop."""
+    scaled = (logits.float() - logits.amax(dim=-1, keepdim=True).float()) * inverse_temperatures[:, None]
+    return keep_likely(scaled, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
 
 
 def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:

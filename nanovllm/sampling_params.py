@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MIN_TEMPERATURE = 1e-6
+COLD_TEMPERATURE = 0.02
 MAX_SEED = 2**64 - 1
 
 
@@ -75,6 +76,16 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether logits over the temperature are so large that float32 rounds the noise beside them away."""
+        return 0.0 < self.temperature < COLD_TEMPERATURE
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work

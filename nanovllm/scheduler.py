@@ -365,14 +365,20 @@ class Scheduler:
 
         Registrations are withdrawn and the sequences return to what was computed before, ready to be scheduled again.
         """
+        num_in_flight = len(self._in_flight)
+        affected = self.discard(batch)
+        self.stats.num_failed_steps += num_in_flight - len(self._in_flight)
+        return affected
+
+    def discard(self, batch: ScheduledBatch) -> list[Sequence]:
+        """The same for steps that did not fail: their results are not wanted any more."""
         if not any(batch is launched for launched in self._in_flight):
             raise RuntimeError(f"step {batch.step_id} is not in flight")
         affected: dict[str, Sequence] = {}
         while self._in_flight and self._in_flight[-1].step_id >= batch.step_id:
-            failed = self._in_flight.pop()
-            self.stats.num_failed_steps += 1
-            self.block_manager.withdraw(failed.step_id)
-            for entry in reversed(failed.entries):
+            undone = self._in_flight.pop()
+            self.block_manager.withdraw(undone.step_id)
+            for entry in reversed(undone.entries):
                 sequence = entry.sequence
                 sequence.num_in_flight_tokens -= entry.samples
                 if sequence.is_finished:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import build_layout
-from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention
+from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledSequence
 from nanovllm.kernels import load_kernels
@@ -76,20 +76,19 @@ class PagedCase:
         return [r.transpose(0, 1)[None].to(DEVICE) for r in padded]
 
     def run(self, form, num_padding=0, through_operator=False):
-        to_clear = self.layout.blocks_to_clear if form.reads_whole_pages else self.layout.blocks_to_clear[:0]
-        step = AttentionStep(
-            plan=form.plan(self.layout),
-            num_tokens=self.layout.num_tokens,
-            block_size=self.block_size,
-            slots=torch.from_numpy(self.layout.slots).to(DEVICE),
-            blocks_to_clear=torch.from_numpy(to_clear).to(DEVICE),
-        )
-        arguments = (*self.inputs(num_padding), *self.caches)
+        step = AttentionStep(form.plan(self.layout), self.layout.num_tokens)
+        query, key, value = self.inputs(num_padding)
+        if form.reads_whole_pages:
+            blocks = torch.from_numpy(self.layout.blocks_to_clear).to(DEVICE)
+            for cache in self.caches:
+                cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
+        slots = np.append(self.layout.slots, np.zeros(num_padding, np.int64))
+        write_states(key, value, *self.caches, torch.from_numpy(slots).to(DEVICE))
         if not through_operator:
-            return step.run(*arguments, self.scaling)[0]
+            return step.attend(query, *self.caches, self.scaling)[0]
         enter_step(-1, step)
         try:
-            return paged_attention(*arguments, torch.tensor([-1]), self.scaling)[0]
+            return paged_attention(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
         finally:
             leave_step(-1)
 
@@ -129,13 +128,11 @@ def flex(case):
     key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
     if key not in _flex_forms:
         _flex_forms[key] = FlexAttention(
-            head_bytes=case.queries[0].shape[2] * case.dtype.itemsize,
             num_blocks=NUM_BLOCKS,
             block_size=case.block_size,
             num_groups=num_heads // case.num_kv_heads,
             max_num_seqs=8,
             max_num_batched_tokens=512,
-            max_model_len=(NUM_BLOCKS - 1) * case.block_size,
             device=DEVICE,
         )
     return _flex_forms[key]
@@ -226,12 +223,14 @@ def test_keys_and_values_are_written_to_the_slots_of_their_own_rows_only(form):
 
 
 @FORMS
-def test_padding_rows_write_nothing_and_come_back_as_zero(form):
-    case = PagedCase([(33, 1)])
+def test_padding_rows_write_to_the_null_block_only_and_come_back_as_zero(form):
+    case, unpadded = PagedCase([(33, 1)]), PagedCase([(33, 1)])
     output = case.run(form(case), num_padding=3)
+    unpadded.run(form(unpadded))
     case.check(output)
     assert not output[1:].any()
-    assert not case.caches[0][: case.block_size].any() and not case.caches[1][: case.block_size].any()
+    for cache, other in zip(case.caches, unpadded.caches, strict=True):
+        torch.testing.assert_close(cache[case.block_size :], other[case.block_size :], equal_nan=True, atol=0, rtol=0)
 
 
 @FORMS
@@ -279,16 +278,9 @@ def test_the_operator_declares_what_it_does():
     case = PagedCase([(33, 1), (0, 17)])
     for cache in case.caches:
         cache.nan_to_num_(0.0)  # the check compares caches, and NaN equals nothing
-    step = AttentionStep(
-        plan=sdpa(case).plan(case.layout),
-        num_tokens=case.layout.num_tokens,
-        block_size=case.block_size,
-        slots=torch.from_numpy(case.layout.slots).to(DEVICE),
-        blocks_to_clear=torch.from_numpy(case.layout.blocks_to_clear).to(DEVICE),
-    )
-    enter_step(-2, step)
+    enter_step(-2, AttentionStep(sdpa(case).plan(case.layout), case.layout.num_tokens))
     try:
-        arguments = (*case.inputs(), *case.caches, torch.tensor([-2]), case.scaling)
+        arguments = (case.inputs()[0], *case.caches, torch.tensor([-2]), case.scaling)
         torch.library.opcheck(paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))
     finally:
         leave_step(-2)

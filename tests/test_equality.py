@@ -170,9 +170,9 @@ def test_perturbing_a_later_token_leaves_earlier_logits_alone():
             forward = binding.forward_step
             seen = []
 
-            def every_row(token_ids, positions, sample_rows, forward=forward, seen=seen):
-                logits = forward(token_ids, positions, torch.arange(token_ids.shape[1], device=DEVICE))
-                seen.extend(zip(positions[0].tolist(), logits.clone(), strict=True))
+            def every_row(token_ids, positions, slots, sample_rows, forward=forward, seen=seen):
+                logits = forward(token_ids, positions, slots, torch.arange(len(token_ids), device=DEVICE))
+                seen.extend(zip(positions.tolist(), logits.clone(), strict=True))
                 return logits[sample_rows]
 
             binding.forward_step = every_row

@@ -65,7 +65,7 @@ def expected() -> list[tuple[list[int], str]]:
 FILES = {
     "bookkeeping": ("engine.py", "scheduler.py", "block_manager.py", "request.py", "sequence.py"),
     "text": ("request.py", "detokenizer.py"),
-    "runner": ("model_runner.py", "model_binding.py", "attention/", "sampler.py"),
+    "runner": ("model_runner.py", "direct_executor.py", "model_binding.py", "attention/", "sampler.py"),
     "hooks": ("model_binding.py",),
 }
 

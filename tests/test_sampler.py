@@ -20,10 +20,11 @@ from nanovllm.batch import NON_FINITE
 from nanovllm.sampler import (
     NUCLEUS_WIDTH,
     Sampler,
+    gamma,
     gumbel_noise,
     keep_likely,
     mix64,
-    noise_key,
+    noise_keys,
     request_seed,
     token_counters,
 )
@@ -56,8 +57,12 @@ def keys_of(numbers: range, *, position: int = 5) -> Tensor:
     return torch.tensor([signed(noise_key(number, position)) for number in numbers])
 
 
+def noise_key(seed, position):
+    return int(noise_keys([seed], [position])[0])
+
+
 def noise_of(keys: Tensor, vocab_size: int) -> Tensor:
-    return gumbel_noise(keys, token_counters(vocab_size, keys.device))
+    return gumbel_noise(keys, token_counters(vocab_size, gamma(keys.device)))
 
 
 def signed(value: int) -> int:

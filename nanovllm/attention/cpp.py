@@ -131,11 +131,9 @@ class CppPlan(SdpaPlan):
     decode_addresses: tuple[int, ...]  # of what the kernels get from rows and groups: asking anew takes a microsecond
     chunk_addresses: tuple[int, ...]
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
-    ) -> Tensor:
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
         output = torch.empty_like(query)
-        self._attend_chunks(output, query, key, value, key_cache, value_cache, scaling)
+        self._attend_chunks(output, query, key_cache, value_cache, scaling)
         self.attend_by_kernels(output, query, key_cache, value_cache, scaling)
         return output
 

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention over hand-built block masks: the block mask is the block table.
+"""Compiled FlexAttention on a CPU, over hand-built block masks: the block mask is the block table.
 
 The query heads that share a KV head (a group of G) are folded into the query's rows, so that K and V are read once
 for all of them. Rows come in tiles, one row of the block mask each::
@@ -13,9 +13,7 @@ diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,23 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from nanovllm.attention.compiled import own_code
 from nanovllm.attention.layout import BatchLayout
-from nanovllm.config import EngineConfig
 
-_engine_numbers = itertools.count()
-
-
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function around a code object of its own.
-
-    Compiled versions are kept by code object and their number is limited, so that engines which shared one would use
-    up each other's share and fall back to uncompiled attention.
-    """
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_engine_numbers)}")
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+MIN_TILES = 2  # one would be compiled as a special case
 
 
 class FlexAttention:
@@ -48,8 +33,7 @@ class FlexAttention:
     Args:
         num_blocks: physical blocks of the cache.
         num_groups: query heads per KV head.
-        head_bytes: bytes of one head's K of one token.
-        max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which size the index buffers.
+        max_num_seqs, max_num_batched_tokens: bounds of a step, which size the index buffers.
     """
 
     reads_whole_pages = True  # masked slots too
@@ -60,35 +44,23 @@ class FlexAttention:
         num_blocks: int,
         block_size: int,
         num_groups: int,
-        head_bytes: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_model_len: int,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.num_groups = num_groups
         self.device = device
-        on_gpu = device.type == "cuda"
-        # The GPU kernels multiply tiles of at least 16 rows; the CPU's take any number.
-        self.decode_tile = -(-num_groups // 16) * 16 if on_gpu else num_groups
+        self.decode_tile = num_groups
         self.chunk_tile = num_groups * block_size
-        # The CPU lowering wants one index column for each physical page; the GPU's a fixed width.
-        self.index_width = num_blocks if not on_gpu else -(-max_model_len // block_size) + 1
-        # One tile would be compiled as a special case. Under 128 rows the GPU would take another kernel, which splits
-        # the physical cache and not the sequence's pages.
-        min_rows = 128 if on_gpu else 0
-        self.min_decode_tiles = max(2, -(-min_rows // self.decode_tile))
-        self.min_chunk_tiles = max(2, -(-min_rows // self.chunk_tile))
-        max_chunk_tiles = max(self.min_chunk_tiles, _max_chunk_tiles(max_num_batched_tokens, max_num_seqs, block_size))
-        max_decode_tiles = max(self.min_decode_tiles, max_num_seqs)
-        self.decode_index = _IndexBuffers(max_decode_tiles, self.index_width, device)
-        self.chunk_index = _IndexBuffers(max_chunk_tiles, self.index_width, device)
+        max_decode_tiles = max(MIN_TILES, max_num_seqs)
+        # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
+        max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
+        # The lowering wants one index column for each physical page.
+        self.decode_index = _IndexBuffers(max_decode_tiles, num_blocks, device)
+        self.chunk_index = _IndexBuffers(max_chunk_tiles, num_blocks, device)
         self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
-        self.decode, self.chunk = (
-            _TileAttention(tile, block_size, _kernel_options(tile, block_size, head_bytes, device))
-            for tile in (self.decode_tile, self.chunk_tile)
-        )
+        self.decode, self.chunk = (_TileAttention(tile, block_size) for tile in (self.decode_tile, self.chunk_tile))
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
@@ -109,7 +81,7 @@ class FlexAttention:
         tables = (e.block_table[:n] for e, n in zip(layout.decodes, num_full.tolist(), strict=True))
         full = np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(num_full.sum()))
         tail_pages = layout.slots[: layout.num_decodes] // self.block_size
-        num_tiles = max(self.min_decode_tiles, layout.num_decodes)
+        num_tiles = max(MIN_TILES, layout.num_decodes)
         self.decode_index.fill(num_tiles, num_full, full, tail_pages)
         offsets = torch.from_numpy((last % self.block_size).astype(np.int32))
         self.tail_offsets[: layout.num_decodes].copy_(offsets)
@@ -131,7 +103,7 @@ class FlexAttention:
             num_tiles += end - first
         if not num_tiles:
             return 0, np.zeros(0, np.int64)
-        padded = max(self.min_chunk_tiles, num_tiles)
+        padded = max(MIN_TILES, num_tiles)
         self.chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_pages))
         return padded, np.concatenate(tile_rows)
 
@@ -146,10 +118,8 @@ class FlexPlan:
     num_chunk_tiles: int
     chunk_rows: Tensor  # [num_chunk_tokens] int64
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
-    ) -> Tensor:
-        """As `SdpaPlan.attend`."""
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        """See `AttentionPlan`."""
         num_kv_heads, head_dim = key_cache.shape[1:]
         form, groups = self.form, self.form.num_groups
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
@@ -211,16 +181,15 @@ class _TileAttention(nn.Module):
     """FlexAttention over tiles of `tile` query rows and pages of `block_size` slots.
 
     The sizes are attributes of a module because there alone the compiler takes whole numbers as constants; as
-    arguments they may become symbols, which the GPU kernel's generated mask cannot hold.
+    arguments they may become symbols.
     """
 
-    def __init__(self, tile: int, block_size: int, kernel_options: dict[str, Any]) -> None:
+    def __init__(self, tile: int, block_size: int) -> None:
         super().__init__()
         self.tile = tile
         self.block_size = block_size
-        self.kernel_options = kernel_options
         # Nothing but the number of rows, which is marked at each call, may become a symbol: with the cache's size as
-        # another, or with what an earlier process saw change, the CPU's generated code does not compile.
+        # another, or with what an earlier process saw change, the generated code does not compile.
         self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
     def attend(self, query: Tensor, *arguments: Any) -> Tensor:
@@ -268,40 +237,5 @@ def _attend_tiles(
         BLOCK_SIZE=(tile, block_size),
         mask_mod=diagonal if tail_offsets is None else up_to_last_position,
     )
-    options: Any = sizes.kernel_options
-    attended: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling, kernel_options=options)
+    attended: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling)
     return attended
-
-
-def _kernel_options(tile: int, block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:
-    """Tile sizes of the GPU kernel: BLOCK_M must divide the tile, BLOCK_N the page.
-
-    64 x 64 with three stages is what was measured best on sm_90 with heads of 128 in bfloat16; wider heads get what
-    fits into the shared memory of a block: the query's tile, and K and V once for each stage.
-    """
-    if device.type != "cuda":
-        return {}
-    row_bytes = 1 << (head_bytes - 1).bit_length()  # heads are padded to a power of two
-    properties: Any = torch.cuda.get_device_properties(device)
-    available = properties.shared_memory_per_block_optin
-    block_m = next(size for size in (64, 32, 16) if tile % size == 0)
-    sizes = [(n, stages) for n in (64, 32, 16) if n <= block_size for stages in (3, 2, 1)]
-    block_n, num_stages = next(
-        ((n, stages) for n, stages in sizes if (block_m + 2 * stages * n) * row_bytes <= 0.9 * available), sizes[-1]
-    )
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": num_stages}
-
-
-def _max_chunk_tiles(max_num_batched_tokens: int, max_num_seqs: int, block_size: int) -> int:
-    # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
-    return max_num_batched_tokens // block_size + 2 * max_num_seqs
-
-
-def flex_workspace_bytes(config: EngineConfig, row_bytes: int) -> int:
-    """Bytes that a step of many short chunks takes for its tiles, of which most rows are padding.
-
-    Args:
-        row_bytes: one token's query, over all heads.
-    """
-    tiles = _max_chunk_tiles(config.max_num_batched_tokens, config.max_num_seqs, config.block_size)
-    return 4 * tiles * config.block_size * row_bytes  # queries and outputs, each in tiles and in the batch's order

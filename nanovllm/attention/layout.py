@@ -9,6 +9,7 @@ Rows are ordered decodes first (sequences with one new token), then chunks, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.batch import ScheduledSequence
+from nanovllm.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class BatchLayout:
 
     entries: the batch's entries in row order.
     row_starts: [num_entries + 1] first row of each entry.
-    token_ids: [num_tokens] int64.
+    token_ids: [num_tokens] int64; -1 - i for the token that the step before samples in its i-th place.
     positions: [num_tokens] int64, position of each row's token in its sequence.
     slots: [num_tokens] int64, cache slot that takes the row's K and V.
     sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`.
@@ -47,6 +49,11 @@ class BatchLayout:
         return len(self.positions)
 
     @property
+    def table_lengths(self) -> NDArray[np.int64]:
+        """[num_entries] pages in each entry's block table."""
+        return np.fromiter((len(entry.block_table) for entry in self.entries), np.int64, len(self.entries))
+
+    @property
     def decodes(self) -> list[ScheduledSequence]:
         return self.entries[: self.num_decodes]
 
@@ -55,8 +62,15 @@ class BatchLayout:
         return self.entries[self.num_decodes :]
 
 
-def build_layout(batch_entries: SequenceABC[ScheduledSequence], block_size: int) -> BatchLayout:
-    """Lay out a step's entries; the only Python loops are over entries, never over tokens."""
+def build_layout(
+    batch_entries: SequenceABC[ScheduledSequence], block_size: int, in_flight: Mapping[Sequence, int] | None = None
+) -> BatchLayout:
+    """Lay out a step's entries; the only Python loops are over entries, never over tokens.
+
+    Args:
+        in_flight: the sequences that the step before samples, each with its place among them; their tokens may not be
+            known yet.
+    """
     decodes = [entry for entry in batch_entries if entry.num_new_tokens == 1]
     entries = decodes + [entry for entry in batch_entries if entry.num_new_tokens > 1]
     starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
@@ -84,7 +98,7 @@ def build_layout(batch_entries: SequenceABC[ScheduledSequence], block_size: int)
         entries=entries,
         num_decodes=len(decodes),
         row_starts=row_starts,
-        token_ids=_token_ids(entries, int(row_starts[-1])),
+        token_ids=_token_ids(entries, int(row_starts[-1]), in_flight or {}),
         positions=positions,
         slots=block_of_row * block_size + positions % block_size,
         sample_rows=_sample_rows(batch_entries, entries, row_starts),
@@ -92,12 +106,15 @@ def build_layout(batch_entries: SequenceABC[ScheduledSequence], block_size: int)
     )
 
 
-def _token_ids(entries: list[ScheduledSequence], num_tokens: int) -> NDArray[np.int64]:
+def _token_ids(
+    entries: list[ScheduledSequence], num_tokens: int, in_flight: Mapping[Sequence, int]
+) -> NDArray[np.int64]:
     token_ids = np.empty(num_tokens, np.int64)
     row = 0
     for sequence, start, count, *_ in entries:
+        known = sequence.token_ids
         if count == 1:
-            token_ids[row] = sequence.token_ids[start]
+            token_ids[row] = known[start] if start < len(known) else -1 - in_flight[sequence]
         else:
             token_ids[row : row + count] = sequence.token_ids[start : start + count]
         row += count

@@ -37,7 +37,7 @@ class _Chunk:
 
     first_row: int
     end_row: int
-    pages: Tensor | None  # [num_pages] int64; None if the chunk is all there is to see
+    pages: Tensor  # [num_pages] int64
     context: int  # keys to see, the chunk included
     mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
 
@@ -99,10 +99,10 @@ class SdpaAttention:
 
     def _chunk(self, first_row: int, entry: ScheduledSequence) -> _Chunk:
         count, context = entry.num_new_tokens, entry.start + entry.num_new_tokens
-        if entry.start == 0:
-            return _Chunk(first_row, first_row + count, None, context, None)
         num_pages = -(-context // self.block_size)
         pages = torch.tensor(entry.block_table[:num_pages], device=self.device)
+        if entry.start == 0:
+            return _Chunk(first_row, first_row + count, pages, context, None)
         queries = torch.arange(entry.start, context, device=self.device)
         hidden = torch.arange(context, device=self.device)[None] > queries[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
@@ -117,40 +117,20 @@ class SdpaPlan:
     groups: list[_DecodeGroup]
     chunks: list[_Chunk]
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
-    ) -> Tensor:
-        """Attention of all rows over the cache, in which this step's keys and values stand already.
-
-        Args:
-            query: [num_tokens, num_heads, head_dim].
-            key, value: [num_tokens, num_kv_heads, head_dim], this step's own.
-            key_cache, value_cache: [num_slots, num_kv_heads, head_dim].
-
-        Returns [num_tokens, num_heads, head_dim].
-        """
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        """See `AttentionPlan`."""
         output = torch.empty_like(query)
         self._attend_decodes(output, query, key_cache, value_cache, scaling)
-        self._attend_chunks(output, query, key, value, key_cache, value_cache, scaling)
+        self._attend_chunks(output, query, key_cache, value_cache, scaling)
         return output
 
     def _attend_chunks(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scaling: float,
+        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
     ) -> None:
         for chunk in self.chunks:
             rows = slice(chunk.first_row, chunk.end_row)
-            if chunk.pages is None:
-                keys, values = key[rows], value[rows]
-            else:
-                keys = self._gather(key_cache, chunk.pages)[: chunk.context]
-                values = self._gather(value_cache, chunk.pages)[: chunk.context]
+            keys = self._gather(key_cache, chunk.pages)[: chunk.context]
+            values = self._gather(value_cache, chunk.pages)[: chunk.context]
             attended = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
@@ -158,7 +138,7 @@ class SdpaPlan:
                 attn_mask=chunk.mask,
                 is_causal=chunk.mask is None,
                 scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=query.shape[1] != keys.shape[1],
             )  # [1, num_heads, num_rows, head_dim]
             output[rows] = attended[0].transpose(0, 1)
 

@@ -1,0 +1,310 @@
+"""FlexAttention on a GPU: one call for the decodes of a step, one for its chunks; the block mask is the block table.
+
+::
+
+    decode   batch dimension = sequences, one row a query head    partial: all its pages
+    chunk    tiles of block_size rows, longest context first      full: the pages before   partial: its own page
+
+A decode lists every page as partial, since the kernel splits only that list among programs; its mask tells the unused
+slots of the last page. A chunk's row at position q stands in row q % block_size of its block's tile, so that it sees
+its own page diagonally, `kv % block_size <= row % block_size`, and nothing is captured. All tables live in memory that
+stays where it is, so that a captured CUDA graph finds those of the step in it. FlexAttention: Dong et al. 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from nanovllm.attention.compiled import own_code
+from nanovllm.attention.gpu_options import chunk_options, decode_options
+
+# The kernels want the sparse block of queries to be a multiple of their tile; a decode has one row a head.
+_DECODE_QUERY_BLOCK = 128
+
+
+class GpuFlexAttention:
+    """The `flex` form on a GPU. One instance serves every layer of an engine.
+
+    Args:
+        num_groups: query heads per KV head.
+        head_bytes: bytes of one head's K of one token.
+        max_decodes, max_tiles: bounds of a step.
+        max_pages: bound of a sequence's pages.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        num_kv_heads: int,
+        num_groups: int,
+        head_bytes: int,
+        max_decodes: int,
+        max_tiles: int,
+        max_pages: int,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.num_groups = num_groups
+        self._head_bytes = head_bytes
+        self._device = device
+        width = max_pages + 1  # a kernel may read one index past the last
+
+        def table(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        with torch.inference_mode(False):
+            self._decode = _DecodeTables(
+                table(max_decodes, 1, 1), table(max_decodes, 1, 1, width), table(max_decodes), table(max_decodes)
+            )
+            self._chunk = _ChunkTables(
+                table(1, 1, max_tiles), table(1, 1, max_tiles, width), table(1, 1, max_tiles),
+                table(1, 1, max_tiles, width),
+            )  # fmt: skip
+        self._decode_calls: dict[int, _DecodeCall] = {}
+        self._chunk_call = _ChunkCall(block_size, chunk_options(block_size, head_bytes, device))
+        self._fill_decodes, self._fill_tiles = (
+            torch.compile(own_code(fill), fullgraph=True, dynamic=True) for fill in (_fill_decodes, _fill_tiles)
+        )
+
+    def plan(self, step: StepTables) -> GpuFlexPlan:
+        """Fill the tables from the step's; they are overwritten by the next plan."""
+        if len(step.decode_pages):
+            self._fill_decodes(
+                self._decode.parts(),
+                step.tables,
+                step.decode_tables,
+                step.decode_pages,
+                step.decode_positions,
+                self.block_size,
+            )
+        if len(step.tile_blocks):
+            self._fill_tiles(self._chunk.parts(), step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used)
+        return GpuFlexPlan(self, len(step.decode_pages), step.tile_rows, step.chunk_rows)
+
+    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """query [num_decodes, num_heads, head_dim]."""
+        num_rows = len(query)
+        call = self._decode_calls.get(num_rows)
+        if call is None:  # the decode kernel wants a fixed batch, so each has a compiled function of its own
+            options = decode_options(
+                num_rows, self.num_kv_heads, self.num_groups, self.block_size, self._head_bytes, self._device
+            )
+            call = self._decode_calls[num_rows] = _DecodeCall(self.block_size, self.num_kv_heads, options)
+        tables = self._decode
+        return call(
+            query, keys, values, _DecodeTables(*(table[:num_rows] for table in tables.parts())), scaling
+        )  # fmt: skip
+
+    def attend_tiles(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """query [num_tiles * block_size, num_heads, head_dim]."""
+        return self._chunk_call(query, keys, values, self._chunk, scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """What a step's attention is planned from; all int32 on the device, unless said otherwise.
+
+    tables: the block tables of the step's sequences, one after the other.
+    decode_tables: [num_decodes], where each one's table begins.
+    decode_pages: [num_decodes], how many pages it sees; 0 for padding.
+    decode_positions: [num_decodes] int64, of its token.
+    tile_tables: [num_tiles], where the table of each one's sequence begins.
+    tile_blocks: [num_tiles], which of the sequence's blocks it is.
+    tile_is_used: [num_tiles], 1, or 0 for padding.
+    tile_rows: [num_tiles * block_size], which row of the flat batch stands in each row of the tiles.
+    chunk_rows: [num_chunk_rows], in which row of the tiles each row of the flat batch behind the decodes stands.
+    """
+
+    tables: Tensor
+    decode_tables: Tensor
+    decode_pages: Tensor
+    decode_positions: Tensor
+    tile_tables: Tensor
+    tile_blocks: Tensor
+    tile_is_used: Tensor
+    tile_rows: Tensor
+    chunk_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFlexPlan:
+    """One step's attention; `attend` is called once a layer."""
+
+    form: GpuFlexAttention
+    num_decodes: int
+    tile_rows: Tensor
+    chunk_rows: Tensor
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        """See `AttentionPlan`."""
+        keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
+        values = value_cache.transpose(0, 1)[None]
+        parts = []
+        if self.num_decodes:
+            parts.append(self.form.attend_decodes(query[: self.num_decodes], keys, values, scaling))
+        if len(self.tile_rows):
+            tiles = self.form.attend_tiles(query.index_select(0, self.tile_rows), keys, values, scaling)
+            parts.append(tiles.index_select(0, self.chunk_rows))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeTables:
+    num_pages: Tensor  # [num_decodes, 1, 1]
+    pages: Tensor  # [num_decodes, 1, 1, width]
+    last_pages: Tensor  # [num_decodes]
+    last_offsets: Tensor  # [num_decodes], of the last slot in use within it
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.num_pages, self.pages, self.last_pages, self.last_offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTables:
+    num_own: Tensor  # [1, 1, num_tiles]
+    own_page: Tensor  # [1, 1, num_tiles, width], of which the first column counts
+    num_full: Tensor  # [1, 1, num_tiles]
+    full_pages: Tensor  # [1, 1, num_tiles, width]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.num_own, self.own_page, self.num_full, self.full_pages
+
+
+def _rows_of(tables: Tensor, starts: Tensor, width: int) -> Tensor:
+    """[num_rows, width]: the tables that begin at `starts`, each with what follows it."""
+    columns = torch.arange(width, dtype=torch.int32, device=tables.device)
+    return tables[(starts[:, None] + columns).clamp(max=len(tables) - 1)]
+
+
+def _fill_decodes(
+    to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, counts: Tensor, positions: Tensor, block_size: int
+) -> None:
+    """`to` is a `_DecodeTables`, which the compiler does not know."""
+    num_pages, pages, last_pages, last_offsets = to
+    num_rows = len(starts)
+    num_pages[:num_rows, 0, 0] = counts
+    pages[:num_rows, 0, 0] = _rows_of(tables, starts, pages.shape[3])
+    last_pages[:num_rows] = tables[(starts + counts - 1).clamp(min=0)]
+    last_offsets[:num_rows] = (positions % block_size).to(torch.int32)
+
+
+def _fill_tiles(to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, blocks: Tensor, is_used: Tensor) -> None:
+    """`to` is a `_ChunkTables`."""
+    num_own, own_page, num_full, full_pages = to
+    num_tiles = len(starts)
+    num_own[0, 0, :num_tiles] = is_used
+    own_page[0, 0, :num_tiles, 0] = tables[starts + blocks]
+    num_full[0, 0, :num_tiles] = blocks
+    full_pages[0, 0, :num_tiles] = _rows_of(tables, starts, full_pages.shape[3])
+
+
+class _DecodeCall(nn.Module):
+    """FlexAttention for a fixed number of decodes.
+
+    Sizes are attributes of a module because there alone the compiler takes whole numbers as constants.
+    """
+
+    def __init__(self, block_size: int, num_kv_heads: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.options = options
+        self._compiled = torch.compile(own_code(_attend_decodes), fullgraph=True, dynamic=False)
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: _DecodeTables, scaling: float) -> Tensor:
+        # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.
+        # Compiled code is bound to the dispatch keys in force, so that they are made the same.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self._compiled(self, query, keys, values, tables.parts(), scaling)
+
+
+def _attend_decodes(
+    call: _DecodeCall, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, ...], scaling: float
+) -> Tensor:
+    num_pages, pages, last_pages, last_offsets = tables
+    block_size = call.block_size
+
+    def is_used(row, head, _, slot):
+        return (slot // block_size != last_pages[row]) | (slot % block_size <= last_offsets[row])
+
+    num_rows, num_heads, head_dim = query.shape
+    # The decode kernel takes groups of a power of two of query heads; it fills them up to 16 anyway.
+    num_groups = num_heads // call.num_kv_heads
+    width = 1 << (num_groups - 1).bit_length()
+    if width != num_groups:
+        query = F.pad(query.view(num_rows, call.num_kv_heads, num_groups, head_dim), (0, 0, 0, width - num_groups))
+    block_mask = BlockMask(
+        seq_lengths=(1, keys.shape[2]),
+        kv_num_blocks=num_pages,
+        kv_indices=pages,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(_DECODE_QUERY_BLOCK, block_size),
+        mask_mod=is_used,
+    )
+    options: Any = call.options
+    attended: Any = flex_attention(
+        query.reshape(num_rows, call.num_kv_heads * width, 1, head_dim), keys, values,
+        block_mask=block_mask, scale=scaling, enable_gqa=True, kernel_options=options,
+    )  # fmt: skip
+    if width != num_groups:
+        attended = attended.view(num_rows, call.num_kv_heads, width, head_dim)[:, :, :num_groups]
+    return attended.reshape(num_rows, num_heads, head_dim)
+
+
+class _ChunkCall(nn.Module):
+    """FlexAttention for any number of tiles of `block_size` rows."""
+
+    def __init__(self, block_size: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.block_size = block_size
+        self.options = options
+        # Nothing but the number of rows may become a symbol; see `flex.py`.
+        self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: _ChunkTables, scaling: float) -> Tensor:
+        query = query.transpose(0, 1)[None]  # [1, num_heads, num_tiles * block_size, head_dim], a view
+        torch._dynamo.mark_dynamic(query, 2)
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # as above
+            return self._compiled(self, query, keys, values, tables.parts(), scaling)[0].transpose(0, 1)
+
+
+def _attend_tiles(
+    call: _ChunkCall, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, ...], scaling: float
+) -> Tensor:
+    block_size = call.block_size
+
+    def is_not_later(batch, head, row, slot):
+        return slot % block_size <= row % block_size
+
+    num_own, own_page, num_full, full_pages = (table[:, :, : query.shape[2] // block_size] for table in tables)
+    block_mask = BlockMask(
+        seq_lengths=(query.shape[2], keys.shape[2]),
+        kv_num_blocks=num_own,
+        kv_indices=own_page,
+        full_kv_num_blocks=num_full,
+        full_kv_indices=full_pages,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(block_size, block_size),
+        mask_mod=is_not_later,
+    )
+    options: Any = call.options
+    attended: Any = flex_attention(
+        query, keys, values, block_mask=block_mask, scale=scaling, enable_gqa=True, kernel_options=options
+    )
+    return attended

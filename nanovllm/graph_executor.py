@@ -1,0 +1,220 @@
+"""Runs a step on a GPU with one copy to the device and one launch: a CUDA graph for each shape of step.
+
+A graph does all of it: it finds the tokens that the step before sampled, fills the attention tables, runs the model and
+samples. It is captured when the first step of its shape comes. The memory that graphs work in is shared by all of them,
+since they run one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
+from nanovllm.attention.gpu_options import MAX_SPLITS
+from nanovllm.attention.layout import BatchLayout
+from nanovllm.attention.operator import AttentionStep, enter_step, leave_step
+from nanovllm.batch import ScheduledBatch
+from nanovllm.config import EngineConfig
+from nanovllm.direct_executor import with_sampled
+from nanovllm.model_binding import ModelBinding
+from nanovllm.sampler import DrawInputs, Sampler
+from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Tiles
+
+logger = logging.getLogger("nanovllm")
+
+MAX_GRAPHS = 96  # the one that was not used for longest makes room
+GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured graph takes of the device
+
+
+class GraphExecutor:
+    """The `flex` form on a GPU.
+
+    Args:
+        binding: with compiled layers and its caches allocated.
+        config: fully resolved.
+    """
+
+    def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler) -> None:
+        layer, block_size = binding.layers[0], config.block_size
+        self._binding = binding
+        self._sampler = sampler
+        self._block_size = block_size
+        self._captures = config.cuda_graphs
+        self._buckets = Buckets(config)
+        max_pages = -(-config.max_model_len // block_size)
+        self._form = GpuFlexAttention(
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            num_groups=layer.num_heads // layer.num_kv_heads,
+            head_bytes=layer.head_dim * layer.dtype.itemsize,
+            max_decodes=self._buckets.max_decodes,
+            max_tiles=self._buckets.max_tiles,
+            max_pages=max_pages,
+            device=binding.device,
+        )
+        self._packing = cache(lambda shape: StepPacking(shape, block_size))
+        self._graphs: OrderedDict[StepShape, torch.cuda.CUDAGraph] = OrderedDict()
+        largest = StepShape(
+            self._buckets.max_decodes, self._buckets.max_rows, self._buckets.max_tiles, self._buckets.max_decodes, ""
+        )
+        with torch.inference_mode(False):
+            num_words = StepPacking(largest, block_size).num_words + config.max_num_seqs * max_pages
+            self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
+            self._sampled = torch.zeros(self._buckets.max_decodes, dtype=torch.int64, device=binding.device)
+        self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(binding.device)  # for captures
+        self._addresses: list[int] = []  # of the weights that the graphs read
+
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Tensor:
+        """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
+        sequences = batch.sampling
+        positions = [entry.start + entry.num_new_tokens for entry in batch.entries if entry.samples]
+        tiles = Tiles.of(layout, self._block_size)
+        kind = _kind_of_draws(batch, positions)
+        shape = self._buckets.shape(layout, len(tiles.blocks), kind)
+        run = self._runner_of(shape)
+        draws = DrawInputs.of(sequences, positions) if kind == "noise" else None
+        self._upload(shape, layout, tiles, draws)
+        run()
+        count = len(sequences)
+        if kind == "none":
+            assert self._logits is not None
+            with torch.no_grad():
+                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions)
+        return self._sampled[:count]
+
+    def _upload(self, shape: StepShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
+        packing = self._packing(shape)
+        blocks = layout.blocks_to_clear
+        num_words = packing.num_words + int(layout.table_lengths.sum())
+        # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
+        buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
+        packing.pack(layout, tiles, draws, buffer.numpy())
+        self._inputs[:num_words].copy_(buffer, non_blocking=True)
+        if len(blocks):
+            pinned = torch.from_numpy(blocks).pin_memory()
+            self._binding.clear_blocks(pinned.to(self._binding.device, non_blocking=True), self._block_size)
+
+    # -------------------------------------------------------------------------------------------------- the step
+
+    def _run(self, shape: StepShape) -> None:
+        """The whole step of a shape, on what stands in the inputs; this is what a graph captures."""
+        inputs = self._packing(shape).on_device(self._inputs)
+        binding = self._binding
+        with torch.no_grad():
+            token_ids = with_sampled(inputs.token_ids, self._sampled)
+            plan = self._form.plan(_tables_of(inputs, shape))
+        enter_step(binding.handle, AttentionStep(plan, shape.num_rows))
+        try:
+            with binding.installed():
+                logits = binding.forward_step(token_ids, inputs.positions, inputs.slots, inputs.sample_rows)
+        except BaseException:
+            binding.uninstall()  # once more: an interrupt may have cut short the first time
+            raise
+        finally:
+            leave_step(binding.handle)
+        with torch.no_grad():
+            self._finish(shape, inputs, logits)
+
+    def _finish(self, shape: StepShape, inputs: StepInputs, logits: Tensor) -> None:
+        if shape.draws == "none":
+            if self._logits is None:
+                with torch.inference_mode(False):
+                    self._logits = logits.new_zeros(self._buckets.max_decodes, logits.shape[1])
+            self._logits[: shape.num_samples].copy_(logits)
+        elif shape.draws == "greedy":
+            self._sampled[: shape.num_samples] = self._sampler.draw_greedily(logits)
+        else:
+            self._sampled[: shape.num_samples] = self._sampler.draw(
+                logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
+            )
+
+    # ---------------------------------------------------------------------------------------------------- graphs
+
+    def _runner_of(self, shape: StepShape) -> Callable[[], None]:
+        if not self._captures or self._binding.has_hooks():  # a hook is the owner's own code, to be called in each step
+            return lambda: self._run(shape)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._capture(shape)
+        self._graphs.move_to_end(shape)
+        return graph.replay
+
+    def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
+        logger.debug("capturing %s", shape)
+        if not self._graphs:
+            self._addresses = self._binding.weight_addresses()
+        while len(self._graphs) >= MAX_GRAPHS:
+            torch.cuda.synchronize()
+            self._graphs.popitem(last=False)
+        sampled = self._sampled.clone()  # the step to come reads them, and trying this one overwrites them
+        self._inputs.zero_()  # a step of padding alone
+        current = torch.cuda.current_stream(self._binding.device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._run(shape)  # compiles, and sets up what cannot be set up within a capture
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what this took is for the graphs' own memory now
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._run(shape)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        self._sampled.copy_(sampled)
+        self._graphs[shape] = graph
+        return graph
+
+    def warm_up(self) -> None:
+        """Capture the steps that come most, the largest among them, so that no request waits for it."""
+        for shape in self._buckets.common():
+            self._runner_of(shape)
+
+    def weights_changed(self) -> None:
+        """Graphs read weights where they stood when they were captured."""
+        if self._graphs and self._addresses != self._binding.weight_addresses():
+            self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+
+    def close(self) -> None:
+        self._forget_graphs()
+
+
+def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
+    """Bytes that attention takes in a step, the tables included, and the graphs themselves."""
+    layer, buckets = binding.layers[0], Buckets(config)
+    row_values = layer.num_heads * layer.head_dim
+    tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
+    splits = buckets.max_decodes * MAX_SPLITS * row_values * 4  # float32 parts of outputs
+    max_pages = -(-config.max_model_len // config.block_size)
+    tables = 4 * (max_pages + 1) * (2 * buckets.max_decodes + 2 * buckets.max_tiles)
+    return tiles + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+
+
+def _tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
+    return StepTables(
+        inputs.tables, inputs.decode_tables, inputs.decode_pages, inputs.positions[: shape.num_decodes],
+        inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
+    )  # fmt: skip
+
+
+def _kind_of_draws(batch: ScheduledBatch, positions: list[int]) -> str:
+    """How the step's tokens can be sampled; see `StepShape.draws`."""
+    sequences = batch.sampling
+    for sequence, position in zip(sequences, positions, strict=True):
+        params = sequence.params
+        if params.has_filters or params.is_cold or position - sequence.num_prompt_tokens < params.min_tokens:
+            return "none"
+    return "greedy" if all(sequence.params.is_greedy for sequence in sequences) else "noise"

@@ -1,0 +1,211 @@
+"""What a step takes to the GPU: one packed copy, whose parts stand in the same places for all steps of one shape.
+
+A shape is a step's sizes rounded up to the next of a few, so that a few captured CUDA graphs serve all steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.attention.layout import BatchLayout
+from nanovllm.config import EngineConfig
+from nanovllm.sampler import DrawInputs
+
+MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step, padding included. The flat batch has its decodes first, padded, then its chunks, padded.
+
+    num_rows: of the flat batch.
+    draws: how its tokens are sampled within the step ("greedy", "noise"), or "none" for the host's sampler.
+    """
+
+    num_decodes: int
+    num_rows: int
+    num_tiles: int
+    num_samples: int
+    draws: str
+
+
+class Buckets:
+    """Rounds sizes up. Fine where a step is short and of one kind, coarse where kinds multiply: mixed steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._block_size = config.block_size
+        self._max_seqs = config.max_num_seqs
+        self._decodes = _up_to(config.max_num_seqs, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224])
+        self._decodes += range(self._decodes[-1], config.max_num_seqs, 64)[1:]
+        self._decodes = sorted({*self._decodes, max(MIN_ROWS, config.max_num_seqs)})
+        self._mixed_decodes = [0, *_up_to(config.max_num_seqs, [4, 16, 32, 64, 128, 256, 512, 1024])]
+        budget = config.max_num_batched_tokens
+        sizes = [64 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)]
+        # The decodes' padding may take a full step past the budget.
+        self._mixed_rows = sorted({*_up_to(budget, sizes), budget + self._mixed_decodes[-1]})
+        self._few_tiles = 16
+        largest = self._mixed_rows[-1]
+        self.max_decodes = max(self._decodes[-1], self._mixed_decodes[-1])
+        self.max_rows = max(largest, self.max_decodes)
+        self.max_tiles = self._num_tiles(largest, self._max_seqs + largest)
+
+    def shape(self, layout: BatchLayout, num_tiles: int, draws: str) -> StepShape:
+        num_samples = len(layout.sample_rows)
+        if not num_tiles:
+            size = _round_up(self._decodes, layout.num_decodes)
+            return StepShape(size, size, 0, size, draws)
+        num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
+        num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
+        num_samples = _round_up(self._mixed_decodes[1:], num_samples)
+        return StepShape(num_decodes, num_rows, self._num_tiles(num_rows, num_tiles), num_samples, draws)
+
+    def common(self) -> list[StepShape]:
+        """What is ready from the start: the largest steps, and decodes of few requests."""
+        rows = self._mixed_rows[-1]
+        largest = StepShape(self._mixed_decodes[-1], rows, self._num_tiles(rows, 1), self._mixed_decodes[-1], "noise")
+        return [largest, *(StepShape(size, size, 0, size, "noise") for size in (self._decodes[-1], self._decodes[0]))]
+
+    def _num_tiles(self, num_rows: int, num_tiles: int) -> int:
+        """Whole blocks need one tile each; each chunk may need one more, or two."""
+        whole = -(-num_rows // self._block_size)
+        return whole + (self._few_tiles if num_tiles <= whole + self._few_tiles else 2 * self._max_seqs)
+
+
+def _up_to(limit: int, sizes: list[int]) -> list[int]:
+    return [*(size for size in sizes if size < limit), limit]
+
+
+def _round_up(sizes: list[int], size: int) -> int:
+    return sizes[bisect_left(sizes, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The parts of a packed step, as tensors on the device or arrays on the host; see `StepTables` and `DrawInputs`.
+
+    token_ids: [num_rows] int64; -1 - i for the i-th token that the step before samples.
+    positions, slots: [num_rows] int64; the padding's are 0.
+    sample_rows: [num_samples] int64.
+    noise_keys: [num_samples] int64.
+    inverse_temperatures, noise_scales: [num_samples] float32.
+    Those of attention are int32.
+    """
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    sample_rows: Any
+    noise_keys: Any
+    inverse_temperatures: Any
+    noise_scales: Any
+    decode_tables: Any
+    decode_pages: Any
+    tile_tables: Any
+    tile_blocks: Any
+    tile_is_used: Any
+    tile_rows: Any
+    chunk_rows: Any
+    tables: Any
+
+
+class StepPacking:
+    """Where the parts of a step of one shape stand, in 32-bit words; the block tables, of any length, come last."""
+
+    def __init__(self, shape: StepShape, block_size: int) -> None:
+        rows, samples, decodes, tiles = shape.num_rows, shape.num_samples, shape.num_decodes, shape.num_tiles
+        lengths = [rows, rows, rows, samples, samples, samples, samples, decodes, decodes, tiles, tiles, tiles,
+                   tiles * block_size, (rows - decodes) if tiles else 0]  # fmt: skip
+        words = [2] * 5 + [1] * 9
+        ends = np.cumsum(np.array(lengths) * words)
+        self.shape = shape
+        self.block_size = block_size
+        self.num_words = int(ends[-1])  # without the tables
+        self._spans = list(zip((ends - np.array(lengths) * words).tolist(), ends.tolist(), strict=True))
+
+    def on_device(self, buffer: Tensor) -> StepInputs:
+        """Views of the device's buffer [n] int32; the tables are all of it behind the rest."""
+        parts: list[Any] = [buffer[start:end] for start, end in self._spans]
+        parts[:5] = [part.view(torch.int64) for part in parts[:5]]
+        parts[5:7] = [part.view(torch.float32) for part in parts[5:7]]
+        return StepInputs(*[*parts, buffer[self.num_words :]])
+
+    def on_host(self, buffer: NDArray[np.int32]) -> StepInputs:
+        parts: list[Any] = [buffer[start:end] for start, end in self._spans]
+        parts[:5] = [part.view(np.int64) for part in parts[:5]]
+        parts[5:7] = [part.view(np.float32) for part in parts[5:7]]
+        return StepInputs(*[*parts, buffer[self.num_words :]])
+
+    def pack(self, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
+        """Write a step into `buffer` [num_words + num_table_words] int32."""
+        buffer[: self.num_words] = 0
+        to = self.on_host(buffer)
+        real, padded, num_tokens = layout.num_decodes, self.shape.num_decodes, layout.num_tokens
+        for rows, values in zip(
+            (to.token_ids, to.positions, to.slots), (layout.token_ids, layout.positions, layout.slots), strict=True
+        ):
+            rows[:real] = values[:real]
+            rows[padded : padded + num_tokens - real] = values[real:]
+        shift = padded - real
+        to.sample_rows[: len(layout.sample_rows)] = np.where(
+            layout.sample_rows < real, layout.sample_rows, layout.sample_rows + shift
+        )
+        if draws is not None:
+            count = len(draws.noise_keys)
+            to.noise_keys[:count] = draws.noise_keys
+            to.inverse_temperatures[:count] = draws.inverse_temperatures
+            to.noise_scales[:count] = draws.noise_scales
+        lengths = layout.table_lengths
+        to.tables[:] = np.fromiter(
+            chain.from_iterable(entry.block_table for entry in layout.entries), np.int32, len(to.tables)
+        )
+        starts = np.cumsum(lengths) - lengths
+        to.decode_tables[:real] = starts[:real]
+        to.decode_pages[:real] = layout.positions[:real] // self.block_size + 1
+        count = len(tiles.blocks)
+        if count:
+            to.tile_tables[:count] = starts[real:][tiles.chunks]
+            to.tile_blocks[:count] = tiles.blocks
+            to.tile_is_used[:count] = 1
+            to.tile_rows[: count * self.block_size] = np.where(tiles.rows < 0, 0, tiles.rows + padded)
+            is_real = tiles.rows >= 0
+            to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The chunks of a step, cut at the borders of blocks; those that see most come first.
+
+    chunks: [num_tiles] which chunk.
+    blocks: [num_tiles] which of its sequence's blocks.
+    rows: [num_tiles * block_size] row among the chunks' rows, -1 where the chunk has none.
+    """
+
+    chunks: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, layout: BatchLayout, block_size: int) -> Tiles:
+        entries = layout.chunks
+        if not entries:
+            nothing = np.zeros(0, np.int64)
+            return cls(nothing, nothing, nothing)
+        first_rows = layout.row_starts[layout.num_decodes : -1] - layout.num_decodes
+        starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
+        ends = starts + np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
+        counts = -(-ends // block_size) - starts // block_size
+        chunks = np.repeat(np.arange(len(entries)), counts)
+        blocks = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts - starts // block_size, counts)
+        order = np.argsort(-blocks, kind="stable")
+        chunks, blocks = chunks[order], blocks[order]
+        positions = blocks[:, None] * block_size + np.arange(block_size)
+        starts, ends, first_rows = starts[chunks, None], ends[chunks, None], first_rows[chunks, None]
+        rows = np.where((positions >= starts) & (positions < ends), first_rows + positions - starts, -1)
+        return cls(chunks, blocks, rows.reshape(-1))
