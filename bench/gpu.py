@@ -258,10 +258,17 @@ def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
     for number, prompt in enumerate(random_requests("steps", count, context, 200).prompts):
         params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=200)
         engine.add_request(str(number), prompt, params)
+    engine.step()
+    if count * context > 40_000:
+        prompts = _trace(engine, 3, f"{count} prompts")
+        print(f"  {count} prompts {prompts}", flush=True)
     while engine.scheduler.waiting or any(s.num_output_tokens < 4 for s in engine.scheduler.running):
         engine.step()
     gaps = _gaps(engine.step, lambda n: n < 40)
-    num_steps = 20
+    return {"step, ms": 1e3 * statistics.median(gaps)} | _trace(engine, 20, str(count))
+
+
+def _trace(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(num_steps):
             engine.step()
@@ -277,9 +284,10 @@ def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
     span = end - kernels[0][0]
     top = sorted(by_name.items(), key=lambda item: -sum(item[1]))
     for name, times in top[:24]:
-        print(f"  {count:4} {sum(times) / num_steps:9.1f} us {len(times) / num_steps:7.1f} x  {name[:100]}")
-    return {"step, ms": 1e3 * statistics.median(gaps), "kernels a step": len(kernels) / num_steps,
-            "busy, ms": busy / num_steps / 1e3, "idle share": 1 - busy / span}  # fmt: skip
+        print(f"  {name_of_steps:4} {sum(times) / num_steps:9.1f} us {len(times) / num_steps:7.1f} x  {name[:100]}")
+    return {
+        "kernels a step": len(kernels) / num_steps, "busy, ms": busy / num_steps / 1e3, "idle share": 1 - busy / span
+    }  # fmt: skip
 
 
 RATE = 0.0

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nanovllm.attention.compiled import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
 from nanovllm.attention.gpu_options import MAX_SPLITS
 from nanovllm.attention.layout import BatchLayout
@@ -58,6 +59,7 @@ class GraphExecutor:
             max_pages=max_pages,
             device=binding.device,
         )
+        self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         self._packing = cache(lambda shape: StepPacking(shape, block_size))
         self._graphs: OrderedDict[StepShape, torch.cuda.CUDAGraph] = OrderedDict()
         largest = StepShape(
@@ -109,8 +111,8 @@ class GraphExecutor:
         inputs = self._packing(shape).on_device(self._inputs)
         binding = self._binding
         with torch.no_grad():
-            token_ids = with_sampled(inputs.token_ids, self._sampled)
-            plan = self._form.plan(_tables_of(inputs, shape))
+            token_ids = self._with_sampled(inputs.token_ids, self._sampled)
+            plan = self._form.plan(tables_of(inputs, shape))
         enter_step(binding.handle, AttentionStep(plan, shape.num_rows))
         try:
             with binding.installed():
@@ -203,7 +205,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     return tiles + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
 
 
-def _tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
+def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
     return StepTables(
         inputs.tables, inputs.decode_tables, inputs.decode_pages, inputs.positions[: shape.num_decodes],
         inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,

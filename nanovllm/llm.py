@@ -22,7 +22,7 @@ from nanovllm import loader
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.garbage import collector_paused
+from nanovllm.garbage import collector_paused, heap_frozen
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
@@ -114,7 +114,8 @@ class LLM:
         """
         requests = self._prepare(prompts, sampling_params, priority, cache_salt)
         outputs: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
+        with bar, heap_frozen():
             for output in self._run(requests, stream=False, after_step=_rate_display(bar, self._open_engine())):
                 outputs[output.request_id] = output
                 bar.update()

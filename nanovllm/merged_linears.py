@@ -5,6 +5,7 @@ Which ones do is seen in one forward pass. Only for a model that nobody else use
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.packing import with_own_weights
+from nanovllm.skinny_linear import linear, suits
 
 
 class _Shared:
@@ -37,11 +39,19 @@ class MergedLinear(nn.Module):
                 for linear in linears
             ]
             self.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.is_skinny = self.bias is None and suits(self.weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        product = F.linear(states, self.weight, self.bias)
+        product = linear(states, self.weight) if self.is_skinny else F.linear(states, self.weight, self.bias)
         self._shared.product = product
         return product[..., : self.out_features]
+
+
+class SkinnyLinear(nn.Linear):
+    """A linear layer by itself, whose products of a few rows are our own."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return linear(states, self.weight)
 
 
 class MergedPart(nn.Module):
@@ -78,6 +88,9 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     for layer, seen in calls.items():
         for group in _groups(seen):
             _merge(layer, group)
+        for module in layer.modules():
+            if type(module) is nn.Linear and module.bias is None and suits(module.weight):
+                module.__class__ = SkinnyLinear
 
 
 def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
@@ -89,11 +102,11 @@ def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
 
 def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
     """Linear layers that were called once, on the same tensor and in the same dtype, in the order of their calls."""
-    names = [linear for linear, _ in seen]
+    calls = Counter(module for module, _ in seen)
     groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
-    for linear, states in seen:
-        if names.count(linear) == 1:
-            groups.setdefault((id(states), linear.weight.dtype), []).append(linear)
+    for module, states in seen:
+        if calls[module] == 1:
+            groups.setdefault((id(states), module.weight.dtype), []).append(module)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -101,9 +114,9 @@ def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
     shared = _Shared()
     replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(linears, shared)}
     start = linears[0].out_features
-    for linear in linears[1:]:
-        end = start + linear.out_features
-        replacements[linear] = MergedPart(shared, start, end, is_last=linear is linears[-1])
+    for module in linears[1:]:
+        end = start + module.out_features
+        replacements[module] = MergedPart(shared, start, end, is_last=module is linears[-1])
         start = end
     for parent in list(layer.modules()):
         for name, child in parent._modules.items():

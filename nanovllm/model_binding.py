@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from nanovllm.attention.compiled import own_code
@@ -48,6 +49,8 @@ logger = logging.getLogger("nanovllm")
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
 
+# Small kernels of one layer that do not depend on each other are launched as one.
+GPU_LAYER_COMPILER: Any = {"combo_kernels": True}
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -74,6 +77,7 @@ class ModelBinding:
         self._caches: list[tuple[Tensor, Tensor]] = []  # K and V of each layer
         self._cleared_together: list[Tensor] = []  # the memory of several caches each: [n, num_slots, heads, head_dim]
         self._compiled_layer: Any = None
+        self._compiled_small: dict[nn.Module, Any] = {}
         self._fused_layers: list[FusedLayer] = []
         self._undo: list[_Change] = []
         self._is_installed = False
@@ -223,7 +227,24 @@ class ModelBinding:
         def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return layer._call_impl(*args, **kwargs)
 
+        if self.device.type == "cuda":
+            compiled = torch.compile(own_code(layer_call), fullgraph=True, dynamic=False, options=GPU_LAYER_COMPILER)
+            self._compiled_layer = _marking_rows(compiled)
+            for module in self._small_modules():  # there every small kernel takes a microsecond or two
+                self._compiled_small[module] = torch.compile(own_code(layer_call), dynamic=True)
+            return
         self._compiled_layer = torch.compile(own_code(layer_call), fullgraph=True, dynamic=True)
+
+    def _small_modules(self) -> list[nn.Module]:
+        """What the model computes outside of its layers, such as norms and rotary embeddings, but for products."""
+        within = {module for layer in self._layer_modules for module in modules_of(layer)}
+        return [
+            module
+            for module in modules_of(self.model)
+            if module not in within
+            and not module._modules
+            and not isinstance(module, (nn.Embedding, nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList))
+        ]
 
     @property
     def has_compiled_layers(self) -> bool:
@@ -251,6 +272,8 @@ class ModelBinding:
         if self._compiled_layer is not None:
             for module in self._layer_modules:
                 changes.append((vars(module), "_compiled_call_impl", partial(self._compiled_layer, module)))
+            for module, compiled in self._compiled_small.items():
+                changes.append((vars(module), "_compiled_call_impl", partial(compiled, module)))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
         self._apply(changes)
@@ -344,7 +367,24 @@ class ModelBinding:
     def close(self) -> None:
         self.release_caches()
         self._compiled_layer = None
+        self._compiled_small = {}
         self._fused_layers = []
+
+
+def _marking_rows(compiled: Any) -> Any:
+    """A compiled layer of which nothing but the number of rows becomes a symbol, so that the rest is laid out for its
+    actual sizes."""
+
+    def call(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        num_rows = hidden_states.shape[1]
+        for tensor in tree_leaves((hidden_states, args, kwargs)):
+            if isinstance(tensor, Tensor):
+                for dim in range(min(2, tensor.dim())):  # [num_rows] or [1, num_rows, ...]
+                    if tensor.shape[dim] == num_rows:
+                        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return compiled(layer, hidden_states, *args, **kwargs)
+
+    return call
 
 
 _ABSENT = object()

@@ -274,7 +274,9 @@ class ModelRunner:
         A sequence's newest token may still be in flight if the step launched before this one samples it. Raises
         DeviceError if the device failed, and whatever else the model raises.
         """
-        layout = build_layout(batch.entries, self.config.block_size, self._in_flight)
+        layout = build_layout(
+            batch.entries, self.config.block_size, self._in_flight, longest_first=self._uses_graph_executor
+        )
         with _device_errors():
             pending = PendingTokens.of(self._executor.launch(batch, layout))
         self._in_flight = {sequence: place for place, sequence in enumerate(batch.sampling)}

@@ -48,8 +48,8 @@ class InterruptAt:
         return self._line
 
 
-def open_llm() -> LLM:
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+def open_llm(**options: Any) -> LLM:
+    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS, **options)
 
 
 def tokens(output: Any) -> list[int]:
@@ -70,13 +70,14 @@ FILES = {
 }
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files):
+def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
     """A stream is open while another call is interrupted: it goes on, and so does everything after."""
     model_state = None
     places = set()
     for number in [*range(1, 400, 11), *range(400, 6000, 373)]:
-        llm = open_llm()
+        llm = open_llm(overlap=overlap)
         stream = llm.stream(PROMPT, PARAMS)
         seen = [next(stream) for _ in range(3)]
         module = llm._engine.model_runner.binding.model

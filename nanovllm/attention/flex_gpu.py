@@ -24,6 +24,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from nanovllm.attention.compiled import own_code
 from nanovllm.attention.gpu_options import chunk_options, decode_options
 
+# The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
+DECODE_COMPILER: Any = {
+    "unroll_reductions_threshold": 16, "realize_reads_threshold": 128, "realize_opcount_threshold": 4096,
+}  # fmt: skip
 # The kernels want the sparse block of queries to be a multiple of their tile; a decode has one row a head.
 _DECODE_QUERY_BLOCK = 128
 
@@ -147,13 +151,15 @@ class GpuFlexPlan:
         """See `AttentionPlan`."""
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
-        parts = []
-        if self.num_decodes:
-            parts.append(self.form.attend_decodes(query[: self.num_decodes], keys, values, scaling))
-        if len(self.tile_rows):
-            tiles = self.form.attend_tiles(query.index_select(0, self.tile_rows), keys, values, scaling)
-            parts.append(tiles.index_select(0, self.chunk_rows))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        count = self.num_decodes
+        if not len(self.tile_rows):
+            return self.form.attend_decodes(query, keys, values, scaling)
+        output = torch.empty_like(query)
+        if count:
+            output[:count] = self.form.attend_decodes(query[:count], keys, values, scaling)
+        tiles = self.form.attend_tiles(query.index_select(0, self.tile_rows), keys, values, scaling)
+        torch.index_select(tiles, 0, self.chunk_rows, out=output[count:])
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +223,9 @@ class _DecodeCall(nn.Module):
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.options = options
-        self._compiled = torch.compile(own_code(_attend_decodes), fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(
+            own_code(_attend_decodes), fullgraph=True, dynamic=False, options=DECODE_COMPILER
+        )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: _DecodeTables, scaling: float) -> Tensor:
         # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.

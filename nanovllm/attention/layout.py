@@ -63,15 +63,23 @@ class BatchLayout:
 
 
 def build_layout(
-    batch_entries: SequenceABC[ScheduledSequence], block_size: int, in_flight: Mapping[Sequence, int] | None = None
+    batch_entries: SequenceABC[ScheduledSequence],
+    block_size: int,
+    in_flight: Mapping[Sequence, int] | None = None,
+    *,
+    longest_first: bool = False,
 ) -> BatchLayout:
     """Lay out a step's entries; the only Python loops are over entries, never over tokens.
 
     Args:
         in_flight: the sequences that the step before samples, each with its place among them; their tokens may not be
             known yet.
+        longest_first: put the decodes with the longest contexts first, so that none is left alone at the end where
+            they are computed side by side in this order.
     """
     decodes = [entry for entry in batch_entries if entry.num_new_tokens == 1]
+    if longest_first:
+        decodes.sort(key=_start, reverse=True)
     entries = decodes + [entry for entry in batch_entries if entry.num_new_tokens > 1]
     starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
     counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
@@ -104,6 +112,10 @@ def build_layout(
         sample_rows=_sample_rows(batch_entries, entries, row_starts),
         blocks_to_clear=flat_blocks[(offsets + widths - 1)[unfinished]],
     )
+
+
+def _start(entry: ScheduledSequence) -> int:
+    return entry.start
 
 
 def _token_ids(

@@ -1,0 +1,93 @@
+"""Matrix products of a few rows on a GPU, for which cuBLAS takes up to twice the time that reading the weight needs.
+
+Each program holds some outputs of all rows and walks the whole depth, so nothing is left to be summed up afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_ROWS = 16
+# From here on a weight is so large that cuBLAS reads it near the rate of the memory.
+MAX_WEIGHT_BYTES = 16 * 2**20
+_BLOCK_OUTPUTS = 16
+
+
+def _kernel() -> Any:
+    import triton  # comes with PyTorch where it is built for GPUs
+    import triton.language as tl
+
+    @triton.jit
+    def skinny(
+        states,
+        weight,
+        output,
+        num_rows,
+        stride,
+        num_outputs: tl.constexpr,
+        depth: tl.constexpr,
+        BLOCK_OUTPUTS: tl.constexpr,
+        BLOCK_DEPTH: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        NUM_STAGES: tl.constexpr,
+    ):
+        outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        rows = tl.arange(0, BLOCK_ROWS)
+        steps = tl.arange(0, BLOCK_DEPTH)
+        sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
+        for start in tl.range(0, depth, BLOCK_DEPTH, num_stages=NUM_STAGES):
+            weights = tl.load(weight + outputs[:, None] * depth + (start + steps)[None, :])
+            inputs = tl.load(
+                states + rows[None, :] * stride + (start + steps)[:, None], mask=(rows < num_rows)[None, :], other=0.0
+            )
+            sums = tl.dot(weights, inputs, sums)
+        tl.store(
+            output + rows[None, :] * num_outputs + outputs[:, None],
+            sums.to(output.dtype.element_ty),
+            mask=(rows < num_rows)[None, :],
+        )
+
+    return skinny
+
+
+_compiled: list[Any] = []
+
+
+@torch.library.custom_op("nanovllm::linear", mutates_args=())
+def linear(states: Tensor, weight: Tensor) -> Tensor:
+    """`F.linear` without a bias, whatever the number of rows: states [..., depth], weight [num_outputs, depth]."""
+    num_outputs, depth = weight.shape
+    num_rows = states.numel() // depth
+    if num_rows > MAX_ROWS:
+        return F.linear(states, weight)
+    if not _compiled:
+        _compiled.append(_kernel())
+    block_depth, num_stages = (512, 3) if depth % 512 == 0 and depth >= 2048 else (128, 4)
+    rows = states.reshape(num_rows, depth)
+    output = states.new_empty(*states.shape[:-1], num_outputs)
+    _compiled[0][(num_outputs // _BLOCK_OUTPUTS,)](
+        rows, weight, output, num_rows, rows.stride(0), num_outputs, depth, _BLOCK_OUTPUTS, block_depth, 16, num_stages,
+        num_warps=2,
+    )  # fmt: skip
+    return output
+
+
+@linear.register_fake
+def _(states, weight):
+    return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+
+def suits(weight: Tensor) -> bool:
+    """Whether `linear` takes this weight, and it is of a size for which that pays."""
+    num_outputs, depth = weight.shape
+    return (
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.nbytes <= MAX_WEIGHT_BYTES
+        and num_outputs % _BLOCK_OUTPUTS == 0
+        and depth % 128 == 0
+    )

@@ -1,0 +1,228 @@
+"""Engines on a GPU: captured or not, overlapped or not, in any company, token for token the same as `transformers`."""
+
+from __future__ import annotations
+
+import functools
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, default_model
+from tests.test_equality import model, reference
+from tests.test_equality import prompts as long_prompts
+from tests.test_overlap import requests
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs, overlapped": {},
+    "graphs, one by one": {"overlap": False},
+    "no graphs, overlapped": {"cuda_graphs": False},
+    "no graphs, one by one": {"cuda_graphs": False, "overlap": False},
+}
+
+
+def open_llm(module: Any = None, **options: Any) -> LLM:
+    return LLM(module or model("llama"), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    llm._engine.check_integrity()
+    return [
+        (o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason, o.error)
+        for o in outputs
+    ]
+
+
+@functools.cache
+def expected(family: str) -> list[list[int]]:
+    return [reference(model(family), prompt) for prompt in long_prompts()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(family):
+    with open_llm(model(family)) as llm:
+        for name in ("cold", "warm"):
+            tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
+            assert tokens == expected(family), f"with a {name} cache"
+        for prompt, right in zip(long_prompts(), expected(family), strict=True):
+            assert answers(llm, [prompt], GREEDY)[0][0] == right
+
+
+@functools.cache
+def answers_in_one_way(way: str, pool: str) -> list[tuple[Any, ...]]:
+    small = {"num_kv_blocks": 17, "max_model_len": 230, "block_size": 16, "max_num_batched_tokens": 80}
+    with open_llm(**WAYS[way], **(small if pool == "tiny" else {})) as llm:
+        result = answers(llm, *requests())
+        assert (llm.stats().num_preemptions > 0) == (pool == "tiny")
+        assert answers(llm, *requests()) == result, "with a warm cache"
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pool", ["roomy", "tiny"])
+def test_requests_that_end_in_every_way_end_the_same_in_every_way_of_stepping(way, pool):
+    """Stop tokens and strings, lengths, seeds, filters, minima, shared prefixes; float32. Preempted ones, too."""
+    with LLM(model("llama"), tokenizer=tiny_tokenizer(), enforce_eager=True, **OPTIONS) as llm:
+        assert answers_in_one_way(way, pool) == answers(llm, *requests())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_captured_steps_compute_what_uncaptured_ones_do_in_bfloat16(family):
+    """The same kernels on the same shapes, so to the last bit. (The batches are the same too without overlap.)"""
+    module = tiny_model(family, dtype=torch.bfloat16).cuda()
+    results = []
+    for graphs in (True, False):
+        with open_llm(module, cuda_graphs=graphs) as llm:
+            results.append([answer[0] for answer in answers(llm, long_prompts(), GREEDY)])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_bfloat16_logits_are_within_its_rounding_of_float32(backend):
+    exact, module = tiny_model("qwen3").cuda(), tiny_model("qwen3", dtype=torch.bfloat16).cuda()
+    with open_llm(module, attention_backend=backend, overlap=False) as llm:
+        sampler = llm._engine.model_runner.sampler
+        captured, sample = [], sampler.sample
+        sampler.sample = lambda logits, *rest: captured.append(logits.float().clone()) or sample(logits, *rest)
+        params = SamplingParams(top_p=0.5, max_tokens=1)  # filters make the host's sampler see the logits
+        for prompt in long_prompts():
+            llm.generate([prompt], params, use_tqdm=False)
+            with torch.no_grad():
+                right = exact(torch.tensor([prompt], device="cuda")).logits[0, -1]
+            assert (captured[-1][0] - right).abs().max() < 0.05 * right.abs().max()
+
+
+def test_every_number_of_requests_finds_a_graph_that_holds_it():
+    choice = random.Random(5)
+    prompts = [[choice.randrange(VOCAB_SIZE) for _ in range(choice.randint(1, 40))] for _ in range(21)]
+    with open_llm(max_num_seqs=21) as llm:
+        alone = [answers(llm, [prompt], GREEDY)[0] for prompt in prompts]
+        for count in range(1, 22):
+            assert answers(llm, prompts[:count], GREEDY) == alone[:count]
+        executor = llm._engine.model_runner._executor
+        assert max(shape.num_decodes for shape in executor._graphs) >= 21
+        assert any(shape.num_decodes == 21 and not shape.num_tiles for shape in executor._graphs)
+
+
+def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
+    monkeypatch.setattr("nanovllm.graph_executor.MAX_GRAPHS", 3)
+    with open_llm() as llm:
+        tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
+        assert tokens == expected("llama")
+        assert len(llm._engine.model_runner._executor._graphs) <= 3
+
+
+def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbours_go_on():
+    module = tiny_model().cuda()
+    with torch.no_grad():
+        module.get_input_embeddings().weight[99] = float("nan")
+    good = [[5, 6, 7], [8] * 40]
+    with open_llm(module) as llm:
+        alone = answers(llm, good, GREEDY)
+        first, bad, second = answers(llm, [good[0], [4, 99, 3] * 20, good[1]], GREEDY)
+        assert bad[2] == "error" and "not finite" in bad[4]
+        assert [first, second] == alone
+        assert answers(llm, good, GREEDY) == alone
+
+
+def test_a_live_module_is_followed_through_updates_replacements_and_hooks():
+    module = tiny_model().cuda()
+    prompt = [5, 6, 7, 8] * 9
+    called = []
+    with open_llm(module) as llm:
+        assert answers(llm, [prompt], GREEDY)[0][0] == reference(module, prompt)
+        with torch.no_grad():
+            for parameter in module.parameters():  # in place: the graphs stay
+                parameter.copy_(parameter.flip(0))
+        assert answers(llm, [prompt], GREEDY)[0][0] == reference(module, prompt)
+        layer = module.model.layers[0].mlp
+        layer.up_proj.weight = torch.nn.Parameter(-layer.up_proj.weight.detach())  # elsewhere: they are captured anew
+        assert answers(llm, [prompt], GREEDY)[0][0] == reference(module, prompt)
+        hook = module.lm_head.register_forward_hook(lambda *_: called.append(1))
+        assert answers(llm, [prompt], GREEDY)[0][0] == reference(module, prompt)
+        assert len(called) >= 20 + 20  # the engine's steps and the reference's
+        hook.remove()
+        assert answers(llm, [prompt], GREEDY)[0][0] == reference(module, prompt)
+
+
+def test_a_model_of_its_own_merges_products_and_answers_the_same(tmp_path):
+    """q/k/v with biases (Qwen2) and without, gate/up; and products of few rows by a kernel of our own."""
+    for family, dtype in (("qwen2", torch.float32), ("llama", torch.float32), ("qwen3", torch.bfloat16)):
+        module = tiny_model(family, dtype=dtype)
+        folder = tmp_path / family
+        module.save_pretrained(folder)
+        with LLM(folder, tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
+            merged = [m for m in llm._engine.model_runner.binding.model.modules() if type(m).__name__ == "MergedLinear"]
+            assert len(merged) == 2 * 2
+            outputs = answers(llm, long_prompts(), GREEDY)
+        if dtype == torch.float32:
+            assert [answer[0] for answer in outputs] == [reference(module.cuda(), prompt) for prompt in long_prompts()]
+
+
+def test_the_pool_leaves_what_other_processes_hold(tmp_path):
+    """Another process takes a quarter of the GPU; the default pool is smaller by about as much."""
+    script = (
+        "import sys, torch; total = torch.cuda.mem_get_info()[1]\n"
+        "held = torch.empty(total // 4, dtype=torch.uint8, device='cuda')\n"
+        "print('held', flush=True); sys.stdin.read()\n"
+    )
+    options = {"max_model_len": 2048, "max_num_seqs": 4096, "max_num_batched_tokens": 8192, "enforce_eager": True}
+    total = torch.cuda.mem_get_info()[1]
+
+    def pool_bytes() -> int:
+        with LLM(model("llama"), **options) as llm:
+            return llm.config.num_kv_blocks * llm._engine.model_runner.binding.cache_bytes(llm.config.block_size)
+
+    torch.cuda.empty_cache()
+    before = pool_bytes()
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        torch.cuda.empty_cache()
+        beside = pool_bytes()
+        other.communicate()
+    if before < 2048 * 4096 * 1024:  # else it holds all that could ever be used, both times
+        assert 0.8 * total / 4 < before - beside < 1.3 * total / 4
+
+
+def test_a_pool_that_does_not_fit_says_what_there_is():
+    with pytest.raises((ValueError, torch.OutOfMemoryError), match=r"\d"):
+        LLM(model("llama"), max_model_len=2000, gpu_memory_utilization=0.001)
+    with pytest.raises(ValueError, match="num_kv_blocks"):
+        LLM(model("llama"), max_model_len=2000, num_kv_blocks=3)
+
+
+@pytest.mark.skipif(
+    not default_model._is_ready(default_model.cache_root() / default_model._FOLDER_NAME),
+    reason="the embedded default model is not in this machine's cache",
+)
+def test_the_default_model_answers_as_transformers_does_in_float32():
+    from transformers import AutoModelForCausalLM
+
+    folder = default_model.ensure_default_model()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    questions = [
+        "What is the capital of France?", "Write a haiku about rivers.", "2 + 3 =", "Explain why the sky is blue.",
+        "List three fruits.", "Who wrote Hamlet?", "Translate 'good morning' into Spanish.", "Tell me a story.",
+    ]  # fmt: skip
+    with LLM(default_model.DEFAULT_MODEL, dtype="float32", max_model_len=1024) as llm:
+        prompts = llm.apply_chat_template([[{"role": "user", "content": question}] for question in questions])
+        prompts += [(prompts[0] * 30)[: 64 * n + shift] for n in (1, 4, 9) for shift in (-1, 0, 1)]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        inputs = torch.tensor([prompt], device="cuda")
+        with torch.no_grad():
+            right = module.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=40, min_new_tokens=40,
+                pad_token_id=0, eos_token_id=None,
+            )  # fmt: skip
+        assert tokens == right[0, len(prompt) :].tolist()

@@ -1,0 +1,161 @@
+"""The GPU's kernels against references computed densely, in float32, on the host."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.flex_gpu import GpuFlexAttention
+from nanovllm.attention.layout import build_layout
+from nanovllm.attention.operator import write_states
+from nanovllm.config import EngineConfig
+from nanovllm.graph_executor import tables_of
+from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gamma, gumbel_noise, noise_keys, token_counters
+from nanovllm.skinny_linear import linear
+from nanovllm.step_inputs import Buckets, StepPacking, Tiles
+from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
+
+_forms: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
+
+
+def form_of(case: PagedCase) -> tuple[GpuFlexAttention, Buckets]:
+    """One form per shape: it keeps its compiled kernels over many steps, as in an engine."""
+    num_heads, head_dim = case.queries[0].shape[1:]
+    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype)
+    if key not in _forms:
+        config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
+        buckets = Buckets(config)
+        form = GpuFlexAttention(
+            block_size=case.block_size,
+            num_kv_heads=case.num_kv_heads,
+            num_groups=num_heads // case.num_kv_heads,
+            head_bytes=head_dim * case.dtype.itemsize,
+            max_decodes=buckets.max_decodes,
+            max_tiles=buckets.max_tiles,
+            max_pages=NUM_BLOCKS - 1,
+            device=torch.device("cuda"),
+        )
+        _forms[key] = form, buckets
+    return _forms[key]
+
+
+def run(case: PagedCase) -> torch.Tensor:
+    """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
+    form, buckets = form_of(case)
+    layout, block_size = case.layout, case.block_size
+    tiles = Tiles.of(layout, block_size)
+    shape = buckets.shape(layout, len(tiles.blocks), "greedy")
+    packing = StepPacking(shape, block_size)
+    packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
+    packing.pack(layout, tiles, None, packed)
+    inputs = packing.on_device(torch.from_numpy(packed).cuda())
+
+    rows = torch.arange(layout.num_tokens)
+    rows[layout.num_decodes :] += shape.num_decodes - layout.num_decodes
+    states = []
+    for real in case.inputs():
+        padded = torch.zeros(*real.shape[:2], shape.num_rows, real.shape[3], dtype=real.dtype, device="cuda")
+        padded[:, :, rows.cuda()] = real
+        states.append(padded)
+    blocks = torch.from_numpy(layout.blocks_to_clear).cuda()
+    for cache in case.caches:
+        cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
+    write_states(states[1], states[2], *case.caches, inputs.slots)
+    with torch.no_grad():
+        plan = form.plan(tables_of(inputs, shape))
+        output = plan.attend(states[0][0].transpose(0, 1).contiguous(), *case.caches, case.scaling)
+    assert output.isfinite().all()  # in the padding too: it goes through the rest of the layers
+    return output[rows.cuda()]
+
+
+@pytest.mark.parametrize("spans", MIXED_STEPS.values(), ids=MIXED_STEPS.keys())
+def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(spans):
+    case = PagedCase(spans)
+    case.check(run(case))
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_any_split_of_any_sequences_equals_dense_attention(block_size):
+    for seed in range(16):
+        choice = random.Random(seed)
+        spans = []
+        for _ in range(choice.randint(1, 6)):
+            start = choice.choice([0, choice.randint(0, 150)])
+            spans.append((start, choice.choice([1, 1, choice.randint(1, 60)])))
+        case = PagedCase(spans, seed=seed, block_size=block_size)
+        case.check(run(case))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_every_group_size_is_right(groups):
+    case = PagedCase([(70, 1), (0, 1), (33, 1), (0, 67), (64, 40)], groups=groups, block_size=32, dtype=torch.bfloat16)
+    case.check(run(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 32), (96, 64), (128, 128), (256, 64), (64, 256)])
+def test_every_head_size_block_size_and_dtype_is_right(head_dim, block_size, dtype):
+    spans = [(33, 1), (0, block_size + 3), (2 * block_size, 21), (block_size - 1, 1), (block_size, 1)]
+    case = PagedCase(spans, head_dim=head_dim, block_size=block_size, dtype=dtype, groups=2)
+    case.check(run(case))
+
+
+def test_decodes_are_put_in_order_of_their_contexts_and_come_back_in_place():
+    case = PagedCase([(5, 1), (100, 1), (33, 1), (0, 20)])
+    case.layout = build_layout(case.entries, case.block_size, longest_first=True)
+    assert [entry.start for entry in case.layout.decodes] == [100, 33, 5]
+    assert case.layout.sample_rows.tolist() == [2, 0, 1, 22]
+    case.check(run(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 15, 16, 17, 200])
+@pytest.mark.parametrize(("num_outputs", "depth"), [(4096, 1024), (1024, 3072), (576, 1536), (16, 128)])
+def test_skinny_products_equal_float32_products(num_rows, num_outputs, depth, dtype):
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    states = torch.randn(1, num_rows, depth, generator=generator, device="cuda").to(dtype)
+    weight = torch.randn(num_outputs, depth, generator=generator, device="cuda").to(dtype)
+    exact = F.linear(states.double(), weight.double())
+    error = (linear(states, weight).double() - exact).norm() / exact.norm()
+    assert error < 4e-3
+    wide = torch.randn(1, num_rows, 2 * depth, generator=generator, device="cuda").to(dtype)[..., :depth]
+    torch.testing.assert_close(linear(wide, weight), linear(wide.contiguous(), weight), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 49_152, 50_257, 151_936])
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_rows):
+    """Where the two best scores are not so near that rounding decides; the logits are of float32 and of bfloat16."""
+    sampler = Sampler(compiles=True)
+    generator = torch.Generator("cuda").manual_seed(vocab_size)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (4 * torch.randn(num_rows, vocab_size, generator=generator, device="cuda")).to(dtype)
+        keys = torch.from_numpy(noise_keys(range(num_rows), [7] * num_rows)).cuda()
+        temperatures = torch.linspace(0.5, 1.5, num_rows, device="cuda")
+        scales = (torch.arange(num_rows, device="cuda") % 3 != 1).float()  # some rows are greedy
+        tokens = sampler.draw(logits, keys, 1 / temperatures, scales)
+        noise = gumbel_noise(keys, token_counters(vocab_size, gamma(logits.device)))
+        scores = logits.double() / temperatures[:, None] + scales[:, None] * noise
+        best, expected = scores.topk(2)
+        clear = best[:, 0] - best[:, 1] > 1e-4
+        assert torch.equal(tokens[clear], expected[clear, 0])
+        greedy = sampler.draw_greedily(logits)
+        assert torch.equal(logits.gather(1, greedy[:, None])[:, 0], logits.amax(dim=-1))
+
+
+def test_rows_that_are_not_finite_give_no_token():
+    sampler = Sampler(compiles=True)
+    logits = torch.randn(5, 512, device="cuda")
+    logits[0, 7] = torch.nan
+    logits[1, 500] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, :511] = -torch.inf  # one token is left
+    inputs = DrawInputs(noise_keys(range(5), range(5)), np.full(5, 1.25, np.float32), np.ones(5, np.float32))
+    arrays = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
+    drawn = sampler.draw(logits, *(torch.from_numpy(array).cuda() for array in arrays)).tolist()
+    assert drawn[:4] == [NON_FINITE] * 3 + [511] and drawn[4] >= 0
+    assert sampler.draw_greedily(logits).tolist()[:4] == [NON_FINITE] * 3 + [511]
