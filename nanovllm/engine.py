@@ -78,9 +78,10 @@ class Engine:
         """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
         if not prompt_token_ids:
             raise ValueError("the prompt is empty; it needs at least one token.")
-        for token_id in prompt_token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TypeError(f"a prompt's token ids must be whole numbers, not {token_id!r}.")
+        if set(map(type, prompt_token_ids)) != {int}:  # a prompt may be long, and this is fast
+            for token_id in prompt_token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise TypeError(f"a prompt's token ids must be whole numbers, not {token_id!r}.")
         low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= self._vocab_size:
             raise ValueError(

@@ -156,6 +156,8 @@ class GraphExecutor:
         while len(self._graphs) >= MAX_GRAPHS:
             torch.cuda.synchronize()
             self._graphs.popitem(last=False)
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()
         sampled = self._sampled.clone()  # the step to come reads them, and trying this one overwrites them
         self._inputs.zero_()  # a step of padding alone
         current = torch.cuda.current_stream(self._binding.device)
@@ -189,6 +191,7 @@ class GraphExecutor:
         if self._graphs:
             torch.cuda.synchronize()
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
 
     def close(self) -> None:
         self._forget_graphs()

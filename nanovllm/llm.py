@@ -348,6 +348,8 @@ def _as_token_ids(prompt: Any) -> list[Any]:
     items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
         raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
+    if set(map(type, items)) <= {int}:  # a prompt may be long, and this is fast
+        return list(items)
     is_number = [isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items]
     return [int(item) if fits else item for item, fits in zip(items, is_number, strict=True)]
 

@@ -50,7 +50,7 @@ AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
 
 # Small kernels of one layer that do not depend on each other are launched as one.
-GPU_LAYER_COMPILER: Any = {"combo_kernels": True}
+GPU_LAYER_COMPILER: Any = {"combo_kernels": True, "assert_indirect_indexing": False}
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

@@ -269,7 +269,7 @@ def _attend_decodes(
     )  # fmt: skip
     if width != num_groups:
         attended = attended.view(num_rows, call.num_kv_heads, width, head_dim)[:, :, :num_groups]
-    return attended.reshape(num_rows, num_heads, head_dim)
+    return attended.reshape(num_rows, num_heads, head_dim).contiguous()
 
 
 class _ChunkCall(nn.Module):

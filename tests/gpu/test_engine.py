@@ -88,7 +88,9 @@ def test_captured_steps_compute_what_uncaptured_ones_do_in_bfloat16(family):
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa"])
 def test_bfloat16_logits_are_within_its_rounding_of_float32(backend):
+    """No further from it than the logits of `transformers` in bfloat16 are, all prompts together."""
     exact, module = tiny_model("qwen3").cuda(), tiny_model("qwen3", dtype=torch.bfloat16).cuda()
+    ours, theirs = [], []
     with open_llm(module, attention_backend=backend, overlap=False) as llm:
         sampler = llm._engine.model_runner.sampler
         captured, sample = [], sampler.sample
@@ -97,8 +99,11 @@ def test_bfloat16_logits_are_within_its_rounding_of_float32(backend):
         for prompt in long_prompts():
             llm.generate([prompt], params, use_tqdm=False)
             with torch.no_grad():
-                right = exact(torch.tensor([prompt], device="cuda")).logits[0, -1]
-            assert (captured[-1][0] - right).abs().max() < 0.05 * right.abs().max()
+                inputs = torch.tensor([prompt], device="cuda")
+                right = exact(inputs).logits[0, -1]
+                theirs.append((module(inputs).logits[0, -1].float() - right).norm() / right.norm())
+            ours.append((captured[-1][0] - right).norm() / right.norm())
+    assert sum(ours) / len(ours) < 1.25 * sum(theirs) / len(theirs)
 
 
 def test_every_number_of_requests_finds_a_graph_that_holds_it():
