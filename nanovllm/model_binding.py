@@ -49,8 +49,10 @@ logger = logging.getLogger("nanovllm")
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
 
-# Small kernels of one layer that do not depend on each other are launched as one.
-GPU_LAYER_COMPILER: Any = {"combo_kernels": True, "assert_indirect_indexing": False}
+# Small kernels of one layer that do not depend on each other are launched as one. They are laid out for the first step
+# that runs them, those of few rows and of many apart.
+GPU_LAYER_COMPILER: Any = {"combo_kernels": True}
+FEW_ROWS = 512
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -228,8 +230,9 @@ class ModelBinding:
             return layer._call_impl(*args, **kwargs)
 
         if self.device.type == "cuda":
-            compiled = torch.compile(own_code(layer_call), fullgraph=True, dynamic=False, options=GPU_LAYER_COMPILER)
-            self._compiled_layer = _marking_rows(compiled)
+            options = {"fullgraph": True, "dynamic": False, "options": GPU_LAYER_COMPILER}
+            few, many = (torch.compile(own_code(layer_call), **options) for _ in range(2))
+            self._compiled_layer = _marking_rows(few, many)
             for module in self._small_modules():  # there every small kernel takes a microsecond or two
                 self._compiled_small[module] = torch.compile(own_code(layer_call), dynamic=True)
             return
@@ -371,9 +374,9 @@ class ModelBinding:
         self._fused_layers = []
 
 
-def _marking_rows(compiled: Any) -> Any:
-    """A compiled layer of which nothing but the number of rows becomes a symbol, so that the rest is laid out for its
-    actual sizes."""
+def _marking_rows(few: Any, many: Any) -> Any:
+    """A layer compiled for few rows and for many, of which nothing but the number of rows becomes a symbol, so that the
+    rest is laid out for its actual sizes."""
 
     def call(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         num_rows = hidden_states.shape[1]
@@ -382,7 +385,7 @@ def _marking_rows(compiled: Any) -> Any:
                 for dim in range(min(2, tensor.dim())):  # [num_rows] or [1, num_rows, ...]
                     if tensor.shape[dim] == num_rows:
                         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        return compiled(layer, hidden_states, *args, **kwargs)
+        return (few if num_rows <= FEW_ROWS else many)(layer, hidden_states, *args, **kwargs)
 
     return call
 

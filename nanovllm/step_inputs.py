@@ -67,10 +67,13 @@ class Buckets:
         return StepShape(num_decodes, num_rows, self._num_tiles(num_rows, num_tiles), num_samples, draws)
 
     def common(self) -> list[StepShape]:
-        """What is ready from the start: the largest steps, and decodes of few requests."""
+        """What is ready from the start: the largest steps, and decodes of few requests. Compiled code is laid out
+        for the first of its kind; for decodes that is one of middling size."""
         rows = self._mixed_rows[-1]
         largest = StepShape(self._mixed_decodes[-1], rows, self._num_tiles(rows, 1), self._mixed_decodes[-1], "noise")
-        return [largest, *(StepShape(size, size, 0, size, "noise") for size in (self._decodes[-1], self._decodes[0]))]
+        middle = _round_up(self._decodes, min(64, self._decodes[-1]))
+        sizes = dict.fromkeys((middle, self._decodes[-1], self._decodes[0]))
+        return [largest, *(StepShape(size, size, 0, size, "noise") for size in sizes)]
 
     def _num_tiles(self, num_rows: int, num_tiles: int) -> int:
         """Whole blocks need one tile each; each chunk may need one more, or two."""

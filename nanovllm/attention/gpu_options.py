@@ -28,7 +28,7 @@ class KernelTable:
 
 
 _SM_90 = KernelTable(
-    block_n=64, chunks=(3, 4), decodes=((8, 8, 2, 2), (16, 4, 2, 2), (96, 2, 2, 2), (1 << 30, 1, 3, 2))
+    block_n=64, chunks=(3, 4), decodes=((8, 8, 3, 4), (16, 4, 3, 4), (96, 2, 2, 2), (1 << 30, 1, 3, 2))
 )
 _TABLES = {8: _SM_90, 9: _SM_90, 10: _SM_90}
 MAX_SPLITS = max(splits for table in _TABLES.values() for _, splits, _, _ in table.decodes)
