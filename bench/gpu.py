@@ -1,22 +1,24 @@
 """Speed on one GPU: workloads W1 to W4 and an 8-billion-parameter shape, start-up, and where a step's time goes.
 
-    python bench/gpu.py --out results.jsonl startup w1 w2 w3 w4 big steps
+    python bench/gpu.py --out results.jsonl checks startup w1 w2 w3 w4 big steps
 
-Weights are random, in the shape of Qwen3-0.6B (or Qwen3-8B): they cost what trained ones cost. Each line of the output
-is a result, written as soon as it is there. Floors by bytes are taken against the read rate measured in the same run.
+Without names all of them run, in about ten minutes; a table comes last. Weights are random, in the shape of Qwen3-0.6B
+(or Qwen3-8B): they cost what trained ones cost. Each line of the output is a result, written as soon as it is there.
+Floors by bytes are taken against the read rate measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +49,27 @@ class NoText:
         return ""
 
 
+def random_model(shape: str) -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], dtype=torch.bfloat16)).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
 def checkpoint(shape: str) -> Path:
     """A folder with random weights, made once."""
     folder = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}"
     if not (folder / "config.json").exists():
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], dtype=torch.bfloat16)).bfloat16()
-        model.save_pretrained(folder)
-        del model
+        random_model(shape).save_pretrained(folder)
         torch.cuda.empty_cache()
     return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def engine(shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
     with LLM(checkpoint(shape), tokenizer=NoText(), dtype="bfloat16", **options) as llm:
         yield llm
@@ -125,6 +134,27 @@ def floor_seconds(shape: str, workload: Workload, max_num_seqs: int, rate: float
 
 # ------------------------------------------------------------------------------------------------------- the stages
 
+TABLE: list[tuple[str, str, str]] = []  # what, figure, target
+
+
+def note(what: str, figure: float, unit: str, target: str) -> None:
+    TABLE.append((what, f"{figure:.3g} {unit}", target))
+
+
+def stage_checks() -> dict[str, Any]:
+    """The tests that need a GPU, several at a time where pytest-xdist is there."""
+    with contextlib.suppress(ImportError):
+        __import__("xdist")
+        ARGUMENTS.append("-n8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *ARGUMENTS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = run.stdout.splitlines()
+    note("failed checks", run.returncode, "", "0")
+    return {"passed": run.returncode == 0, "output": [line for line in lines if line.startswith("FAILED")] + lines[-1:]}
+
+
+STARTUP_TARGETS = {"cold": "<= 60", "warm": "<= 15", "eager": "<= 3"}
+
 
 def stage_startup() -> dict[str, Any]:
     """Seconds from nothing to a first token, in processes of their own: cold (empty caches), warm, eager."""
@@ -143,9 +173,11 @@ def stage_startup() -> dict[str, Any]:
             environment = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
             run = subprocess.run(
                 [sys.executable, "-c", script.format(folder=str(folder), eager=eager)],
-                env={**__import__("os").environ, **environment}, capture_output=True, text=True, check=False,
+                env={**os.environ, **environment}, capture_output=True, text=True, check=False,
             )  # fmt: skip
             result[name] = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-2000:]
+        if isinstance(result[name], list):
+            note(f"start-up {name}, load and first token", sum(result[name][2:]), "s", STARTUP_TARGETS[name])
     return {"import, device, load, first token": result}
 
 
@@ -159,6 +191,8 @@ def stage_w1(**options: Any) -> dict[str, Any]:
         memory |= {"reserved": torch.cuda.memory_reserved() / 2**30, "allocated": torch.cuda.memory_allocated() / 2**30}
     floor = floor_seconds("0.6b", workload, 256, RATE)
     best = statistics.median(seconds)
+    note("W1", best, "s", "<= 5.15 (vLLM 0.22.1: 5.66)")
+    note("W1, share of the floor by bytes", floor / best, "", "")
     return {
         "seconds": seconds, "tokens_per_second": workload.num_output_tokens / best, "floor": floor,
         "share_of_floor": floor / best, "steps": steps / 4, "graphs": graphs, "memory": memory,
@@ -167,10 +201,11 @@ def stage_w1(**options: Any) -> dict[str, Any]:
 
 def stage_w2() -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for name, caching in (("on", True), ("off", False)):
-        for max_num_seqs in (256, 1024) if caching else (256,):
+    for name, caching, target in (("on", True, "<= 1.25 (vLLM: 1.53)"), ("off", False, "<= 3.0 (vLLM: 3.22)")):
+        for max_num_seqs in (256, 1024):
             with engine(max_model_len=4096, enable_prefix_caching=caching, max_num_seqs=max_num_seqs) as llm:
-                result[f"{name}, {max_num_seqs} at once"] = repeated(llm, w2())
+                seconds = result[f"{name}, {max_num_seqs} at once"] = repeated(llm, w2())
+            note(f"W2, prefix caching {name}, {max_num_seqs} at once", statistics.median(seconds), "s", target)
     return result
 
 
@@ -180,7 +215,9 @@ def stage_w3() -> dict[str, Any]:
         for length in (128, 2048):
             short, long = (random_requests("W3", 1, length, count) for count in (1, 513))
             times = [b - a for a, b in zip(repeated(llm, short), repeated(llm, long), strict=True)]
-            result[f"{length} in, ms a token"] = [1e3 * seconds / 512 for seconds in times]
+            tokens = result[f"{length} in, ms a token"] = [1e3 * seconds / 512 for seconds in times]
+            target = "<= 1.2 (vLLM: 1.64)" if length == 128 else "<= 1.3 (vLLM: 1.75)"
+            note(f"W3, {length} in", statistics.median(tokens), "ms", target)
     return result
 
 
@@ -192,6 +229,8 @@ def stage_w4() -> dict[str, Any]:
             runs = [_whales(llm) for _ in range(3)][1:]
             result[budget] = {name: min(run[name] for run in runs) for name in runs[0]}
             print("  w4", budget, result[budget], flush=True)
+            note(f"W4, budget {budget}: ITL max", result[budget]["itl max, ms"], "ms", "<= 15 (vLLM: 31.5)")
+            note(f"W4, budget {budget}: all first tokens", result[budget]["all first tokens, ms"], "ms", "<= 330 (258)")
     return result
 
 
@@ -238,13 +277,15 @@ def _gaps(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[floa
 
 def stage_big() -> dict[str, Any]:
     workload = random_requests("8B", 64, 512, 256)
-    with engine("8b", max_model_len=1024) as llm:
+    # The module itself, since 16 GB take a minute to write and to read again.
+    with LLM(random_model("8b"), max_model_len=1024) as llm:
         seconds = repeated(llm, workload)
         short = repeated(llm, random_requests("8B", 64, 512, 1))
     floor = floor_seconds("8b", workload, 64, RATE)
     best = statistics.median(seconds)
-    return {"seconds": seconds, "prompts alone": short, "decode floor": floor, "share": floor / best,
-            "share of decode": floor / (best - statistics.median(short))}  # fmt: skip
+    share = floor / (best - statistics.median(short))
+    note("8B, decodes' share of their floor", share, "", ">= 0.75")
+    return {"seconds": seconds, "prompts alone": short, "decode floor": floor, "share": floor / best, "decodes": share}
 
 
 def stage_steps() -> dict[str, Any]:
@@ -253,7 +294,30 @@ def stage_steps() -> dict[str, Any]:
     for count, context in ((1, 384), (4, 384), (64, 640), (256, 800)):
         with engine(max_model_len=4096) as llm:
             result[count] = _profile(llm, count, context)
+            note(f"step, {count} requests at {context}", result[count]["step, ms"], "ms", "")
+            note(f"step, {count} requests: idle share", result[count]["idle share"], "", "<= 0.02 at 256")
     return result
+
+
+def stage_pool() -> dict[str, Any]:
+    """The time of a step must not depend on the size of the pool."""
+    result = {}
+    for num_blocks in (1024, 4096, 16_384):
+        with engine(max_model_len=2048, num_kv_blocks=num_blocks) as llm:
+            result[num_blocks] = _step_seconds(llm, 32, 384)
+            note(f"step, 32 requests, pool of {num_blocks} blocks", 1e3 * result[num_blocks], "ms", "all alike")
+    return result
+
+
+def _step_seconds(llm: LLM, count: int, context: int) -> float:
+    """The median of decode steps."""
+    engine = llm._open_engine()
+    for number, prompt in enumerate(random_requests("steps", count, context, 100).prompts):
+        params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=100)
+        engine.add_request(str(number), prompt, params)
+    while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
+        engine.step()
+    return statistics.median(_gaps(engine.step, lambda n: n < 60))
 
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
@@ -294,18 +358,22 @@ def _trace(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any]:
 
 
 RATE = 0.0
+ARGUMENTS: list[str] = []  # of pytest
 
 
 def main() -> None:
     global RATE
     stages = {name[6:]: function for name, function in globals().items() if name.startswith("stage_")}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="+", choices=stages)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)}")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     RATE = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {RATE / 1e12:.2f} TB/s", flush=True)
-    for name in arguments.stages:
+    unknown = set(arguments.stages) - set(stages)
+    if unknown:
+        parser.error(f"there is no stage {min(unknown)!r}; there are {', '.join(stages)}")
+    for name in arguments.stages or stages:
         begin = time.perf_counter()
         result = stages[name]()
         line = json.dumps({"stage": name, "took": round(time.perf_counter() - begin, 1), "result": result})
@@ -313,6 +381,8 @@ def main() -> None:
         if arguments.out:
             with arguments.out.open("a", encoding="utf-8") as out:
                 out.write(line + "\n")
+    for row in TABLE:
+        print("{:<44} {:>14}   target {}".format(*row))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class DeviceDefaults:
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_batched_tokens=1024, max_num_seqs=64),
-    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=256, overlap=True),
+    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=1024, overlap=True),
 }
 
 

@@ -150,7 +150,6 @@ class GraphExecutor:
         return graph.replay
 
     def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        logger.debug("capturing %s", shape)
         if not self._graphs:
             self._addresses = self._binding.weight_addresses()
         while len(self._graphs) >= MAX_GRAPHS:
@@ -167,11 +166,13 @@ class GraphExecutor:
             self._run(shape)  # compiles, and sets up what cannot be set up within a capture
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what this took is for the graphs' own memory now
+            free, _ = torch.cuda.mem_get_info(self._binding.device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._run(shape)
             finally:
                 graph.capture_end()
+        logger.debug("captured %s: %.1f MiB", shape, (free - torch.cuda.mem_get_info(self._binding.device)[0]) / 2**20)
         current.wait_stream(self._stream)
         self._sampled.copy_(sampled)
         self._graphs[shape] = graph

@@ -21,6 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
 NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
+FILTERED_AT_ONCE = 128  # rows on a GPU: sorting a vocabulary takes 20 bytes of memory a token
 
 # SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
 # counter, so that any output can be computed by itself.
@@ -182,8 +183,8 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             if sequence.params.is_cold:  # relative to the best token, so that the noise is not lost to rounding
                 logits[row] -= logits[row].max()
-        rows = [row for row, sequence in enumerate(sequences) if sequence.params.has_filters]
-        if rows:
+        filtered = [row for row, sequence in enumerate(sequences) if sequence.params.has_filters]
+        for rows in (filtered[i : i + FILTERED_AT_ONCE] for i in range(0, len(filtered), FILTERED_AT_ONCE)):
             chosen = logits[rows]
             inverse = torch.from_numpy(inputs.inverse_temperatures[rows]).to(logits.device)
             scaled = _scaled(chosen, inverse, [sequences[row].params for row in rows])

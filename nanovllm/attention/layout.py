@@ -77,45 +77,48 @@ def build_layout(
         longest_first: put the decodes with the longest contexts first, so that none is left alone at the end where
             they are computed side by side in this order.
     """
-    decodes = [entry for entry in batch_entries if entry.num_new_tokens == 1]
-    if longest_first:
-        decodes.sort(key=_start, reverse=True)
-    entries = decodes + [entry for entry in batch_entries if entry.num_new_tokens > 1]
-    starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
-    counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
+    starts = np.fromiter((entry.start for entry in batch_entries), np.int64, len(batch_entries))
+    counts = np.fromiter((entry.num_new_tokens for entry in batch_entries), np.int64, len(batch_entries))
+    samples = np.fromiter((entry.samples for entry in batch_entries), np.bool_, len(batch_entries))
+    # Decodes first; of chunks only the place in the batch counts.
+    order = np.lexsort((np.where(counts == 1, -starts if longest_first else 0, 0), counts > 1))
+    entries = [batch_entries[place] for place in order.tolist()]
+    starts, counts = starts[order], counts[order]
+    num_decodes = int((counts == 1).sum())
     row_starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(counts, out=row_starts[1:])
+    last_rows = np.empty(len(entries), np.int64)  # in the order of the batch
+    last_rows[order] = row_starts[1:] - 1
 
     # A row's position is its place in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
     ends = starts + counts
     # Only the blocks that this step touches, flattened; a row finds its own through the offset of its entry.
-    first_blocks = starts // block_size
-    touched = [
-        entry.block_table[first : (end - 1) // block_size + 1]
-        for entry, first, end in zip(entries, first_blocks.tolist(), ends.tolist(), strict=True)
-    ]
-    widths = np.fromiter((len(blocks) for blocks in touched), np.int64, len(entries))
-    flat_blocks = np.fromiter(chain.from_iterable(touched), np.int64, int(widths.sum()))
+    first_blocks, last_blocks = starts // block_size, (ends - 1) // block_size
+    widths = last_blocks - first_blocks + 1
+    spans = zip(entries, first_blocks.tolist(), last_blocks.tolist(), strict=True)
+    flat_blocks = np.fromiter(
+        chain.from_iterable(
+            (entry.block_table[first],) if first == last else entry.block_table[first : last + 1]
+            for entry, first, last in spans
+        ),
+        np.int64,
+        int(widths.sum()),
+    )
     offsets = np.cumsum(widths) - widths
     block_of_row = flat_blocks[positions // block_size + np.repeat(offsets - first_blocks, counts)]
 
-    last_block_starts = (ends - 1) // block_size * block_size
-    unfinished = (last_block_starts >= starts) & (ends % block_size != 0)
+    unfinished = (last_blocks * block_size >= starts) & (ends % block_size != 0)
     return BatchLayout(
         entries=entries,
-        num_decodes=len(decodes),
+        num_decodes=num_decodes,
         row_starts=row_starts,
         token_ids=_token_ids(entries, int(row_starts[-1]), in_flight or {}),
         positions=positions,
         slots=block_of_row * block_size + positions % block_size,
-        sample_rows=_sample_rows(batch_entries, entries, row_starts),
+        sample_rows=last_rows[samples],
         blocks_to_clear=flat_blocks[(offsets + widths - 1)[unfinished]],
     )
-
-
-def _start(entry: ScheduledSequence) -> int:
-    return entry.start
 
 
 def _token_ids(
@@ -131,10 +134,3 @@ def _token_ids(
             token_ids[row : row + count] = sequence.token_ids[start : start + count]
         row += count
     return token_ids
-
-
-def _sample_rows(
-    batch_entries: SequenceABC[ScheduledSequence], entries: list[ScheduledSequence], row_starts: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    last_row = {id(entry.sequence): row - 1 for entry, row in zip(entries, row_starts[1:].tolist(), strict=True)}
-    return np.array([last_row[id(entry.sequence)] for entry in batch_entries if entry.samples], np.int64)
