@@ -36,3 +36,8 @@ class ScheduledBatch:
     def sampling(self) -> list[Sequence]:
         """The sequences that draw a token in this step, in batch order."""
         return [entry.sequence for entry in self.entries if entry.samples]
+
+    @property
+    def sampled_positions(self) -> list[int]:
+        """The position of each of these tokens in its sequence."""
+        return [entry.start + entry.num_new_tokens for entry in self.entries if entry.samples]

@@ -23,7 +23,7 @@ import xxhash
 
 from nanovllm.sequence import Sequence
 
-NULL_BLOCK = 0  # never handed out: padded reads go there, so its content stays zero
+NULL_BLOCK = 0  # never handed out: padded reads and writes go there
 UNREGISTERED = 0  # prefix ids count from 1
 
 

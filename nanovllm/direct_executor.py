@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.layout import BatchLayout
-from nanovllm.attention.operator import AttentionPlan, AttentionStep, enter_step, leave_step
+from nanovllm.attention.operator import AttentionPlan, AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import NULL_BLOCK
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
+from nanovllm.step_inputs import with_sampled
 
 
 class AttentionForm(Protocol):
@@ -41,12 +42,11 @@ class DirectExecutor:
         """Compute a step; returns its sampled tokens [num_samples] int64, on the device."""
         logits = self._forward(layout)
         with torch.no_grad():
-            positions = [entry.start + entry.num_new_tokens for entry in batch.entries if entry.samples]
-            self._sampled = self._sampler.sample(logits, batch.sampling, positions)
+            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions)
         return self._sampled
 
-    def weights_changed(self) -> None:
-        """Nothing here depends on where the weights stand."""
+    def model_changed(self, *, in_place: bool) -> None:
+        """Nothing of the model is held here."""
 
     def close(self) -> None:
         """Nothing is held but the form."""
@@ -63,15 +63,8 @@ class DirectExecutor:
             token_ids = with_sampled(token_ids, self._sampled)
         self._clear(layout, is_padded=num_rows > num_tokens)
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
-        enter_step(binding.handle, AttentionStep(self.form.plan(layout), num_tokens))
-        try:
-            with binding.installed():
-                return binding.forward_step(token_ids, positions, slots, sample_rows)
-        except BaseException:
-            binding.uninstall()  # once more: an interrupt may have cut short the first time
-            raise
-        finally:
-            leave_step(binding.handle)
+        step = AttentionStep(self.form.plan(layout), num_tokens)
+        return binding.forward_step(step, token_ids, positions, slots, sample_rows)
 
     def _clear(self, layout: BatchLayout, *, is_padded: bool) -> None:
         """Blocks that this step begins and does not fill, and what padding left in the null block."""
@@ -83,13 +76,3 @@ class DirectExecutor:
         if len(blocks):
             self._binding.clear_blocks(torch.from_numpy(blocks).to(self._binding.device), self._block_size)
         self._null_block_is_dirty = is_padded
-
-
-def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
-    """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
-
-    A request whose logits were not finite has no token to go on with; it ends when that is read, and goes on with token
-    0 until then.
-    """
-    places = (-1 - token_ids).clamp_(0, len(sampled) - 1)
-    return torch.where(token_ids < 0, sampled[places].clamp_(min=0), token_ids)

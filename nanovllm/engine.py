@@ -152,6 +152,7 @@ class Engine:
             return None
         with self._changing():
             request = self._requests.pop(request_id)
+            self._ended_unseen = [sequence for sequence in self._ended_unseen if sequence is not request.sequence]
             if not request.sequence.is_finished:
                 self.scheduler.finish(request.sequence, "abort")
             self._discard_if_idle()
@@ -172,7 +173,7 @@ class Engine:
         """
         self.check_alive()
         with self._changing():
-            if self.model_runner.weights_changed():
+            if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
                 self._drop_computed()
             if self._ended_unseen:
                 return self._collect(self._ended_unseen)
@@ -276,6 +277,7 @@ class Engine:
     def drop_computed(self) -> None:
         """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
         with self._changing():
+            self.model_runner.forget_model()
             self._drop_computed()
 
     def _drop_computed(self) -> None:

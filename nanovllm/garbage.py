@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,22 +22,50 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-_lock = threading.Lock()
-_num_frozen = 0
+class LongCall:
+    """Around a call that makes many steps: once it has lasted, what was there before is not looked through any more.
 
+    A collection of everything takes tenths of a second and falls among an engine's steps; of what the call itself made
+    it takes little. Short calls are left alone, since freezing puts off the next collection of everything; long ones
+    make up for it in the end. What somebody else has frozen stays as it is.
+    """
 
-@contextmanager
-def heap_frozen() -> Iterator[None]:
-    """What is there now is not looked through before the end: a collection that falls among an engine's steps then
-    takes microseconds, where it would take some tenths of a second."""
-    global _num_frozen
-    with _lock:
-        _num_frozen += 1
-        gc.freeze()
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_frozen -= 1
-            if not _num_frozen:
-                gc.unfreeze()
+    LASTS = 1.0  # seconds
+    COLLECTS_EVERY = 60.0
+
+    _lock = threading.Lock()
+    _num_lasting = 0
+    _is_frozen = False
+    _last_collection = time.monotonic()
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._lasts = False
+
+    def step(self) -> None:
+        """To be called now and then."""
+        if not self._lasts and time.monotonic() - self._start > self.LASTS:
+            self._lasts = True
+            with self._lock:
+                LongCall._num_lasting += 1
+                if self._num_lasting == 1 and gc.isenabled() and not gc.get_freeze_count():
+                    gc.freeze()
+                    LongCall._is_frozen = True
+
+    def __enter__(self) -> LongCall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._lasts:
+            return
+        with self._lock:
+            LongCall._num_lasting -= 1
+            if self._num_lasting or not self._is_frozen:
+                return
+            LongCall._is_frozen = False
+            gc.unfreeze()
+            is_due = time.monotonic() - self._last_collection > self.COLLECTS_EVERY
+            if is_due:
+                LongCall._last_collection = time.monotonic()
+        if is_due:
+            gc.collect()

@@ -19,13 +19,12 @@ from nanovllm.attention.compiled import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
 from nanovllm.attention.gpu_options import MAX_SPLITS
 from nanovllm.attention.layout import BatchLayout
-from nanovllm.attention.operator import AttentionStep, enter_step, leave_step
+from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
-from nanovllm.direct_executor import with_sampled
 from nanovllm.model_binding import ModelBinding
-from nanovllm.sampler import DrawInputs, Sampler
-from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Tiles
+from nanovllm.sampler import FILTERED_AT_ONCE, DrawInputs, Sampler
+from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Tiles, with_sampled
 
 logger = logging.getLogger("nanovllm")
 
@@ -62,11 +61,8 @@ class GraphExecutor:
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         self._packing = cache(lambda shape: StepPacking(shape, block_size))
         self._graphs: OrderedDict[StepShape, torch.cuda.CUDAGraph] = OrderedDict()
-        largest = StepShape(
-            self._buckets.max_decodes, self._buckets.max_rows, self._buckets.max_tiles, self._buckets.max_decodes, ""
-        )
         with torch.inference_mode(False):
-            num_words = StepPacking(largest, block_size).num_words + config.max_num_seqs * max_pages
+            num_words = StepPacking(self._buckets.largest(), block_size).num_words + config.max_num_seqs * max_pages
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(self._buckets.max_decodes, dtype=torch.int64, device=binding.device)
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
@@ -76,8 +72,7 @@ class GraphExecutor:
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
-        sequences = batch.sampling
-        positions = [entry.start + entry.num_new_tokens for entry in batch.entries if entry.samples]
+        sequences, positions = batch.sampling, batch.sampled_positions
         tiles = Tiles.of(layout, self._block_size)
         kind = _kind_of_draws(batch, positions)
         shape = self._buckets.shape(layout, len(tiles.blocks), kind)
@@ -109,19 +104,11 @@ class GraphExecutor:
     def _run(self, shape: StepShape) -> None:
         """The whole step of a shape, on what stands in the inputs; this is what a graph captures."""
         inputs = self._packing(shape).on_device(self._inputs)
-        binding = self._binding
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
             plan = self._form.plan(tables_of(inputs, shape))
-        enter_step(binding.handle, AttentionStep(plan, shape.num_rows))
-        try:
-            with binding.installed():
-                logits = binding.forward_step(token_ids, inputs.positions, inputs.slots, inputs.sample_rows)
-        except BaseException:
-            binding.uninstall()  # once more: an interrupt may have cut short the first time
-            raise
-        finally:
-            leave_step(binding.handle)
+        step = AttentionStep(plan, shape.num_rows)
+        logits = self._binding.forward_step(step, token_ids, inputs.positions, inputs.slots, inputs.sample_rows)
         with torch.no_grad():
             self._finish(shape, inputs, logits)
 
@@ -153,7 +140,7 @@ class GraphExecutor:
         if not self._graphs:
             self._addresses = self._binding.weight_addresses()
         while len(self._graphs) >= MAX_GRAPHS:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._binding.device)
             self._graphs.popitem(last=False)
             if not self._graphs:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -162,35 +149,42 @@ class GraphExecutor:
         current = torch.cuda.current_stream(self._binding.device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            self._run(shape)  # compiles, and sets up what cannot be set up within a capture
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what this took is for the graphs' own memory now
-            free, _ = torch.cuda.mem_get_info(self._binding.device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._run(shape)
-            finally:
-                graph.capture_end()
-        logger.debug("captured %s: %.1f MiB", shape, (free - torch.cuda.mem_get_info(self._binding.device)[0]) / 2**20)
-        current.wait_stream(self._stream)
-        self._sampled.copy_(sampled)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._run(shape)  # compiles, and sets up what cannot be set up within a capture
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # what this took is for the graphs' own memory now
+                free, _ = torch.cuda.mem_get_info()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._run(shape)
+                finally:
+                    graph.capture_end()
+                logger.debug("captured %s: %.1f MiB", shape, (free - torch.cuda.mem_get_info()[0]) / 2**20)
+        finally:
+            current.wait_stream(self._stream)
+            self._sampled.copy_(sampled)
         self._graphs[shape] = graph
         return graph
 
     def warm_up(self) -> None:
         """Capture the steps that come most, the largest among them, so that no request waits for it."""
         for shape in self._buckets.common():
-            self._runner_of(shape)
+            self._inputs.zero_()  # a step of padding alone
+            self._runner_of(shape)()
 
-    def weights_changed(self) -> None:
-        """Graphs read weights where they stood when they were captured."""
-        if self._graphs and self._addresses != self._binding.weight_addresses():
+    def model_changed(self, *, in_place: bool) -> None:
+        """Graphs do what the model did when they were captured, with the weights that stand where they stood.
+
+        Args:
+            in_place: whether nothing but the weights can have changed.
+        """
+        if self._graphs and not (in_place and self._addresses == self._binding.weight_addresses()):
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         if self._graphs:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._binding.device)
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
 
@@ -199,14 +193,17 @@ class GraphExecutor:
 
 
 def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
-    """Bytes that attention takes in a step, the tables included, and the graphs themselves."""
+    """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler and
+    what it does with them, and the graphs themselves.
+    """
     layer, buckets = binding.layers[0], Buckets(config)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
+    sampling = (buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
     splits = buckets.max_decodes * MAX_SPLITS * row_values * 4  # float32 parts of outputs
     max_pages = -(-config.max_model_len // config.block_size)
     tables = 4 * (max_pages + 1) * (2 * buckets.max_decodes + 2 * buckets.max_tiles)
-    return tiles + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+    return tiles + sampling + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
 
 
 def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:

@@ -22,7 +22,7 @@ from nanovllm import loader
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.garbage import collector_paused, heap_frozen
+from nanovllm.garbage import LongCall, collector_paused
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
@@ -115,8 +115,14 @@ class LLM:
         requests = self._prepare(prompts, sampling_params, priority, cache_salt)
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        with bar, heap_frozen():
-            for output in self._run(requests, stream=False, after_step=_rate_display(bar, self._open_engine())):
+        show_rate = _rate_display(bar, self._open_engine())
+        with bar, LongCall() as call:
+
+            def after_step(engine: Engine) -> None:
+                call.step()
+                show_rate(engine)
+
+            for output in self._run(requests, stream=False, after_step=after_step):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
@@ -291,7 +297,12 @@ class LLM:
             engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """Forget all KV after an edit of the weights that leaves no trace in a parameter's version or storage."""
+        """Forget all KV, and what was captured of the model, after an edit that nothing tells the engine.
+
+        Such are edits of weights that leave no trace in a parameter's version or storage, and edits of anything else of
+        a module (its functions, flags, submodules) while requests run; between calls the engine sees those itself, as
+        far as they replace an attribute.
+        """
         with self._turn() as engine:
             engine.drop_computed()
 

@@ -18,49 +18,62 @@ from nanovllm.skinny_linear import linear, suits
 
 
 class _Shared:
-    """Where the first layer of a group leaves the product for the others, from its call to the last one's."""
+    """What the layers of a group share: their weights, and the product from the first one's call to the last one's."""
 
-    def __init__(self) -> None:
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.bias: Tensor | None = None
+        if any(linear.bias is not None for linear in linears):
+            self.bias = torch.cat([
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                for linear in linears
+            ])  # fmt: skip
+        self.is_skinny = self.bias is None and suits(self.weight)
         self.product: Tensor | None = None
 
 
-class MergedLinear(nn.Module):
+class _Part(nn.Module):
+    """A linear layer whose outputs are those from `start` to `end` of a product; to be read like any other."""
+
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self.in_features, self.out_features = in_features, end - start
+        self.start, self.end = start, end
+
+    @property
+    def weight(self) -> Tensor:
+        return self._shared.weight[self.start : self.end]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._shared.bias is None else self._shared.bias[self.start : self.end]
+
+
+class MergedLinear(_Part):
     """The first of several linear layers in the order of their calls: computes for all."""
 
-    def __init__(self, linears: list[nn.Linear], shared: _Shared) -> None:
-        super().__init__()
-        self.out_features = linears[0].out_features
-        self._shared = shared
-        self.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
-        self.bias = None
-        if any(linear.bias is not None for linear in linears):
-            biases = [
-                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-                for linear in linears
-            ]
-            self.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-        self.is_skinny = self.bias is None and suits(self.weight)
+    def __init__(self, shared: _Shared, in_features: int, end: int) -> None:
+        super().__init__(shared, in_features, 0, end)
+        self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
+        self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
+        self.is_skinny = shared.is_skinny
 
     def forward(self, states: Tensor) -> Tensor:
-        product = linear(states, self.weight) if self.is_skinny else F.linear(states, self.weight, self.bias)
+        if self.is_skinny:
+            product = linear(states, self.all_weights)
+        else:
+            product = F.linear(states, self.all_weights, self.all_biases)
         self._shared.product = product
-        return product[..., : self.out_features]
+        return product[..., : self.end]
 
 
-class SkinnyLinear(nn.Linear):
-    """A linear layer by itself, whose products of a few rows are our own."""
-
-    def forward(self, states: Tensor) -> Tensor:
-        return linear(states, self.weight)
-
-
-class MergedPart(nn.Module):
+class MergedPart(_Part):
     """One of the others: takes its part of the product."""
 
-    def __init__(self, shared: _Shared, start: int, end: int, *, is_last: bool) -> None:
-        super().__init__()
-        self._shared = shared
-        self.start, self.end, self.is_last = start, end, is_last
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int, *, is_last: bool) -> None:
+        super().__init__(shared, in_features, start, end)
+        self.is_last = is_last
 
     def forward(self, states: Tensor) -> Tensor:
         product = self._shared.product
@@ -70,23 +83,30 @@ class MergedPart(nn.Module):
         return product[..., self.start : self.end]
 
 
+class SkinnyLinear(nn.Linear):
+    """A linear layer by itself, whose products of a few rows are our own."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return linear(states, self.weight)
+
+
 @contextmanager
 def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Watch the layers of `model` in a forward pass; on leaving, merge the linear layers within each that read the
     same tensor."""
-    candidates = with_own_weights(model)
     calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
     hooks = []
     try:
+        own = {id(module) for module in with_own_weights(model)}  # no references, so that weights can be freed
         for layer, seen in calls.items():
-            for linear in (module for module in layer.modules() if module in candidates):
-                hooks.append(linear.register_forward_pre_hook(_note(seen)))
+            for module in (module for module in layer.modules() if id(module) in own):
+                hooks.append(module.register_forward_pre_hook(_note(seen)))
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, seen in calls.items():
-        for group in _groups(seen):
+    for layer in list(calls):
+        for group in _groups(calls.pop(layer)):
             _merge(layer, group)
         for module in layer.modules():
             if type(module) is nn.Linear and module.bias is None and suits(module.weight):
@@ -111,13 +131,13 @@ def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
 
 
 def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
-    shared = _Shared()
-    replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(linears, shared)}
-    start = linears[0].out_features
+    """Put the merged layers in the place of `linears`, whose weights go with the last reference to them."""
+    shared = _Shared(linears)
+    depth, end = linears[0].in_features, linears[0].out_features
+    replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}
     for module in linears[1:]:
-        end = start + module.out_features
-        replacements[module] = MergedPart(shared, start, end, is_last=module is linears[-1])
-        start = end
+        start, end = end, end + module.out_features
+        replacements[module] = MergedPart(shared, depth, start, end, is_last=module is linears[-1])
     for parent in list(layer.modules()):
         for name, child in parent._modules.items():
             if child in replacements:

@@ -10,23 +10,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from nanovllm.attention.compiled import own_code
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
     KEY_CACHE,
     STEP_HANDLE,
     STEP_SLOTS,
     VALUE_CACHE,
+    AttentionStep,
     attention_function,
+    enter_step,
+    leave_step,
 )
+from nanovllm.compiled_layers import compile_calls
 from nanovllm.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.kernels import Kernels
 from nanovllm.merged_linears import merging
@@ -49,10 +51,6 @@ logger = logging.getLogger("nanovllm")
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
 
-# Small kernels of one layer that do not depend on each other are launched as one. They are laid out for the first step
-# that runs them, those of few rows and of many apart.
-GPU_LAYER_COMPILER: Any = {"combo_kernels": True}
-FEW_ROWS = 512
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -78,8 +76,7 @@ class ModelBinding:
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._caches: list[tuple[Tensor, Tensor]] = []  # K and V of each layer
         self._cleared_together: list[Tensor] = []  # the memory of several caches each: [n, num_slots, heads, head_dim]
-        self._compiled_layer: Any = None
-        self._compiled_small: dict[nn.Module, Any] = {}
+        self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
         self._fused_layers: list[FusedLayer] = []
         self._undo: list[_Change] = []
         self._is_installed = False
@@ -142,6 +139,10 @@ class ModelBinding:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,6 +218,16 @@ class ModelBinding:
             if tensor is not None
         ]
 
+    def structure(self) -> int:
+        """A number that changes with what a module's owner sets on it besides weights: submodules, functions, flags."""
+        parts: list[Any] = []
+        for module in modules_of(self.model):
+            parts.append(id(module))
+            for name, value in vars(module).items():
+                if name not in _NOT_STRUCTURE:
+                    parts.append(value if isinstance(value, (bool, int, float, str, NoneType)) else id(value))
+        return hash(tuple(parts))
+
     def has_hooks(self) -> bool:
         """Whether the owner of a live module wants to be called in its forward passes."""
         return self.is_live and any(
@@ -224,34 +235,12 @@ class ModelBinding:
         )
 
     def compile_layers(self) -> None:
-        """Compile the decoder layers: one function for all of them, with only the token count dynamic."""
-
-        def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return layer._call_impl(*args, **kwargs)
-
-        if self.device.type == "cuda":
-            options = {"fullgraph": True, "dynamic": False, "options": GPU_LAYER_COMPILER}
-            few, many = (torch.compile(own_code(layer_call), **options) for _ in range(2))
-            self._compiled_layer = _marking_rows(few, many)
-            for module in self._small_modules():  # there every small kernel takes a microsecond or two
-                self._compiled_small[module] = torch.compile(own_code(layer_call), dynamic=True)
-            return
-        self._compiled_layer = torch.compile(own_code(layer_call), fullgraph=True, dynamic=True)
-
-    def _small_modules(self) -> list[nn.Module]:
-        """What the model computes outside of its layers, such as norms and rotary embeddings, but for products."""
-        within = {module for layer in self._layer_modules for module in modules_of(layer)}
-        return [
-            module
-            for module in modules_of(self.model)
-            if module not in within
-            and not module._modules
-            and not isinstance(module, (nn.Embedding, nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList))
-        ]
+        """Compile the decoder layers, and on a GPU what small modules stand around them."""
+        self._compiled_calls = compile_calls(self.model, self._layer_modules)
 
     @property
     def has_compiled_layers(self) -> bool:
-        return self._compiled_layer is not None
+        return bool(self._compiled_calls)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -272,11 +261,8 @@ class ModelBinding:
         changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
         for layer, (key_cache, value_cache) in zip(self.layers, self._caches, strict=True):
             changes += [(vars(layer.module), KEY_CACHE, key_cache), (vars(layer.module), VALUE_CACHE, value_cache)]
-        if self._compiled_layer is not None:
-            for module in self._layer_modules:
-                changes.append((vars(module), "_compiled_call_impl", partial(self._compiled_layer, module)))
-            for module, compiled in self._compiled_small.items():
-                changes.append((vars(module), "_compiled_call_impl", partial(compiled, module)))
+        for module, compiled in self._compiled_calls.items():
+            changes.append((vars(module), "_compiled_call_impl", compiled))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
         self._apply(changes)
@@ -347,15 +333,26 @@ class ModelBinding:
         )
         return output.logits[0]
 
-    def forward_step(self, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor) -> Tensor:
-        """`forward` over the paged caches; the step must have been entered under this binding's handle.
+    def forward_step(
+        self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor
+    ) -> Tensor:
+        """`forward` over the paged caches, with everything in force that this needs.
 
         Args:
+            step: what every attention layer shares.
             token_ids, positions: [num_rows] int64.
             slots: [num_rows] int64, the cache slot that takes each row's K and V.
         """
-        step = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
-        return self.forward(token_ids[None], positions[None], sample_rows, **step)
+        extra = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
+        enter_step(self.handle, step)
+        try:
+            with self.installed():
+                return self.forward(token_ids[None], positions[None], sample_rows, **extra)
+        except BaseException:
+            self.uninstall()  # once more: an interrupt may have cut short the first time
+            raise
+        finally:
+            leave_step(self.handle)
 
     def clear_blocks(self, blocks: Tensor, block_size: int) -> None:
         """Zero blocks [n] int64 of every cache."""
@@ -369,25 +366,10 @@ class ModelBinding:
 
     def close(self) -> None:
         self.release_caches()
-        self._compiled_layer = None
-        self._compiled_small = {}
+        self._compiled_calls = {}
         self._fused_layers = []
 
 
-def _marking_rows(few: Any, many: Any) -> Any:
-    """A layer compiled for few rows and for many, of which nothing but the number of rows becomes a symbol, so that the
-    rest is laid out for its actual sizes."""
-
-    def call(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        num_rows = hidden_states.shape[1]
-        for tensor in tree_leaves((hidden_states, args, kwargs)):
-            if isinstance(tensor, Tensor):
-                for dim in range(min(2, tensor.dim())):  # [num_rows] or [1, num_rows, ...]
-                    if tensor.shape[dim] == num_rows:
-                        torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        return (few if num_rows <= FEW_ROWS else many)(layer, hidden_states, *args, **kwargs)
-
-    return call
-
-
+# What training sets and takes back, and what a step itself does.
+_NOT_STRUCTURE = {"training", "_compiled_call_impl", KEY_CACHE, VALUE_CACHE}
 _ABSENT = object()

@@ -1,7 +1,8 @@
 """Runs a scheduled batch through the model: input build, one forward pass, sampling. All the torch is below here.
 
-Invariant: a step's K and V go only to the slots of its own rows, and no cache slot that is read ever holds NaN from
-another request (blocks are cleared when they are begun, where a form reads more than a sequence's own slots).
+Invariant: a step's K and V go only to the slots of its own rows (its padding's to the null block), and no cache slot
+that is read ever holds NaN from another request (blocks are cleared when they are begun, where a form reads more than a
+sequence's own slots).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PendingTokens:
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, device="cpu", pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         arrival = torch.cuda.Event()
-        arrival.record()
+        arrival.record(torch.cuda.current_stream(token_ids.device))
         return cls(host, arrival)
 
     def result(self) -> list[int]:
@@ -88,8 +89,12 @@ class ModelRunner:
         self.attention_backend = self._choose_backend()
         self.config = config = replace(config, cuda_graphs=self._may_capture())
         self.sampler = Sampler(compiles=self._uses_graph_executor)
+        self._structure = binding.structure() if binding.is_live else 0
+        self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its place
         self._executor: DirectExecutor | GraphExecutor
+        if self._uses_graph_executor and not binding.is_live:
+            binding.merge_linears()
         block_bytes = binding.cache_bytes(config.block_size)
         longest = config.max_model_len
         self.config = config = config.resolve_pool(
@@ -104,8 +109,6 @@ class ModelRunner:
         self._executor = self._make_executor()
         if self.may_compile and self.kernels is None:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", self.attention_backend)
-            if self._uses_graph_executor and not binding.is_live:
-                binding.merge_linears()
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu" and not binding.is_live:
@@ -230,7 +233,7 @@ class ModelRunner:
         # page is the same one: only sizes matter here.
         chunk = min(config.max_num_batched_tokens - config.max_num_seqs + 1, config.max_model_len - 1)
         start = config.max_model_len - 1 - chunk
-        entries = [self._dummy_entry(start, 1) for _ in range(config.max_num_seqs - 1)]
+        entries = [self._dummy_entry(start, 1)] * (config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
         self.binding.allocate_caches(2 * block_size)
         form = _NoAttention() if self._uses_graph_executor else self._make_form("sdpa")
@@ -241,6 +244,7 @@ class ModelRunner:
         self.execute(ScheduledBatch(0, tuple(entries))).result()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.binding.release_caches()
+        self._in_flight = {}
         torch.cuda.empty_cache()
         return peak + (workspace_bytes(self.binding, config) if self._uses_graph_executor else 0)
 
@@ -278,20 +282,44 @@ class ModelRunner:
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._uses_graph_executor
         )
         with _device_errors():
+            self._keep_order()
             pending = PendingTokens.of(self._executor.launch(batch, layout))
         self._in_flight = {sequence: place for place, sequence in enumerate(batch.sampling)}
         return pending
 
-    def weights_changed(self) -> bool:
-        """Whether a live module's weights were touched since the last call."""
-        have_changed = self.binding.is_live and self.binding.weights.have_changed()
-        if have_changed:
-            self._executor.weights_changed()
-        return have_changed
+    def _keep_order(self) -> None:
+        """Steps come one after the other on the device too, whatever streams their callers have set."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and stream != self._last_stream:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+
+    def model_changed(self, *, was_idle: bool) -> bool:
+        """Whether a live module was touched since the last call.
+
+        Args:
+            was_idle: nothing ran meanwhile, so its owner may have done anything to it; else only weights are looked at.
+        """
+        if not self.binding.is_live:
+            return False
+        weights_changed = self.binding.weights.have_changed()
+        structure = self.binding.structure() if was_idle else self._structure
+        structure_changed = structure != self._structure
+        self._structure = structure
+        if weights_changed or structure_changed:
+            self._executor.model_changed(in_place=not structure_changed)
+        return weights_changed or structure_changed
+
+    def forget_model(self) -> None:
+        """The model was changed in a way that nothing tells."""
+        self._executor.model_changed(in_place=False)
 
     def close(self) -> None:
-        self._executor.close()
-        self.binding.close()
+        try:
+            self._executor.close()
+        finally:
+            self.binding.close()
 
 
 class _NoAttention:

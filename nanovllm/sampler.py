@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,12 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor of numbers from the host, without waiting for what the device does meanwhile."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _signed(value: int) -> int:
@@ -184,13 +191,15 @@ class Sampler:
             if sequence.params.is_cold:  # relative to the best token, so that the noise is not lost to rounding
                 logits[row] -= logits[row].max()
         filtered = [row for row, sequence in enumerate(sequences) if sequence.params.has_filters]
+        device = logits.device
         for rows in (filtered[i : i + FILTERED_AT_ONCE] for i in range(0, len(filtered), FILTERED_AT_ONCE)):
-            chosen = logits[rows]
-            inverse = torch.from_numpy(inputs.inverse_temperatures[rows]).to(logits.device)
+            places = to_device(rows, device)
+            chosen = logits[places]
+            inverse = to_device(inputs.inverse_temperatures[rows], device)
             scaled = _scaled(chosen, inverse, [sequences[row].params for row in rows])
-            logits[rows] = chosen.masked_fill_(scaled == -torch.inf, -torch.inf)
+            logits[places] = chosen.masked_fill_(scaled == -torch.inf, -torch.inf)
         arrays = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
-        return self.draw(logits, *(torch.from_numpy(array).to(logits.device) for array in arrays))
+        return self.draw(logits, *(to_device(array, device) for array in arrays))
 
     @staticmethod
     def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> None:
@@ -200,7 +209,7 @@ class Sampler:
                 rows += [row] * len(sequence.stop_token_ids)
                 columns += list(sequence.stop_token_ids)
         if rows:
-            logits[rows, columns] = float("-inf")
+            logits[to_device(rows, logits.device), to_device(columns, logits.device)] = float("-inf")
 
 
 def _compiled_over_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -253,18 +262,17 @@ def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: lis
     vocab_size, device = logits.shape[1], logits.device
     rows = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
     if rows:
-        counts = torch.tensor([top_k[row] for row in rows], device=device)
-        largest = logits[rows].topk(max(top_k[row] for row in rows)).values
+        counts = to_device([top_k[row] for row in rows], device)
+        largest = logits[to_device(rows, device)].topk(max(top_k[row] for row in rows)).values
         _drop_below(logits, rows, largest.gather(1, counts[:, None] - 1))
     rows = [row for row, p in enumerate(top_p) if p < 1.0]
     if rows:
-        _drop_below(
-            logits, rows, _nucleus_floor(logits[rows], torch.tensor([top_p[row] for row in rows], device=device))
-        )
+        shares = to_device([top_p[row] for row in rows], device)
+        _drop_below(logits, rows, _nucleus_floor(logits[to_device(rows, device)], shares))
     rows = [row for row, p in enumerate(min_p) if p > 0.0]
     if rows:
-        shares = torch.tensor([min_p[row] for row in rows], device=device)[:, None]
-        _drop_below(logits, rows, logits[rows].max(dim=-1, keepdim=True).values + shares.log())
+        shares = to_device([min_p[row] for row in rows], device)[:, None]
+        _drop_below(logits, rows, logits[to_device(rows, device)].amax(dim=-1, keepdim=True) + shares.log())
     return logits
 
 
@@ -273,8 +281,9 @@ def _drop_below(logits: Tensor, rows: list[int], floor: Tensor) -> None:
     if len(rows) == len(logits):
         logits.masked_fill_(logits < floor, float("-inf"))
     else:
-        chosen = logits[rows]
-        logits[rows] = chosen.masked_fill_(chosen < floor, float("-inf"))
+        places = to_device(rows, logits.device)
+        chosen = logits[places]
+        logits[places] = chosen.masked_fill_(chosen < floor, float("-inf"))
 
 
 def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:

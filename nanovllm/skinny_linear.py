@@ -68,11 +68,14 @@ def linear(states: Tensor, weight: Tensor) -> Tensor:
         _compiled.append(_kernel())
     block_depth, num_stages = (512, 3) if depth % 512 == 0 and depth >= 2048 else (128, 4)
     rows = states.reshape(num_rows, depth)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     output = states.new_empty(*states.shape[:-1], num_outputs)
-    _compiled[0][(num_outputs // _BLOCK_OUTPUTS,)](
-        rows, weight, output, num_rows, rows.stride(0), num_outputs, depth, _BLOCK_OUTPUTS, block_depth, 16, num_stages,
-        num_warps=2,
-    )  # fmt: skip
+    with torch.cuda.device(states.device):
+        _compiled[0][(num_outputs // _BLOCK_OUTPUTS,)](
+            rows, weight, output, num_rows, rows.stride(0), num_outputs, depth, _BLOCK_OUTPUTS, block_depth, 16,
+            num_stages, num_warps=2,
+        )  # fmt: skip
     return output
 
 

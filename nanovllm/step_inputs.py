@@ -41,44 +41,46 @@ class Buckets:
 
     def __init__(self, config: EngineConfig) -> None:
         self._block_size = config.block_size
-        self._max_seqs = config.max_num_seqs
-        self._decodes = _up_to(config.max_num_seqs, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224])
-        self._decodes += range(self._decodes[-1], config.max_num_seqs, 64)[1:]
-        self._decodes = sorted({*self._decodes, max(MIN_ROWS, config.max_num_seqs)})
-        self._mixed_decodes = [0, *_up_to(config.max_num_seqs, [4, 16, 32, 64, 128, 256, 512, 1024])]
+        most = max(MIN_ROWS, config.max_num_seqs)
+        self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, most, 64)])
+        self._mixed_decodes = [0, *_up_to(most, [4, 16, 32, 64, *(128 << n for n in range(8))])]
+        self._mixed_samples = _up_to(most, [16, 128, 512])
         budget = config.max_num_batched_tokens
         sizes = [64 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)]
         # The decodes' padding may take a full step past the budget.
-        self._mixed_rows = sorted({*_up_to(budget, sizes), budget + self._mixed_decodes[-1]})
-        self._few_tiles = 16
-        largest = self._mixed_rows[-1]
-        self.max_decodes = max(self._decodes[-1], self._mixed_decodes[-1])
-        self.max_rows = max(largest, self.max_decodes)
-        self.max_tiles = self._num_tiles(largest, self._max_seqs + largest)
+        self._mixed_rows = sorted({*_up_to(budget, sizes), budget + most})
+        # Whole blocks need one tile each; each chunk may need one more, or two.
+        self._more_tiles = _up_to(max(16, 2 * config.max_num_seqs), [16 << 2 * n for n in range(8)])
+        self.max_decodes = most
+        self.max_rows = self._mixed_rows[-1]
+        self.max_tiles = self._whole_tiles(self.max_rows) + self._more_tiles[-1]
 
     def shape(self, layout: BatchLayout, num_tiles: int, draws: str) -> StepShape:
+        """The shape of a step whose chunks are cut into `num_tiles`."""
         num_samples = len(layout.sample_rows)
         if not num_tiles:
             size = _round_up(self._decodes, layout.num_decodes)
             return StepShape(size, size, 0, size, draws)
         num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
         num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
-        num_samples = _round_up(self._mixed_decodes[1:], num_samples)
-        return StepShape(num_decodes, num_rows, self._num_tiles(num_rows, num_tiles), num_samples, draws)
+        whole = self._whole_tiles(num_rows)
+        num_tiles = whole + _round_up(self._more_tiles, max(0, num_tiles - whole))
+        return StepShape(num_decodes, num_rows, num_tiles, _round_up(self._mixed_samples, num_samples), draws)
+
+    def _whole_tiles(self, num_rows: int) -> int:
+        return -(-num_rows // self._block_size)
 
     def common(self) -> list[StepShape]:
-        """What is ready from the start: the largest steps, and decodes of few requests. Compiled code is laid out
+        """What is ready from the start: the steps of most rows, and decodes of few requests. Compiled code is laid out
         for the first of its kind; for decodes that is one of middling size."""
-        rows = self._mixed_rows[-1]
-        largest = StepShape(self._mixed_decodes[-1], rows, self._num_tiles(rows, 1), self._mixed_decodes[-1], "noise")
-        middle = _round_up(self._decodes, min(64, self._decodes[-1]))
-        sizes = dict.fromkeys((middle, self._decodes[-1], self._decodes[0]))
+        most, rows = self.max_decodes, self.max_rows
+        largest = StepShape(most, rows, self._whole_tiles(rows) + self._more_tiles[0], most, "noise")
+        sizes = dict.fromkeys((_round_up(self._decodes, min(64, most)), most, MIN_ROWS))
         return [largest, *(StepShape(size, size, 0, size, "noise") for size in sizes)]
 
-    def _num_tiles(self, num_rows: int, num_tiles: int) -> int:
-        """Whole blocks need one tile each; each chunk may need one more, or two."""
-        whole = -(-num_rows // self._block_size)
-        return whole + (self._few_tiles if num_tiles <= whole + self._few_tiles else 2 * self._max_seqs)
+    def largest(self) -> StepShape:
+        """What no part of a step's inputs exceeds."""
+        return StepShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, "noise")
 
 
 def _up_to(limit: int, sizes: list[int]) -> list[int]:
@@ -179,6 +181,16 @@ class StepPacking:
             to.tile_rows[: count * self.block_size] = np.where(tiles.rows < 0, 0, tiles.rows + padded)
             is_real = tiles.rows >= 0
             to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """token_ids [num_rows] with -1 - i replaced by the i-th token of `sampled`.
+
+    A request whose logits were not finite has no token to go on with; it ends when that is read, and goes on with token
+    0 until then.
+    """
+    places = (-1 - token_ids).clamp_(0, len(sampled) - 1)
+    return torch.where(token_ids < 0, sampled[places].clamp_(min=0), token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,44 @@ def test_weights_that_change_between_tokens_of_a_stream_count_from_the_next_toke
     assert last.outputs[0].token_ids == seen + rest[0]
 
 
+def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
+    """No weight moves, and the prefix cache would still hold what the module computed before."""
+    model, prompt = tiny_model(), [5, 6, 7, 8] * 9
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with open_llm(model) as llm:
+        before = answers(llm, [prompt], params)
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+        after = answers(llm, [prompt], params)
+    with open_llm(model) as llm:
+        assert after == answers(llm, [prompt], params) != before
+
+
+def test_aborting_a_request_that_ended_unseen_leaves_its_neighbour_alone(monkeypatch):
+    """It ended in a step that was interrupted before anybody heard of it."""
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    with open_llm(overlap=False) as llm:
+        engine = llm._engine
+        for name in ("a", "b"):
+            engine.add_request(name, [5, 6, 7], params)
+        collect = engine._collect
+        steps = iter(range(1, 10))
+
+        def interrupted(advanced):
+            if next(steps) == 3:
+                raise KeyboardInterrupt
+            collect(advanced)
+
+        monkeypatch.setattr(engine, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                engine.step()
+        engine.abort("a")
+        while engine.has_unfinished:
+            engine.step()
+        assert [output.request_id for output in engine.outputs] == ["b"]
+        engine.outputs.clear()
+
+
 def test_blocks_that_fill_while_in_flight_are_found_afterwards():
     with open_llm() as llm:
         (first,) = answers(llm, [[5] * 20], SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True))

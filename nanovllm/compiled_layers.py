@@ -1,0 +1,61 @@
+"""Compiles a model's decoder layers: one function serves all of them, at any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.attention.compiled import own_code
+from nanovllm.weights import modules_of
+
+# Small kernels of one layer that do not depend on each other are launched as one. They are laid out for the first step
+# that runs them, those of few rows and of many apart.
+GPU_OPTIONS: Any = {"combo_kernels": True}
+FEW_ROWS = 512
+
+
+def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """What takes the place of each module's call; compilation itself happens in the first calls.
+
+    Args:
+        layers: the decoder layers of `model`, all of one kind.
+    """
+    if next(model.parameters()).device.type == "cpu":
+        compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
+        return {layer: partial(compiled, layer) for layer in layers}
+    few, many = (torch.compile(own_code(_call), fullgraph=True, dynamic=False, options=GPU_OPTIONS) for _ in range(2))
+    calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
+    for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
+        calls[module] = partial(torch.compile(own_code(_call), dynamic=True), module)
+    return calls
+
+
+def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)
+
+
+def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A layer of which nothing but the number of rows becomes a symbol, so that the rest is laid out for its sizes."""
+    num_rows = hidden_states.shape[1]
+    for tensor in tree_leaves((hidden_states, args, kwargs)):
+        if isinstance(tensor, Tensor):
+            for dim in range(min(2, tensor.dim())):  # [num_rows] or [1, num_rows, ...]
+                if tensor.shape[dim] == num_rows:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return (few if num_rows <= FEW_ROWS else many)(layer, hidden_states, *args, **kwargs)
+
+
+def _small_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """What a model computes outside of its layers, such as norms and rotary embeddings, but for products."""
+    within = {module for layer in layers for module in modules_of(layer)}
+    products = (nn.Embedding, nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
+    return [
+        module
+        for module in modules_of(model)
+        if module not in within and not module._modules and not isinstance(module, products)
+    ]

@@ -1,0 +1,181 @@
+"""Shapes and packing of a GPU's steps, which are plain arithmetic: every bound, and what each row then sees."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
+from nanovllm.attention.layout import build_layout
+from nanovllm.batch import ScheduledSequence
+from nanovllm.config import EngineConfig
+from nanovllm.sampler import DrawInputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+from nanovllm.step_inputs import MIN_ROWS, Buckets, StepPacking, StepShape, Tiles, with_sampled
+
+
+def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int, budget: int, max_model_len: int):
+    """A step within the limits, and the sequences whose newest token is in flight, with their places."""
+    pages = list(range(1, 5000))
+    choice.shuffle(pages)
+    entries, in_flight = [], []
+    for number in range(choice.randint(1, max_num_seqs)):
+        start = choice.choice([0, choice.randint(0, max_model_len - 1)])
+        count = min(choice.choice([1, 1, 1, choice.randint(1, max_model_len - start)]), budget)
+        if not count:
+            break
+        budget -= count
+        end = start + count
+        waits = count == 1 and start > 0 and choice.random() < 0.5
+        tokens = [choice.randrange(1000) for _ in range(start if waits else end)]
+        seed = choice.randrange(2**64)
+        sequence = Sequence(str(number), tokens, SamplingParams(), arrival=number, max_model_len=10**6, seed=seed)
+        if waits:
+            in_flight.append(sequence)
+        table = [pages.pop() for _ in range(-(-end // block_size))]
+        entries.append(ScheduledSequence(sequence, start, count, waits or choice.random() < 0.8, table, start))
+    choice.shuffle(in_flight)
+    return entries, {sequence: place for place, sequence in enumerate(in_flight)}
+
+
+def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: int = 4096) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, max_model_len=max_model_len
+    )
+
+
+def assert_fits(shape: StepShape, buckets: Buckets, block_size: int) -> None:
+    largest = buckets.largest()
+    assert all(size <= bound for size, bound in zip(shape[:4], largest[:4], strict=True)), (shape, largest)
+    assert StepPacking(shape, block_size).num_words <= StepPacking(largest, block_size).num_words
+    assert shape.num_rows >= MIN_ROWS and shape.num_samples >= MIN_ROWS
+    assert not shape.num_decodes or shape.num_decodes >= MIN_ROWS
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 5, 7, 8, 16, 21, 256, 300, 1024, 4096])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, block_size):
+    choice = random.Random(max_num_seqs)
+    for budget in (max_num_seqs + block_size, max_num_seqs + block_size + 1, 8192, 12_345):
+        if budget < max_num_seqs + block_size:
+            continue
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size))
+        for shape in buckets.common():
+            assert_fits(shape, buckets, block_size)
+        for _ in range(12):
+            entries, in_flight = random_entries(
+                choice, block_size=block_size, max_num_seqs=min(max_num_seqs, 60), budget=budget, max_model_len=300
+            )
+            layout = build_layout(entries, block_size, in_flight)
+            tiles = Tiles.of(layout, block_size)
+            shape = buckets.shape(layout, len(tiles.blocks), "noise")
+            assert_fits(shape, buckets, block_size)
+            assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
+            assert shape.num_rows >= shape.num_decodes + layout.num_tokens - layout.num_decodes
+            assert shape.num_samples >= len(layout.sample_rows)
+
+
+def test_padding_stays_moderate():
+    buckets = Buckets(config_of(1024, 8192, 64))
+    entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
+    for count in range(1, 1025):
+        shape = buckets.shape(build_layout([entry] * count, 64), 0, "noise")
+        assert shape.num_decodes <= max(4, 2 * count) and shape.num_decodes - count < 64
+    prompts = [
+        ScheduledSequence(Sequence(str(n), [1] * 130, SamplingParams(), arrival=n, max_model_len=200), 0, 130, True,
+                          [1, 2, 3], 0)
+        for n in range(60)
+    ]  # fmt: skip
+    layout = build_layout(prompts, 64)
+    assert buckets.shape(layout, 180, "noise").num_tiles <= 400
+
+
+def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
+    """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
+    num_steps = 0
+    for seed in range(60):
+        choice = random.Random(seed)
+        block_size, max_num_seqs = choice.choice([16, 32, 64, 256]), choice.choice([1, 3, 8, 21, 40])
+        longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
+        budget = max_num_seqs + block_size + choice.randint(0, 200)
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest))
+        width = -(-longest // block_size) + 1
+        decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
+        decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
+                         ((decodes, 1, 1), (decodes, 1, 1, width), (decodes,), (decodes,))]  # fmt: skip
+        chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
+        words = StepPacking(buckets.largest(), block_size).num_words + max_num_seqs * (width - 1)
+        buffer = torch.zeros(words, dtype=torch.int32)
+        for _ in range(4):
+            entries, in_flight = random_entries(
+                choice, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, max_model_len=longest
+            )
+            layout = build_layout(entries, block_size, in_flight, longest_first=True)
+            tiles = Tiles.of(layout, block_size)
+            shape = buckets.shape(layout, len(tiles.blocks), "noise")
+            packing = StepPacking(shape, block_size)
+            sampling = [entry for entry in entries if entry.samples]
+            positions = [entry.start + entry.num_new_tokens for entry in sampling]
+            draws = DrawInputs.of([entry.sequence for entry in sampling], positions)
+            packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+            packing.pack(layout, tiles, draws, packed)
+            buffer[: len(packed)] = torch.from_numpy(packed)
+            inputs = packing.on_device(buffer)
+            sampled = torch.randint(0, 999, (decodes,))
+            token_ids = with_sampled(inputs.token_ids, sampled)
+            if shape.num_decodes:
+                _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_pages,
+                              inputs.positions[: shape.num_decodes], block_size)  # fmt: skip
+            if shape.num_tiles:
+                _fill_tiles(
+                    tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used
+                )
+
+            def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables):
+                if row < shape.num_decodes:
+                    count, last, offset = (int(own[i][row].view(-1)[0]) for i in (0, 2, 3))
+                    pages = own[1][row, 0, 0, :count].tolist()
+                    return {p * size + slot for p in pages for slot in range(size) if p != last or slot <= offset}
+                place = int(inputs.chunk_rows[row - shape.num_decodes])
+                assert int(inputs.tile_rows[place]) == row
+                tile, offset = divmod(place, size)
+                num_own, own_page, num_full, full = (table[0, 0, tile] for table in chunk)
+                assert int(num_own) == 1
+                whole = {p * size + slot for p in full[: int(num_full)].tolist() for slot in range(size)}
+                return whole | {int(own_page[0]) * size + slot for slot in range(offset + 1)}
+
+            used, last_row = set(), {}
+            row = 0
+            for entry in layout.entries:
+                if entry.num_new_tokens > 1 and row < shape.num_decodes:
+                    row = shape.num_decodes
+                for position in range(entry.start, entry.start + entry.num_new_tokens):
+                    known, table = entry.sequence.token_ids, entry.block_table
+                    right = known[position] if position < len(known) else int(sampled[in_flight[entry.sequence]])
+                    assert int(token_ids[row]) == right and int(inputs.positions[row]) == position
+                    slots = [table[p // block_size] * block_size + p % block_size for p in range(position + 1)]
+                    assert int(inputs.slots[row]) == slots[-1]
+                    assert slots_seen(row) == set(slots)
+                    used.add(row)
+                    last_row[entry.sequence] = row
+                    row += 1
+            for row in set(range(shape.num_rows)) - used:
+                assert int(inputs.slots[row]) == 0 == int(token_ids[row])
+                assert row >= shape.num_decodes or int(decode_tables[0][row]) == 0
+            for tile in range(len(tiles.blocks), shape.num_tiles):
+                assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
+            for place, entry in enumerate(sampling):
+                assert int(inputs.sample_rows[place]) == last_row[entry.sequence]
+                assert int(inputs.noise_keys[place]) == int(draws.noise_keys[place])
+                assert float(inputs.noise_scales[place]) == 1.0
+            num_steps += 1
+    assert num_steps > 200
+
+
+def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
+    token_ids = torch.tensor([7, -1, -2, -3])
+    assert with_sampled(token_ids, torch.tensor([5, -1, 9])).tolist() == [7, 5, 0, 9]
