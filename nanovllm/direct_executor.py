@@ -13,6 +13,7 @@ from nanovllm.attention.operator import AttentionPlan, AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import NULL_BLOCK
 from nanovllm.model_binding import ModelBinding
+from nanovllm.penalties import LatestTokens
 from nanovllm.sampler import Sampler
 from nanovllm.step_inputs import with_sampled
 
@@ -42,7 +43,8 @@ class DirectExecutor:
         """Compute a step; returns its sampled tokens [num_samples] int64, on the device."""
         logits = self._forward(layout)
         with torch.no_grad():
-            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions)
+            latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
+            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions, latest)
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:

@@ -88,11 +88,10 @@ class Engine:
                 f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {self._vocab_size} "
                 "tokens (0 to vocabulary - 1)."
             )
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise ValueError(
-                    f"stop_token_ids holds {token_id}, outside the vocabulary of {self._vocab_size} tokens."
-                )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(params, name):
+                if token_id >= self._vocab_size:
+                    raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {self._vocab_size} tokens.")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the engine was built without one; pass tokenizer=...")
         length, limit = len(prompt_token_ids), self.config.max_model_len

@@ -23,6 +23,7 @@ from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
 from nanovllm.model_binding import ModelBinding
+from nanovllm.penalties import LatestTokens
 from nanovllm.sampler import FILTERED_AT_ONCE, DrawInputs, Sampler
 from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Tiles, with_sampled
 
@@ -84,7 +85,8 @@ class GraphExecutor:
         if kind == "none":
             assert self._logits is not None
             with torch.no_grad():
-                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions)
+                latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
+                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest)
         return self._sampled[:count]
 
     def _upload(self, shape: StepShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
@@ -218,6 +220,11 @@ def _kind_of_draws(batch: ScheduledBatch, positions: list[int]) -> str:
     sequences = batch.sampling
     for sequence, position in zip(sequences, positions, strict=True):
         params = sequence.params
-        if params.has_filters or params.is_cold or position - sequence.num_prompt_tokens < params.min_tokens:
+        if (
+            params.changes_logits
+            or params.has_filters
+            or params.is_cold
+            or position - sequence.num_prompt_tokens < params.min_tokens
+        ):
             return "none"
     return "greedy" if all(sequence.params.is_greedy for sequence in sequences) else "noise"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.attention.compiled import own_code
 from nanovllm.batch import NON_FINITE
+from nanovllm.penalties import LatestTokens, change_logits, to_device
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
@@ -56,12 +56,6 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
-
-
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor of numbers from the host, without waiting for what the device does meanwhile."""
-    tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _signed(value: int) -> int:
@@ -173,17 +167,25 @@ class Sampler:
                 self._gamma = gamma(logits.device)
         return self._draw(logits, self._gamma, *inputs)
 
-    def sample(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: SequenceABC[Sequence],
+        positions: SequenceABC[int],
+        latest: LatestTokens | None = None,
+    ) -> Tensor:
         """Draw one token per row.
 
         Args:
             logits: [num_rows, vocab_size], any float dtype; may be overwritten.
             sequences: whose rows they are.
             positions: the position of the token to be drawn, per row.
+            latest: the token before it, per row, where the host may not know it yet.
 
         Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity.
         """
         self._suppress_stop_tokens(logits, sequences, positions)
+        logits = change_logits(logits, sequences, positions, latest)
         inputs = DrawInputs.of(sequences, positions)
         if logits.device.type == "cpu":
             return _sample_on_cpu(logits, sequences, inputs)

@@ -17,6 +17,11 @@ MAX_SEED = 2**64 - 1
 class SamplingParams:
     """Sampling options of one request, in the order in which they act on the logits.
 
+    allowed_token_ids: no other token is drawn; none given allows all.
+    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; above
+        0, and 1 changes nothing.
+    frequency_penalty: taken off a token's logit for each time that it stands in the output; -2 to 2.
+    presence_penalty: taken off the logits of tokens that stand in the output; -2 to 2.
     temperature: divides the logits; 0 is greedy (the most probable token, ties to the lowest id).
     top_k: keep the k most probable tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most probable tokens whose probability reaches p, the crossing token included
@@ -32,6 +37,10 @@ class SamplingParams:
     Raises TypeError or ValueError naming the parameter, its value and what is allowed.
     """
 
+    allowed_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -44,6 +53,13 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        allowed = _items("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+        self._set("allowed_token_ids", tuple(_integer("allowed_token_ids", item, 0) for item in allowed))
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._set(name, _real(name, getattr(self, name), -2.0, 2.0))
+        self._set("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf))
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty is 0; it must be above 0, and 1 changes nothing.")
         self._set("temperature", _real("temperature", self.temperature, 0.0, math.inf))
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
@@ -76,6 +92,16 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether something acts on the logits before the temperature."""
+        return bool(self.allowed_token_ids) or self.penalises
 
     @property
     def has_filters(self) -> bool:

@@ -1,0 +1,114 @@
+"""What changes a request's logits before they are drawn from: allowed tokens, and penalties for repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LatestTokens:
+    """Each sampled row's newest token, which the host may not know yet.
+
+    token_ids: [num_rows] int64; -1 - i for the i-th of `previous`.
+    previous: tokens that the step before sampled, on the device.
+    """
+
+    token_ids: NDArray[np.int64]
+    previous: Tensor | None
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor of numbers from the host, without waiting for what the device does meanwhile."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def change_logits(
+    logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
+) -> Tensor:
+    """Apply allowed tokens, then penalties, to the rows that ask for them; the others cost nothing.
+
+    Allowed tokens come first and penalties in the order repetition, frequency, presence, as in vLLM. Repetition
+    (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the negative ones;
+    frequency is taken off once for each time that a token stands in the output, presence once for all.
+
+    Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
+    and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary.
+
+    Args:
+        logits: [num_rows, vocab_size], any float dtype; overwritten if it is float32.
+        sequences, positions: as in `Sampler.sample`.
+        latest: None if all tokens are known.
+
+    Returns logits, in float32 if any row was changed.
+    """
+    rows = [row for row, sequence in enumerate(sequences) if sequence.params.changes_logits]
+    if not rows:
+        return logits
+    logits = logits.float()
+    limited = [row for row in rows if sequences[row].params.allowed_token_ids]
+    if limited:
+        places = to_device(limited, logits.device)
+        logits[places] += _mask_of([sequences[row].params.allowed_token_ids for row in limited], logits)
+    penalised = [row for row in rows if sequences[row].params.penalises]
+    if penalised:
+        places = to_device(penalised, logits.device)
+        chosen = [sequences[row] for row in penalised]
+        ends = [positions[row] for row in penalised]
+        outputs = [s.token_ids[s.num_prompt_tokens : end] for s, end in zip(chosen, ends, strict=True)]
+        counts = _counts(outputs, logits)
+        if latest is not None and latest.previous is not None:
+            _count_in_flight(counts, latest.token_ids[penalised], latest.previous)
+        in_prompt = _counts([s.token_ids[: s.num_prompt_tokens] for s in chosen], logits)
+        logits[places] = _penalise(logits[places], counts, in_prompt, chosen)
+    return logits
+
+
+def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
+    """[num_rows, vocab_size]: 0 for allowed tokens, else -inf (to be added, so that NaN stays NaN)."""
+    mask = logits.new_full((len(allowed), logits.shape[1]), -torch.inf)
+    return mask.view(-1).index_fill_(0, _flat_places(allowed, logits), 0.0).view(mask.shape)
+
+
+def _counts(tokens: list[Any], logits: Tensor) -> Tensor:
+    """[num_rows, vocab_size] float32: how often each token stands in each row's tokens."""
+    counts = logits.new_zeros(len(tokens), logits.shape[1])
+    places = _flat_places(tokens, logits)
+    counts.view(-1).scatter_add_(0, places, counts.new_ones(len(places)))
+    return counts
+
+
+def _flat_places(tokens: list[Any], logits: Tensor) -> Tensor:
+    """Each row's tokens as places in a flat [num_rows, vocab_size]."""
+    lengths = [len(row) for row in tokens]
+    flat = np.concatenate([np.asarray(row, np.int64) for row in tokens]) if tokens else np.zeros(0, np.int64)
+    return to_device(flat + np.repeat(np.arange(len(tokens)) * logits.shape[1], lengths), logits.device)
+
+
+def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor) -> None:
+    rows = np.flatnonzero(latest < 0)
+    if len(rows):
+        # A row without a token (its logits were not finite) ends when that is read; until then any token will do.
+        tokens = previous[to_device(-1 - latest[rows], counts.device)].clamp(min=0)
+        places = to_device(rows * counts.shape[1], counts.device) + tokens
+        counts.view(-1).scatter_add_(0, places, counts.new_ones(len(rows)))
+
+
+def _penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: list[Sequence]) -> Tensor:
+    def column(values: list[float]) -> Tensor:
+        return to_device(np.array(values, np.float32), logits.device)[:, None]
+
+    repetition = column([sequence.params.repetition_penalty for sequence in sequences])
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where((counts > 0) | (in_prompt > 0), penalised, logits)
+    logits -= column([sequence.params.frequency_penalty for sequence in sequences]) * counts
+    return logits - column([sequence.params.presence_penalty for sequence in sequences]) * (counts > 0)
