@@ -109,6 +109,14 @@ def _count(text: str) -> int:
     return value
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form TOKEN_ID=BIAS, such as 17=-3.5") from None
+
+
 def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict[str, str] | None = None) -> None:
     """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
     help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
@@ -122,6 +130,8 @@ def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict
         common: dict[str, Any] = {"dest": dest, "help": text, "default": argparse.SUPPRESS}
         if kind == "bool":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif kind.startswith("dict"):
+            group.add_argument(flag, action="append", type=_bias, metavar="TOKEN_ID=BIAS", **common)
         elif kind.startswith("tuple"):
             item = _TYPES[kind.removeprefix("tuple[").split(",")[0]]
             group.add_argument(flag, action="append", type=item, metavar=item.__name__.upper(), **common)
@@ -132,6 +142,8 @@ def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict
 
 def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(SamplingParams) if hasattr(options, f.name)}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     return CLI_DEFAULTS | given
 
 

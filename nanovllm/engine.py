@@ -88,7 +88,7 @@ class Engine:
                 f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {self._vocab_size} "
                 "tokens (0 to vocabulary - 1)."
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name):
                 if token_id >= self._vocab_size:
                     raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {self._vocab_size} tokens.")

@@ -1,4 +1,4 @@
-"""What changes a request's logits before they are drawn from: allowed tokens, and penalties for repetition."""
+"""What changes a request's logits before they are drawn from: allowed tokens, biases, penalties for repetition."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def change_logits(
 ) -> Tensor:
     """Apply allowed tokens, then penalties, to the rows that ask for them; the others cost nothing.
 
-    Allowed tokens come first and penalties in the order repetition, frequency, presence, as in vLLM. Repetition
-    (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the negative ones;
-    frequency is taken off once for each time that a token stands in the output, presence once for all.
+    Allowed tokens come first, then biases, then penalties in the order repetition, frequency, presence, as in vLLM.
+    Repetition (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the
+    negative ones; frequency is taken off once for each time that a token stands in the output, presence once for all.
 
     Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
     and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary.
@@ -59,6 +59,9 @@ def change_logits(
     if limited:
         places = to_device(limited, logits.device)
         logits[places] += _mask_of([sequences[row].params.allowed_token_ids for row in limited], logits)
+    biased = [row for row in rows if sequences[row].params.logit_bias]
+    if biased:
+        _add_biases(logits, biased, [sequences[row].params.logit_bias for row in biased])
     penalised = [row for row in rows if sequences[row].params.penalises]
     if penalised:
         places = to_device(penalised, logits.device)
@@ -77,6 +80,14 @@ def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
     """[num_rows, vocab_size]: 0 for allowed tokens, else -inf (to be added, so that NaN stays NaN)."""
     mask = logits.new_full((len(allowed), logits.shape[1]), -torch.inf)
     return mask.view(-1).index_fill_(0, _flat_places(allowed, logits), 0.0).view(mask.shape)
+
+
+def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]]) -> None:
+    row_of_each = np.repeat(rows, [len(bias) for bias in biases])
+    token_ids = np.fromiter((token_id for bias in biases for token_id in bias), np.int64, len(row_of_each))
+    values = np.fromiter((value for bias in biases for value in bias.values()), np.float32, len(row_of_each))
+    places = to_device(row_of_each * logits.shape[1] + token_ids, logits.device)
+    logits.view(-1).scatter_add_(0, places, to_device(values, logits.device))  # each place once
 
 
 def _counts(tokens: list[Any], logits: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 MIN_TEMPERATURE = 1e-6
@@ -18,6 +18,7 @@ class SamplingParams:
     """Sampling options of one request, in the order in which they act on the logits.
 
     allowed_token_ids: no other token is drawn; none given allows all.
+    logit_bias: added to the logits of these token ids; -100 to 100 each (in effect: never, or always).
     repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; above
         0, and 1 changes nothing.
     frequency_penalty: taken off a token's logit for each time that it stands in the output; -2 to 2.
@@ -38,6 +39,7 @@ class SamplingParams:
     """
 
     allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -55,6 +57,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         allowed = _items("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
         self._set("allowed_token_ids", tuple(_integer("allowed_token_ids", item, 0) for item in allowed))
+        self._set("logit_bias", _biases(self.logit_bias))
         for name in ("frequency_penalty", "presence_penalty"):
             self._set(name, _real(name, getattr(self, name), -2.0, 2.0))
         self._set("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf))
@@ -101,7 +104,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether something acts on the logits before the temperature."""
-        return bool(self.allowed_token_ids) or self.penalises
+        return bool(self.allowed_token_ids or self.logit_bias) or self.penalises
 
     @property
     def has_filters(self) -> bool:
@@ -138,6 +141,18 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} is {value}; it must be {allowed}.")
     return value
+
+
+def _biases(values: Any) -> dict[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not {values!r}.")
+    biases = {}
+    for key, value in values.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than strings
+        biases[_integer("a token id of logit_bias", token_id, 0)] = _real("logit_bias", value, -100.0, 100.0)
+    return biases
 
 
 def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:

@@ -169,6 +169,15 @@ def test_flags_that_may_be_repeated_are_collected(run, folder):
     assert records(out)[0]["stop_reason"] == answer[2]
 
 
+def test_biases_and_penalties_reach_the_request(run, folder):
+    answer = generated(folder, "one")
+    flags = ["--logit-bias", f"{answer[0]}=-100", "--logit-bias", f"{answer[1]}=-100", "--presence-penalty", "1.5"]
+    _, out, _ = run("generate", "one", "--json", *flags, *SHORT)
+    biases = {answer[0]: -100, answer[1]: -100}
+    assert records(out)[0]["token_ids"] == generated(folder, "one", logit_bias=biases, presence_penalty=1.5) != answer
+    assert_refused(run("generate", "one", "--logit-bias", "5"), "TOKEN_ID=BIAS")
+
+
 def test_engine_flags_reach_the_engine(run, monkeypatch):
     seen: list[EngineConfig] = []
     generate = LLM.generate

@@ -79,6 +79,25 @@ def test_only_allowed_tokens_are_left_and_what_is_not_finite_still_shows():
     assert torch.equal(ours[2], logits[2])
 
 
+def test_biases_are_added_before_penalties():
+    logits = logits_of(3)
+    first = request([1], [7], logit_bias={7: 4.0, 9: -100.0}, presence_penalty=0.5)
+    second = request([1], [5], logit_bias={"3": 1.5}, repetition_penalty=2.0)
+    expected = logits.clone()
+    expected[0, 7] += 4.0 - 0.5
+    expected[0, 9] -= 100.0
+    expected[1, 3] += 1.5
+    for token in (1, 5):
+        expected[1, token] = expected[1, token] / 2 if expected[1, token] > 0 else expected[1, token] * 2
+    torch.testing.assert_close(changed(logits, [first, second, request([1], [])]), expected)
+
+
+def test_a_large_bias_decides():
+    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, logit_bias={33: 100}), use_tqdm=False)
+        assert output.outputs[0].token_ids == [33] * 5
+
+
 def test_rows_that_ask_for_nothing_stay_what_they_are():
     logits = logits_of(2, torch.bfloat16)
     assert changed(logits, [request([1], [2]), request([3], [])]).dtype == torch.bfloat16
@@ -130,6 +149,8 @@ def test_penalised_samples_are_the_same_in_every_way_of_stepping(pool):
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
+        ({"logit_bias": {3: 101}}, "logit_bias is 101"),
+        ({"logit_bias": {-3: 1}}, "a token id of logit_bias is -3"),
     ],
 )
 def test_values_out_of_range_are_refused(option, message):
@@ -137,8 +158,20 @@ def test_values_out_of_range_are_refused(option, message):
         SamplingParams(**option)
 
 
+@pytest.mark.parametrize("bias", [[3], {"x": 1}, {3: "much"}])
+def test_a_bias_of_another_kind_is_refused(bias):
+    with pytest.raises(TypeError, match="logit_bias"):
+        SamplingParams(logit_bias=bias)
+
+
+def test_parameters_stay_hashable():
+    assert len({SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias={3: 1.0}), SamplingParams()}) == 2
+
+
 def test_an_allowed_token_outside_of_the_vocabulary_is_refused_before_anything_runs():
     with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
         with pytest.raises(ValueError, match=f"allowed_token_ids holds {VOCAB_SIZE}"):
             llm.generate([[1]], SamplingParams(allowed_token_ids=(VOCAB_SIZE,)), use_tqdm=False)
+        with pytest.raises(ValueError, match=f"logit_bias holds {VOCAB_SIZE}"):
+            llm.generate([[1]], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), use_tqdm=False)
         assert llm.stats().num_steps == 0
