@@ -105,7 +105,7 @@ class GraphExecutor:
 
     def _run(self, shape: StepShape) -> None:
         """The whole step of a shape, on what stands in the inputs; this is what a graph captures."""
-        inputs = self._packing(shape).on_device(self._inputs)
+        inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
             plan = self._form.plan(tables_of(inputs, shape))

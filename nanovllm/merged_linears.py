@@ -114,8 +114,9 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
-    def hook(linear: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
-        seen.append((linear, arguments[0]))
+    def hook(module: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
+        if arguments:  # else it was called by name, and is left alone
+            seen.append((module, arguments[0]))
 
     return hook
 

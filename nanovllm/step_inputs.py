@@ -134,23 +134,18 @@ class StepPacking:
         self.num_words = int(ends[-1])  # without the tables
         self._spans = list(zip((ends - np.array(lengths) * words).tolist(), ends.tolist(), strict=True))
 
-    def on_device(self, buffer: Tensor) -> StepInputs:
-        """Views of the device's buffer [n] int32; the tables are all of it behind the rest."""
-        parts: list[Any] = [buffer[start:end] for start, end in self._spans]
-        parts[:5] = [part.view(torch.int64) for part in parts[:5]]
-        parts[5:7] = [part.view(torch.float32) for part in parts[5:7]]
-        return StepInputs(*[*parts, buffer[self.num_words :]])
-
-    def on_host(self, buffer: NDArray[np.int32]) -> StepInputs:
-        parts: list[Any] = [buffer[start:end] for start, end in self._spans]
-        parts[:5] = [part.view(np.int64) for part in parts[:5]]
-        parts[5:7] = [part.view(np.float32) for part in parts[5:7]]
+    def views(self, buffer: Any) -> StepInputs:
+        """The parts of a packed step [n] int32, a tensor or an array; the tables are all of it behind the rest."""
+        wide, real = (torch.int64, torch.float32) if isinstance(buffer, Tensor) else (np.int64, np.float32)
+        parts = [buffer[start:end] for start, end in self._spans]
+        parts[:5] = [part.view(wide) for part in parts[:5]]
+        parts[5:7] = [part.view(real) for part in parts[5:7]]
         return StepInputs(*[*parts, buffer[self.num_words :]])
 
     def pack(self, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
         """Write a step into `buffer` [num_words + num_table_words] int32."""
         buffer[: self.num_words] = 0
-        to = self.on_host(buffer)
+        to = self.views(buffer)
         real, padded, num_tokens = layout.num_decodes, self.shape.num_decodes, layout.num_tokens
         for rows, values in zip(
             (to.token_ids, to.positions, to.slots), (layout.token_ids, layout.positions, layout.slots), strict=True

@@ -124,7 +124,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
             packing.pack(layout, tiles, draws, packed)
             buffer[: len(packed)] = torch.from_numpy(packed)
-            inputs = packing.on_device(buffer)
+            inputs = packing.views(buffer)
             sampled = torch.randint(0, 999, (decodes,))
             token_ids = with_sampled(inputs.token_ids, sampled)
             if shape.num_decodes:

@@ -1,4 +1,4 @@
-"""Compiled functions that engines do not share."""
+"""What the forms of compiled FlexAttention share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 _numbers = itertools.count()
 
@@ -21,3 +24,32 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def forward_mask(
+    seq_lengths: tuple[int, int],
+    partial: tuple[Tensor, Tensor],
+    full: tuple[Tensor, Tensor] | tuple[None, None],
+    block_size: tuple[int, int],
+    mask_mod: Callable[..., Any],
+) -> BlockMask:
+    """A block mask of hand-built tables, for forward passes alone.
+
+    Args:
+        partial, full: counts [batch, heads, num_tiles] int32 and pages [batch, heads, num_tiles, width] int32 of the
+            pages seen in part and whole.
+        block_size: rows of a tile, slots of a page.
+    """
+    return BlockMask(
+        seq_lengths=seq_lengths,
+        kv_num_blocks=partial[0],
+        kv_indices=partial[1],
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+    )

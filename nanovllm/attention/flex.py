@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.compiled import own_code
+from nanovllm.attention.compiled import forward_mask, own_code
 from nanovllm.attention.layout import BatchLayout
 
 MIN_TILES = 2  # one would be compiled as a special case
@@ -224,18 +224,12 @@ def _attend_tiles(
 
     num_tiles = query.shape[2] // tile
     num_own, own_page, num_full, full_pages = (table[:, :, :num_tiles] for table in tables)
-    block_mask = BlockMask(
-        seq_lengths=(query.shape[2], keys.shape[2]),
-        kv_num_blocks=num_own,
-        kv_indices=own_page,
-        full_kv_num_blocks=num_full,
-        full_kv_indices=full_pages,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(tile, block_size),
-        mask_mod=diagonal if tail_offsets is None else up_to_last_position,
+    block_mask = forward_mask(
+        (query.shape[2], keys.shape[2]),
+        (num_own, own_page),
+        (num_full, full_pages),
+        (tile, block_size),
+        diagonal if tail_offsets is None else up_to_last_position,
     )
     attended: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling)
     return attended

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.compiled import own_code
+from nanovllm.attention.compiled import forward_mask, own_code
 from nanovllm.attention.gpu_options import chunk_options, decode_options
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
@@ -249,18 +249,12 @@ def _attend_decodes(
     width = 1 << (num_groups - 1).bit_length()
     if width != num_groups:
         query = F.pad(query.view(num_rows, call.num_kv_heads, num_groups, head_dim), (0, 0, 0, width - num_groups))
-    block_mask = BlockMask(
-        seq_lengths=(1, keys.shape[2]),
-        kv_num_blocks=num_pages,
-        kv_indices=pages,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(_DECODE_QUERY_BLOCK, block_size),
-        mask_mod=is_used,
+    block_mask = forward_mask(
+        (1, keys.shape[2]),
+        (num_pages, pages),
+        (None, None),
+        (_DECODE_QUERY_BLOCK, block_size),
+        is_used,
     )
     options: Any = call.options
     attended: Any = flex_attention(
@@ -298,18 +292,12 @@ def _attend_tiles(
         return slot % block_size <= row % block_size
 
     num_own, own_page, num_full, full_pages = (table[:, :, : query.shape[2] // block_size] for table in tables)
-    block_mask = BlockMask(
-        seq_lengths=(query.shape[2], keys.shape[2]),
-        kv_num_blocks=num_own,
-        kv_indices=own_page,
-        full_kv_num_blocks=num_full,
-        full_kv_indices=full_pages,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(block_size, block_size),
-        mask_mod=is_not_later,
+    block_mask = forward_mask(
+        (query.shape[2], keys.shape[2]),
+        (num_own, own_page),
+        (num_full, full_pages),
+        (block_size, block_size),
+        is_not_later,
     )
     options: Any = call.options
     attended: Any = flex_attention(

@@ -52,7 +52,7 @@ def run(case: PagedCase) -> torch.Tensor:
     packing = StepPacking(shape, block_size)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, tiles, None, packed)
-    inputs = packing.on_device(torch.from_numpy(packed).cuda())
+    inputs = packing.views(torch.from_numpy(packed).cuda())
 
     rows = torch.arange(layout.num_tokens)
     rows[layout.num_decodes :] += shape.num_decodes - layout.num_decodes
