@@ -28,7 +28,6 @@ class _Shared:
                 linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
                 for linear in linears
             ])  # fmt: skip
-        self.is_skinny = self.bias is None and suits(self.weight)
         self.product: Tensor | None = None
 
 
@@ -57,7 +56,7 @@ class MergedLinear(_Part):
         super().__init__(shared, in_features, 0, end)
         self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
         self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
-        self.is_skinny = shared.is_skinny
+        self.is_skinny = shared.bias is None and suits(shared.weight)
 
     def forward(self, states: Tensor) -> Tensor:
         if self.is_skinny:
