@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-ATTENTION_BACKENDS = ("auto", "flex", "sdpa", "cpp")
+FLASH_BLOCK_SIZE = 128
+ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NOT_SET: Any = None  # of an option that is a number once it is resolved
 
@@ -51,7 +52,8 @@ class EngineConfig:
     max_num_partial_prefills: prompts that may be part-way computed at the end of a step.
     max_long_partial_prefills: of those, prompts with more than `long_prefill_token_threshold` still to compute.
     long_prefill_token_threshold: tokens that one prompt may take of a step while others want the budget.
-    attention_backend: "flex", "sdpa", "cpp" (CPU only) or "auto".
+    attention_backend: "flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only)
+        or "auto".
     enforce_eager: compile nothing.
     overlap: schedule and launch a step while the one before runs; default on a GPU.
     cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
@@ -115,7 +117,12 @@ class EngineConfig:
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}.")
-        if self.enforce_eager and self.attention_backend in ("flex", "cpp"):
+        if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
+            raise ValueError(
+                f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
+                " tokens. Leave block_size out, or use attention_backend='flex'."
+            )
+        if self.enforce_eager and self.attention_backend in ("flex", "flash", "cpp"):
             raise ValueError(
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
@@ -134,8 +141,13 @@ class EngineConfig:
 
     # ---------------------------------------------------------------------------------------------- resolution
 
-    def resolve_limits(self, device_type: str, max_position_embeddings: int) -> EngineConfig:
+    def resolve_limits(
+        self, device_type: str, max_position_embeddings: int, *, block_size: int | None = None
+    ) -> EngineConfig:
         """Fill in every limit but the pool's size, for a device ("cpu", "cuda") and a model's longest sequence.
+
+        Args:
+            block_size: where the user set none; None for the device's default.
 
         Raises ValueError for options that contradict one another or the model.
         """
@@ -144,7 +156,8 @@ class EngineConfig:
                 f"max_model_len is {self.max_model_len}, but the model has positions for {max_position_embeddings} "
                 f"tokens. Set max_model_len to at most {max_position_embeddings}."
             )
-        config = self._resolve_budget(DEVICE_DEFAULTS[device_type])
+        defaults = DEVICE_DEFAULTS[device_type]
+        config = self._resolve_budget(replace(defaults, block_size=block_size or defaults.block_size))
         budget, block_size = config.max_num_batched_tokens, config.block_size
 
         threshold = config.long_prefill_token_threshold
@@ -167,7 +180,7 @@ class EngineConfig:
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=partial or max(4, long or 0),
             max_long_partial_prefills=long or 1,
-            overlap=DEVICE_DEFAULTS[device_type].overlap if self.overlap is None else self.overlap,
+            overlap=defaults.overlap if self.overlap is None else self.overlap,
         )
 
     def _resolve_budget(self, defaults: DeviceDefaults) -> EngineConfig:

@@ -57,6 +57,8 @@ class GraphExecutor:
             max_decodes=self._buckets.max_decodes,
             max_tiles=self._buckets.max_tiles,
             max_pages=max_pages,
+            num_blocks=config.num_kv_blocks,
+            uses_flash=config.attention_backend == "flash",
             device=binding.device,
         )
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)

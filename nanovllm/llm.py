@@ -25,7 +25,7 @@ from nanovllm.engine import Engine
 from nanovllm.garbage import LongCall, collector_paused
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
-from nanovllm.model_runner import ModelRunner
+from nanovllm.model_runner import ModelRunner, preferred_block_size
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -69,7 +69,9 @@ class LLM:
         with collector_paused():
             loaded = loader.load(model, tokenizer, config)
         binding = ModelBinding(loaded.model, is_live=loaded.is_live)
-        limits = config.resolve_limits(binding.device.type, loaded.max_position_embeddings)
+        limits = config.resolve_limits(
+            binding.device.type, loaded.max_position_embeddings, block_size=preferred_block_size(binding, config)
+        )
         if binding.window is not None and limits.max_model_len > binding.window:
             raise UnsupportedModelError(
                 f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "

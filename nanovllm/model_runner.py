@@ -7,6 +7,7 @@ sequence's own slots).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.cpp import CppAttention
+from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.config import EngineConfig
+from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
 from nanovllm.direct_executor import AttentionForm, DirectExecutor
 from nanovllm.errors import DeviceError
 from nanovllm.graph_executor import GraphExecutor, workspace_bytes
@@ -87,7 +89,9 @@ class ModelRunner:
         self.may_compile = self._may_compile()
         self.kernels: Kernels | None = None
         self.attention_backend = self._choose_backend()
-        self.config = config = replace(config, cuda_graphs=self._may_capture())
+        self.config = config = replace(
+            config, cuda_graphs=self._may_capture(), attention_backend=self.attention_backend
+        )
         self.sampler = Sampler(compiles=self._uses_graph_executor)
         self._structure = binding.structure() if binding.is_live else 0
         self._last_stream: torch.cuda.Stream | None = None
@@ -130,7 +134,7 @@ class ModelRunner:
         if missing is None:
             return True
         backend = self.config.attention_backend
-        if backend in ("flex", "cpp"):
+        if backend in ("flex", "flash", "cpp"):
             raise ValueError(
                 f"attention_backend={backend!r} needs {missing}, and none was found. Install g++ or clang++ (or name "
                 "one in the environment variables CC and CXX), or use attention_backend='sdpa'."
@@ -142,7 +146,14 @@ class ModelRunner:
         """What was measured fastest on the device, as far as it can be had; docs/tuning.md has the figures."""
         wanted = self.config.attention_backend
         if wanted == "auto":
-            wanted = "sdpa" if not self.may_compile else "flex" if self.device.type == "cuda" else "cpp"
+            if not self.may_compile:
+                return "sdpa"
+            wanted = "cpp" if self.device.type == "cpu" else "flex" if self._missing_for_flash() else "flash"
+        if wanted == "flash":
+            missing = self._missing_for_flash()
+            if missing is not None:
+                raise ValueError(f"attention_backend='flash' cannot be had: {missing}. Use 'auto' or 'flex'.")
+            keep_compiled_kernels()
         if wanted == "cpp":
             try:
                 self.kernels = self._load_kernels()
@@ -153,9 +164,16 @@ class ModelRunner:
                 return "sdpa"
         return wanted
 
+    def _missing_for_flash(self) -> str | None:
+        layer = self.binding.layers[0]
+        missing = missing_for_flash(self.device, layer.dtype, layer.head_dim)
+        if missing is None and self.config.block_size != FLASH_BLOCK_SIZE:
+            return f"it works on blocks of {FLASH_BLOCK_SIZE} tokens, and block_size is {self.config.block_size}"
+        return missing
+
     @property
     def _uses_graph_executor(self) -> bool:
-        return self.attention_backend == "flex" and self.device.type == "cuda"
+        return self.attention_backend in ("flex", "flash") and self.device.type == "cuda"
 
     def _may_capture(self) -> bool:
         wanted = self.config.cuda_graphs
@@ -219,6 +237,7 @@ class ModelRunner:
             return min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
         if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
             return 0  # the user decides
+        gc.collect()  # an engine before this one, if it stood in a cycle
         peak = self._measure_peak()
         free, total = torch.cuda.mem_get_info(self.device)  # what other processes hold counts as used
         num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
@@ -320,6 +339,20 @@ class ModelRunner:
             self._executor.close()
         finally:
             self.binding.close()
+        if self.device.type == "cuda":  # the memory is for whoever wants it next, in whatever process
+            gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
+            torch.cuda.empty_cache()
+
+
+def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
+    """Where the user set none: what the fastest form that can be had works on; None for the device's default."""
+    layer = binding.layers[0]
+    threshold = config.long_prefill_token_threshold  # must hold a block
+    may_use_flash = config.attention_backend in ("auto", "flash") and not config.enforce_eager
+    may_use_flash &= threshold is None or threshold >= FLASH_BLOCK_SIZE
+    if may_use_flash and missing_for_flash(binding.device, layer.dtype, layer.head_dim) is None:
+        return FLASH_BLOCK_SIZE
+    return None
 
 
 class _NoAttention:

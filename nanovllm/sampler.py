@@ -6,17 +6,17 @@ crowd, chunked, preempted or resumed, as far as its logits are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.attention.compiled import own_code
 from nanovllm.batch import NON_FINITE
+from nanovllm.draw_kernel import draw_on_gpu
 from nanovllm.penalties import LatestTokens, change_logits, to_device
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
@@ -25,10 +25,14 @@ NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
 FILTERED_AT_ONCE = 128  # rows on a GPU: sorting a vocabulary takes 20 bytes of memory a token
 
 # SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
-# counter, so that any output can be computed by itself.
+# counter, so that any output can be computed by itself. It makes the keys, one a row.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK_64 = 2**64 - 1
+# The noise of each token is made of the same idea in 32 bits, at a third of the price: counters apart by the golden
+# ratio, mixed by Wellons' `lowbias32` once with each half of the key.
+_GAMMA_32 = 0x9E3779B9
+_MIX_32 = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)  # shifts, and what follows them
 
 
 def mix64(value: int) -> int:
@@ -58,23 +62,22 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+def _signed_32(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
 
 
-def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 values (torch shifts the sign in)."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+def token_counters(vocab_size: int, device: torch.device) -> Tensor:
+    """[vocab_size] int32: each token id's counter."""
+    return torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device) * _signed_32(_GAMMA_32)
 
 
-def gamma(device: torch.device) -> Tensor:
-    """SplitMix64's increment, int64: a tensor, since compilers work out products of constants beyond 64 bits."""
-    return torch.tensor(_signed(_GAMMA), device=device)
-
-
-def token_counters(vocab_size: int, gamma: Tensor) -> Tensor:
-    """[vocab_size] int64: SplitMix64's counter for each token id."""
-    return torch.arange(1, vocab_size + 1, device=gamma.device) * gamma
+def _mixed_32(values: Tensor) -> Tensor:
+    """int32 values, mixed such that each bit of the outcome depends on all of theirs; overwritten."""
+    for shift, factor in _MIX_32:
+        values ^= (values >> shift) & ((1 << (32 - shift)) - 1)  # torch shifts the sign in
+        if factor != 1:
+            values *= _signed_32(factor)
+    return values
 
 
 def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
@@ -82,17 +85,15 @@ def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
 
     Args:
         keys: [num_rows] int64, from `noise_keys`.
-        counters: [vocab_size] int64, from `token_counters`.
+        counters: [vocab_size] int32, from `token_counters`.
 
     Returns [num_rows, vocab_size] float32. Gumbel is -log(E) for an exponential E = -log(1 - u). The large values,
-    which decide, come from small u; u has 40 bits and float32 resolves small numbers finely, so that they are exact to
-    the end of the range, 28.4 (a 24-bit uniform near 1 would end at 16.6).
+    which decide, come from small u; u has 31 bits and float32 resolves small numbers finely, so that they are exact to
+    the end of the range, 22.2 (a 24-bit uniform near 1 would end at 16.6).
     """
-    bits = keys[:, None] + counters
-    bits = (bits ^ _shifted_right(bits, 30)).mul_(_signed(_MIX_1))
-    bits = (bits ^ _shifted_right(bits, 27)).mul_(_signed(_MIX_2))
-    bits ^= _shifted_right(bits, 31)
-    uniform = _shifted_right(bits, 24).to(torch.float32).add_(0.5).mul_(2.0**-40).clamp_(max=1.0 - 2.0**-24)
+    low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
+    bits = _mixed_32(_mixed_32(counters + low[:, None]).add_(high[:, None]))
+    uniform = ((bits >> 1) & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -119,32 +120,29 @@ class DrawInputs:
 
 
 def draw(
-    logits: Tensor, gamma: Tensor, noise_keys: Tensor, inverse_temperatures: Tensor, noise_scales: Tensor
+    logits: Tensor, noise_keys: Tensor, inverse_temperatures: Tensor, noise_scales: Tensor, *, compiles: bool = False
 ) -> Tensor:
-    """One token per row of logits [num_rows, vocab_size] by the Gumbel-max rule, in one pass when it is compiled.
+    """One token per row of logits [num_rows, vocab_size] by the Gumbel-max rule; the others are as in `DrawInputs`.
 
-    Gamma is `gamma`, the others are as in `DrawInputs`. Returns [num_rows] int64; NON_FINITE where a row holds NaN or
-    infinity.
+    Returns [num_rows] int64; NON_FINITE where a row holds NaN or infinity. With `compiles`, on a GPU, in one pass.
     """
-    noise = gumbel_noise(noise_keys, token_counters(logits.shape[1], gamma))
+    if compiles:
+        inputs = noise_keys, inverse_temperatures, noise_scales
+        return draw_on_gpu(logits, inputs, gamma=_signed_32(_GAMMA_32), non_finite=NON_FINITE)
+    noise = gumbel_noise(noise_keys, token_counters(logits.shape[1], logits.device))
     return _best(logits.float() * inverse_temperatures[:, None] + noise_scales[:, None] * noise)
 
 
-def draw_greedily(logits: Tensor) -> Tensor:
+def draw_greedily(logits: Tensor, *, compiles: bool = False) -> Tensor:
     """The same without noise."""
+    if compiles:
+        return draw_on_gpu(logits, None, gamma=0, non_finite=NON_FINITE)
     return _best(logits.float())
 
 
 def _best(scores: Tensor) -> Tensor:
     """The place of the largest score in each row, as `draw` returns it."""
-    num_rows, vocab_size = scores.shape
-    # In two stages, so that a few rows occupy a whole GPU; by powers of two, which it reads fastest.
-    part = min(vocab_size & -vocab_size, 2048)
-    if part < 64:
-        part = next(size for size in range(min(4096, vocab_size), 0, -1) if vocab_size % size == 0)
-    best, places = scores.view(num_rows, -1, part).max(dim=-1)
-    best, parts = best.max(dim=-1)
-    token_ids = parts * part + places.gather(1, parts[:, None])[:, 0]
+    best, token_ids = scores.max(dim=-1)
     return torch.where(best.isfinite(), token_ids, NON_FINITE)
 
 
@@ -152,20 +150,12 @@ class Sampler:
     """Keeps nothing about requests: everything comes with the call.
 
     Args:
-        compiles: draw in compiled code (on a GPU).
+        compiles: draw by a kernel of our own (on a GPU).
     """
 
     def __init__(self, *, compiles: bool = False) -> None:
-        self._draw = _compiled_over_rows(draw) if compiles else draw
-        self.draw_greedily = _compiled_over_rows(draw_greedily) if compiles else draw_greedily
-        self._gamma: Tensor | None = None
-
-    def draw(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """`draw`, which see, with the rest of its arguments."""
-        if self._gamma is None:
-            with torch.inference_mode(False):
-                self._gamma = gamma(logits.device)
-        return self._draw(logits, self._gamma, *inputs)
+        self.draw = partial(draw, compiles=compiles)
+        self.draw_greedily = partial(draw_greedily, compiles=compiles)
 
     def sample(
         self,
@@ -211,20 +201,8 @@ class Sampler:
                 rows += [row] * len(sequence.stop_token_ids)
                 columns += list(sequence.stop_token_ids)
         if rows:
-            logits[to_device(rows, logits.device), to_device(columns, logits.device)] = float("-inf")
-
-
-def _compiled_over_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compiled once for any number of rows."""
-    compiled = torch.compile(own_code(function), fullgraph=True, dynamic=False)
-
-    def call(*arguments: Tensor) -> Tensor:
-        for argument in arguments:
-            if argument.dim():
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        return compiled(*arguments)
-
-    return call
+            places = to_device(rows, logits.device), to_device(columns, logits.device)
+            logits.index_put_(places, logits.new_full((), -torch.inf))  # assigned a Python number, it waits for a GPU
 
 
 def _sample_on_cpu(logits: Tensor, sequences: SequenceABC[Sequence], inputs: DrawInputs) -> Tensor:
@@ -237,7 +215,7 @@ def _sample_on_cpu(logits: Tensor, sequences: SequenceABC[Sequence], inputs: Dra
         scores = _scaled(chosen, inverse, [sequences[row].params for row in rows])
         keys, counters = (
             torch.from_numpy(inputs.noise_keys[rows]),
-            token_counters(logits.shape[1], gamma(logits.device)),
+            token_counters(logits.shape[1], logits.device),
         )
         pairs = zip(scores.split(1), keys.split(1), strict=True)
         token_ids[rows] = torch.cat([(row + gumbel_noise(key, counters)).argmax(dim=-1) for row, key in pairs])

@@ -47,8 +47,8 @@ class Buckets:
         self._mixed_samples = _up_to(most, [16, 128, 512])
         budget = config.max_num_batched_tokens
         sizes = [64 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)]
-        # The decodes' padding may take a full step past the budget.
-        self._mixed_rows = sorted({*_up_to(budget, sizes), budget + most})
+        # The decodes' padding may take a full step past the budget, mostly by little.
+        self._mixed_rows = [*_up_to(budget, sizes), *(budget + size for size in _up_to(most, [64, 128, 256, 512]))]
         # Whole blocks need one tile each; each chunk may need one more, or two.
         self._more_tiles = _up_to(max(16, 2 * config.max_num_seqs), [16 << 2 * n for n in range(8)])
         self.max_decodes = most

@@ -83,9 +83,9 @@ def test_a_count_that_is_no_whole_number_is_refused(name: str, value: object):
         ({"dtype": "float64"}, ValueError, "dtype is 'float64'; it must be one of auto, float32, bfloat16, float16"),
         ({"dtype": None}, ValueError, "dtype is None"),
         (
-            {"attention_backend": "flash"},
+            {"attention_backend": "paged"},
             ValueError,
-            "attention_backend is 'flash'; it must be one of auto, flex, sdpa",
+            "attention_backend is 'paged'; it must be one of auto, flex, flash, sdpa",
         ),
         ({"device": "tpu"}, ValueError, "device is 'tpu'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ({"device": "cuda:one"}, ValueError, "device is 'cuda:one'; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
@@ -111,6 +111,18 @@ def test_a_bad_value_is_refused(options: dict[str, object], error: type[Exceptio
 def test_compiled_attention_contradicts_eager_mode():
     with pytest.raises(ValueError, match=r"attention_backend='flex' needs compilation.*attention_backend='sdpa'"):
         EngineConfig(attention_backend="flex", enforce_eager=True)
+    with pytest.raises(ValueError, match=r"attention_backend='flash' needs compilation"):
+        EngineConfig(attention_backend="flash", enforce_eager=True)
+
+
+def test_the_flash_backend_has_blocks_of_its_own_size():
+    with pytest.raises(ValueError, match=r"block_size is 64, but attention_backend='flash' works on blocks of 128"):
+        EngineConfig(attention_backend="flash", block_size=64)
+    config = EngineConfig(attention_backend="flash")
+    assert config.resolve_limits("cuda", 4096, block_size=128).block_size == 128
+    assert EngineConfig(block_size=32).resolve_limits("cuda", 4096, block_size=128).block_size == 32
+    # a preference yields to a limit that was set
+    assert EngineConfig(max_num_batched_tokens=80).resolve_limits("cuda", 4096, block_size=128).block_size == 64
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])

@@ -132,8 +132,9 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                               inputs.positions[: shape.num_decodes], block_size)  # fmt: skip
             if shape.num_tiles:
                 _fill_tiles(
-                    tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used
-                )
+                    tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
+                    chunk_tables[3].shape[3],
+                )  # fmt: skip
 
             def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables):
                 if row < shape.num_decodes:

@@ -40,6 +40,8 @@ class GpuFlexAttention:
         head_bytes: bytes of one head's K of one token.
         max_decodes, max_tiles: bounds of a step.
         max_pages: bound of a sequence's pages.
+        num_blocks: pages of the cache.
+        uses_flash: compute chunks by the FLASH backend; see `flash.py`.
     """
 
     def __init__(
@@ -52,14 +54,18 @@ class GpuFlexAttention:
         max_decodes: int,
         max_tiles: int,
         max_pages: int,
+        num_blocks: int,
+        uses_flash: bool,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.num_groups = num_groups
         self._head_bytes = head_bytes
+        self._max_pages = max_pages
         self._device = device
         width = max_pages + 1  # a kernel may read one index past the last
+        chunk_width = num_blocks if uses_flash else width
 
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -69,11 +75,12 @@ class GpuFlexAttention:
                 table(max_decodes, 1, 1), table(max_decodes, 1, 1, width), table(max_decodes), table(max_decodes)
             )
             self._chunk = _ChunkTables(
-                table(1, 1, max_tiles), table(1, 1, max_tiles, width), table(1, 1, max_tiles),
-                table(1, 1, max_tiles, width),
+                table(1, 1, max_tiles), table(1, 1, max_tiles, chunk_width), table(1, 1, max_tiles),
+                table(1, 1, max_tiles, chunk_width),
             )  # fmt: skip
+        self._uses_flash = uses_flash
         self._decode_calls: dict[int, _DecodeCall] = {}
-        self._chunk_call = _ChunkCall(block_size, chunk_options(block_size, head_bytes, device))
+        self._chunk_calls: dict[int, _ChunkCall] = {}
         self._fill_decodes, self._fill_tiles = (
             torch.compile(own_code(fill), fullgraph=True, dynamic=True) for fill in (_fill_decodes, _fill_tiles)
         )
@@ -90,7 +97,9 @@ class GpuFlexAttention:
                 self.block_size,
             )
         if len(step.tile_blocks):
-            self._fill_tiles(self._chunk.parts(), step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used)
+            self._fill_tiles(
+                self._chunk.parts(), step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used, self._max_pages
+            )
         return GpuFlexPlan(self, len(step.decode_pages), step.tile_rows, step.chunk_rows)
 
     def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -109,7 +118,14 @@ class GpuFlexAttention:
 
     def attend_tiles(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [num_tiles * block_size, num_heads, head_dim]."""
-        return self._chunk_call(query, keys, values, self._chunk, scaling)
+        fixed_rows = len(query) if self._uses_flash else 0
+        call = self._chunk_calls.get(fixed_rows)
+        if call is None:
+            options: dict[str, Any] = {"BACKEND": "FLASH"}
+            if not self._uses_flash:
+                options = chunk_options(self.block_size, self._head_bytes, self._device)
+            call = self._chunk_calls[fixed_rows] = _ChunkCall(self.block_size, options, fixed_rows=fixed_rows > 0)
+        return call(query, keys, values, self._chunk, scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +218,17 @@ def _fill_decodes(
     last_offsets[:num_rows] = (positions % block_size).to(torch.int32)
 
 
-def _fill_tiles(to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, blocks: Tensor, is_used: Tensor) -> None:
+def _fill_tiles(
+    to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, blocks: Tensor, is_used: Tensor, max_pages: int
+) -> None:
     """`to` is a `_ChunkTables`."""
     num_own, own_page, num_full, full_pages = to
     num_tiles = len(starts)
     num_own[0, 0, :num_tiles] = is_used
     own_page[0, 0, :num_tiles, 0] = tables[starts + blocks]
     num_full[0, 0, :num_tiles] = blocks
-    full_pages[0, 0, :num_tiles] = _rows_of(tables, starts, full_pages.shape[3])
+    width = min(max_pages + 1, full_pages.shape[3])
+    full_pages[0, 0, :num_tiles, :width] = _rows_of(tables, starts, width)
 
 
 class _DecodeCall(nn.Module):
@@ -267,18 +286,20 @@ def _attend_decodes(
 
 
 class _ChunkCall(nn.Module):
-    """FlexAttention for any number of tiles of `block_size` rows."""
+    """FlexAttention for any number of tiles of `block_size` rows, or for a fixed one."""
 
-    def __init__(self, block_size: int, options: dict[str, Any]) -> None:
+    def __init__(self, block_size: int, options: dict[str, Any], *, fixed_rows: bool) -> None:
         super().__init__()
         self.block_size = block_size
         self.options = options
+        self.fixed_rows = fixed_rows
         # Nothing but the number of rows may become a symbol; see `flex.py`.
         self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: _ChunkTables, scaling: float) -> Tensor:
         query = query.transpose(0, 1)[None]  # [1, num_heads, num_tiles * block_size, head_dim], a view
-        torch._dynamo.mark_dynamic(query, 2)
+        if not self.fixed_rows:
+            torch._dynamo.mark_dynamic(query, 2)
         with torch._C._AutoDispatchBelowADInplaceOrView():  # as above
             return self._compiled(self, query, keys, values, tables.parts(), scaling)[0].transpose(0, 1)
 

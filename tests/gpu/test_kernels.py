@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import write_states
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import tables_of
-from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gamma, gumbel_noise, noise_keys, token_counters
+from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gumbel_noise, noise_keys, token_counters
 from nanovllm.skinny_linear import linear
 from nanovllm.step_inputs import Buckets, StepPacking, Tiles
 from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
@@ -22,10 +23,10 @@ from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
 _forms: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 
 
-def form_of(case: PagedCase) -> tuple[GpuFlexAttention, Buckets]:
+def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttention, Buckets]:
     """One form per shape: it keeps its compiled kernels over many steps, as in an engine."""
     num_heads, head_dim = case.queries[0].shape[1:]
-    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype)
+    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash)
     if key not in _forms:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         buckets = Buckets(config)
@@ -37,15 +38,17 @@ def form_of(case: PagedCase) -> tuple[GpuFlexAttention, Buckets]:
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
             max_pages=NUM_BLOCKS - 1,
+            num_blocks=NUM_BLOCKS,
+            uses_flash=uses_flash,
             device=torch.device("cuda"),
         )
         _forms[key] = form, buckets
     return _forms[key]
 
 
-def run(case: PagedCase) -> torch.Tensor:
+def run(case: PagedCase, *, uses_flash: bool = False) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
-    form, buckets = form_of(case)
+    form, buckets = form_of(case, uses_flash=uses_flash)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.of(layout, block_size)
     shape = buckets.shape(layout, len(tiles.blocks), "greedy")
@@ -104,6 +107,18 @@ def test_every_head_size_block_size_and_dtype_is_right(head_dim, block_size, dty
     case.check(run(case))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunks_by_the_flash_backend_equal_dense_attention(dtype, groups):
+    missing = missing_for_flash(torch.device("cuda"), dtype, 128)
+    if missing is not None:
+        pytest.skip(missing)
+    keep_compiled_kernels()
+    for spans in ([(0, 1), (0, 300)], [(128, 77), (200, 1), (0, 128), (256, 129)], [(384, 100)] * 3):
+        case = PagedCase(spans, head_dim=128, block_size=128, dtype=dtype, groups=groups)
+        case.check(run(case, uses_flash=True))
+
+
 def test_decodes_are_put_in_order_of_their_contexts_and_come_back_in_place():
     case = PagedCase([(5, 1), (100, 1), (33, 1), (0, 20)])
     case.layout = build_layout(case.entries, case.block_size, longest_first=True)
@@ -138,7 +153,7 @@ def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_ro
         temperatures = torch.linspace(0.5, 1.5, num_rows, device="cuda")
         scales = (torch.arange(num_rows, device="cuda") % 3 != 1).float()  # some rows are greedy
         tokens = sampler.draw(logits, keys, 1 / temperatures, scales)
-        noise = gumbel_noise(keys, token_counters(vocab_size, gamma(logits.device)))
+        noise = gumbel_noise(keys, token_counters(vocab_size, logits.device))
         scores = logits.double() / temperatures[:, None] + scales[:, None] * noise
         best, expected = scores.topk(2)
         clear = best[:, 0] - best[:, 1] > 1e-4

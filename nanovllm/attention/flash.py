@@ -1,0 +1,37 @@
+"""FlexAttention's FLASH backend for chunks: FlashAttention-4's kernels under the same block masks.
+
+It takes pages of 128 slots, as large as its own tiles, and a table as wide as the cache. What it costs and brings is in
+docs/gpu.md. FlashAttention-4: the project flash-attention (Dao et al.); the extra `flash`
+installs it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from nanovllm.config import FLASH_BLOCK_SIZE
+
+BLOCK_SIZE = FLASH_BLOCK_SIZE
+
+
+def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps the FLASH backend from a model's chunks, in words; None if nothing does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it was tried on GPUs of compute capability 9 alone (H100, H200)"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it knows bfloat16 and float16, and the model is in {str(dtype).removeprefix('torch.')}"
+    if not 96 < head_dim <= 128:  # others have tiles that are not 128 by 128
+        return f"its tiles fit pages of {BLOCK_SIZE} for heads of 104 to 128, and the model's have {head_dim}"
+    try:
+        is_there = find_spec("flash_attn.cute") is not None
+    except ImportError:
+        is_there = False
+    return None if is_there else "flash-attn-4 is not installed (pip install 'nanovllm[flash]')"
+
+
+def keep_compiled_kernels() -> None:
+    """Let FlashAttention find the kernels that it compiled in an earlier process; to be called before its import."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
