@@ -15,30 +15,27 @@ import random
 import torch
 
 from nanovllm.attention import flex_gpu
+from nanovllm.attention.gpu_options import DecodeOptions
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, LAYERS = 16, 8, 128, 64, 12
 
 
-def time_of(batch: int, contexts: list[int], options: dict[str, int]) -> float:
+def time_of(batch: int, contexts: list[int], piece: int, options: dict[str, int]) -> float:
     """Microseconds a layer."""
     pages = [-(-context // PAGE) for context in contexts]
     num_pages = sum(pages) + 1
-    order = list(range(1, num_pages))
-    random.Random(0).shuffle(order)
-    width = max(pages) + 1
-    table = torch.zeros(batch, 1, 1, width, dtype=torch.int32)
-    for row, count in enumerate(pages):
-        table[row, 0, 0, :count] = torch.tensor([order.pop() for _ in range(count)])
-    last = torch.tensor([context - 1 for context in contexts])
+    order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0), dtype=torch.int32).cuda() + 1
+    counts = torch.tensor(pages, dtype=torch.int32).cuda()
+    last = torch.tensor([context - 1 for context in contexts]).cuda()
     tables = flex_gpu._DecodeTables(
-        torch.tensor(pages, dtype=torch.int32).view(-1, 1, 1).cuda(),
-        table.cuda(),
-        table[torch.arange(batch), 0, 0, last // PAGE].cuda(),
-        (last % PAGE).int().cuda(),
-    )
+        *(torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in
+          ((batch, 1, 1), (batch, 1, 1, max(pages) * PAGE // piece + 1), (batch,), (batch,)))
+    )  # fmt: skip
+    starts = (counts.cumsum(0) - counts).int()
+    flex_gpu._fill_decodes(tables.parts(), order, starts, counts, last, PAGE, piece)
     caches = torch.randn(LAYERS, 2, num_pages * PAGE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     query = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    call = flex_gpu._DecodeCall(PAGE, KV_HEADS, {"IS_DIVISIBLE": True, **options})
+    call = flex_gpu._DecodeCall(KV_HEADS, DecodeOptions(piece, {"IS_DIVISIBLE": True, **options}))
 
     def run() -> None:
         for keys, values in caches:
@@ -66,7 +63,7 @@ def main() -> None:
     parser.add_argument("--splits", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--stages", nargs="+", type=int, default=[3])
     parser.add_argument("--warps", nargs="+", type=int, default=[4])
-    parser.add_argument("--block-n", nargs="+", type=int, default=[64])
+    parser.add_argument("--piece", nargs="+", type=int, default=[64])
     arguments = parser.parse_args()
     for case in arguments.cases:
         batch, _, context = case.partition(":")
@@ -74,16 +71,16 @@ def main() -> None:
         draw = random.Random(1)
         contexts = [draw.randint(int(low), int(high or low)) for _ in range(int(batch))]
         num_bytes = sum(contexts) * 2 * KV_HEADS * HEAD_DIM * 2
-        for block_n, stages, warps, splits in itertools.product(
-            arguments.block_n, arguments.stages, arguments.warps, arguments.splits
+        for piece, stages, warps, splits in itertools.product(
+            arguments.piece, arguments.stages, arguments.warps, arguments.splits
         ):
-            options = {"BLOCK_N": block_n, "num_stages": stages, "num_warps": warps, "SPLIT_KV": splits}
+            options = {"BLOCK_N": piece, "num_stages": stages, "num_warps": warps, "SPLIT_KV": splits}
             try:
-                micros = time_of(int(batch), contexts, options)
+                micros = time_of(int(batch), contexts, piece, options)
             except Exception as error:
                 print(f"{case:>14} {options}: {type(error).__name__}", flush=True)
                 continue
-            print(f"{case:>14} n {block_n} stages {stages} warps {warps} splits {splits:2}: {micros:8.1f} us "
+            print(f"{case:>14} piece {piece} stages {stages} warps {warps} splits {splits:2}: {micros:8.1f} us "
                   f"{num_bytes / micros / 1e6:6.2f} TB/s", flush=True)  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.attention.compiled import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
-from nanovllm.attention.gpu_options import MAX_SPLITS
+from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
@@ -206,7 +206,11 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     sampling = (buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
     splits = buckets.max_decodes * MAX_SPLITS * row_values * 4  # float32 parts of outputs
     max_pages = -(-config.max_model_len // config.block_size)
-    tables = 4 * (max_pages + 1) * (2 * buckets.max_decodes + 2 * buckets.max_tiles)
+    pieces = max_pages * max(1, config.block_size // MIN_PIECE)
+    width = max_pages + 1
+    if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
+        width = torch.cuda.mem_get_info(binding.device)[1] // binding.cache_bytes(config.block_size)
+    tables = 4 * (buckets.max_decodes * (pieces + 4) + buckets.max_tiles * 2 * (width + 1))
     return tiles + sampling + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
 
 

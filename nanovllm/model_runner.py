@@ -146,9 +146,7 @@ class ModelRunner:
         """What was measured fastest on the device, as far as it can be had; docs/tuning.md has the figures."""
         wanted = self.config.attention_backend
         if wanted == "auto":
-            if not self.may_compile:
-                return "sdpa"
-            wanted = "cpp" if self.device.type == "cpu" else "flex" if self._missing_for_flash() else "flash"
+            wanted = "sdpa" if not self.may_compile else "flex" if self.device.type == "cuda" else "cpp"
         if wanted == "flash":
             missing = self._missing_for_flash()
             if missing is not None:
@@ -345,14 +343,10 @@ class ModelRunner:
 
 
 def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
-    """Where the user set none: what the fastest form that can be had works on; None for the device's default."""
+    """Where the user set none: what the form that they want works on; None for the device's default."""
     layer = binding.layers[0]
-    threshold = config.long_prefill_token_threshold  # must hold a block
-    may_use_flash = config.attention_backend in ("auto", "flash") and not config.enforce_eager
-    may_use_flash &= threshold is None or threshold >= FLASH_BLOCK_SIZE
-    if may_use_flash and missing_for_flash(binding.device, layer.dtype, layer.head_dim) is None:
-        return FLASH_BLOCK_SIZE
-    return None
+    can_use_flash = missing_for_flash(binding.device, layer.dtype, layer.head_dim) is None
+    return FLASH_BLOCK_SIZE if config.attention_backend == "flash" and can_use_flash else None
 
 
 class _NoAttention:

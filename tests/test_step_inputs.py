@@ -105,8 +105,10 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest))
         width = -(-longest // block_size) + 1
         decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
+        piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
+        pieces = (width - 1) * (block_size // piece) + 1
         decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
-                         ((decodes, 1, 1), (decodes, 1, 1, width), (decodes,), (decodes,))]  # fmt: skip
+                         ((decodes, 1, 1), (decodes, 1, 1, pieces), (decodes,), (decodes,))]  # fmt: skip
         chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
         words = StepPacking(buckets.largest(), block_size).num_words + max_num_seqs * (width - 1)
         buffer = torch.zeros(words, dtype=torch.int32)
@@ -129,18 +131,19 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             token_ids = with_sampled(inputs.token_ids, sampled)
             if shape.num_decodes:
                 _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_pages,
-                              inputs.positions[: shape.num_decodes], block_size)  # fmt: skip
+                              inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
             if shape.num_tiles:
                 _fill_tiles(
                     tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
                     chunk_tables[3].shape[3],
                 )  # fmt: skip
 
-            def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables):
+            def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables,
+                           piece=piece):  # fmt: skip
                 if row < shape.num_decodes:
                     count, last, offset = (int(own[i][row].view(-1)[0]) for i in (0, 2, 3))
-                    pages = own[1][row, 0, 0, :count].tolist()
-                    return {p * size + slot for p in pages for slot in range(size) if p != last or slot <= offset}
+                    pieces = own[1][row, 0, 0, :count].tolist()
+                    return {p * piece + slot for p in pieces for slot in range(piece) if p != last or slot <= offset}
                 place = int(inputs.chunk_rows[row - shape.num_decodes])
                 assert int(inputs.tile_rows[place]) == row
                 tile, offset = divmod(place, size)

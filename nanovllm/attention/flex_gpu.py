@@ -2,13 +2,14 @@
 
 ::
 
-    decode   batch dimension = sequences, one row a query head    partial: all its pages
+    decode   batch dimension = sequences, one row a query head    partial: all pieces of its pages, up to the last slot
     chunk    tiles of block_size rows, longest context first      full: the pages before   partial: its own page
 
-A decode lists every page as partial, since the kernel splits only that list among programs; its mask tells the unused
-slots of the last page. A chunk's row at position q stands in row q % block_size of its block's tile, so that it sees
-its own page diagonally, `kv % block_size <= row % block_size`, and nothing is captured. All tables live in memory that
-stays where it is, so that a captured CUDA graph finds those of the step in it. FlexAttention: Dong et al. 2024.
+A decode lists all that it sees as partial, since the kernel splits only that list among programs; its mask tells the
+unused slots of the last piece, which are read for nothing: so pieces may be smaller than pages. A chunk's row at
+position q stands in row q % block_size of its block's tile, so that it sees its own page diagonally,
+`kv % block_size <= row % block_size`, and nothing is captured. All tables live in memory that stays where it is, so
+that a captured CUDA graph finds those of the step in it. FlexAttention: Dong et al. 2024.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.compiled import forward_mask, own_code
-from nanovllm.attention.gpu_options import chunk_options, decode_options
+from nanovllm.attention.gpu_options import MIN_PIECE, DecodeOptions, chunk_options, decode_options
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {
@@ -70,9 +71,10 @@ class GpuFlexAttention:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        pieces = max_pages * max(1, block_size // MIN_PIECE) + 1
         with torch.inference_mode(False):
             self._decode = _DecodeTables(
-                table(max_decodes, 1, 1), table(max_decodes, 1, 1, width), table(max_decodes), table(max_decodes)
+                table(max_decodes, 1, 1), table(max_decodes, 1, 1, pieces), table(max_decodes), table(max_decodes)
             )
             self._chunk = _ChunkTables(
                 table(1, 1, max_tiles), table(1, 1, max_tiles, chunk_width), table(1, 1, max_tiles),
@@ -95,6 +97,7 @@ class GpuFlexAttention:
                 step.decode_pages,
                 step.decode_positions,
                 self.block_size,
+                self._decode_call(len(step.decode_pages)).piece,
             )
         if len(step.tile_blocks):
             self._fill_tiles(
@@ -105,16 +108,18 @@ class GpuFlexAttention:
     def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [num_decodes, num_heads, head_dim]."""
         num_rows = len(query)
+        tables = _DecodeTables(*(table[:num_rows] for table in self._decode.parts()))
+        return self._decode_call(num_rows)(query, keys, values, tables, scaling)
+
+    def _decode_call(self, num_rows: int) -> _DecodeCall:
+        """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
         call = self._decode_calls.get(num_rows)
-        if call is None:  # the decode kernel wants a fixed batch, so each has a compiled function of its own
+        if call is None:
             options = decode_options(
                 num_rows, self.num_kv_heads, self.num_groups, self.block_size, self._head_bytes, self._device
             )
-            call = self._decode_calls[num_rows] = _DecodeCall(self.block_size, self.num_kv_heads, options)
-        tables = self._decode
-        return call(
-            query, keys, values, _DecodeTables(*(table[:num_rows] for table in tables.parts())), scaling
-        )  # fmt: skip
+            call = self._decode_calls[num_rows] = _DecodeCall(self.num_kv_heads, options)
+        return call
 
     def attend_tiles(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [num_tiles * block_size, num_heads, head_dim]."""
@@ -180,13 +185,13 @@ class GpuFlexPlan:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeTables:
-    num_pages: Tensor  # [num_decodes, 1, 1]
-    pages: Tensor  # [num_decodes, 1, 1, width]
-    last_pages: Tensor  # [num_decodes]
+    num_pieces: Tensor  # [num_decodes, 1, 1]
+    pieces: Tensor  # [num_decodes, 1, 1, width], each a slot of its beginning over its length
+    last_pieces: Tensor  # [num_decodes]
     last_offsets: Tensor  # [num_decodes], of the last slot in use within it
 
     def parts(self) -> tuple[Tensor, ...]:
-        return self.num_pages, self.pages, self.last_pages, self.last_offsets
+        return self.num_pieces, self.pieces, self.last_pieces, self.last_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,22 +205,26 @@ class _ChunkTables:
         return self.num_own, self.own_page, self.num_full, self.full_pages
 
 
-def _rows_of(tables: Tensor, starts: Tensor, width: int) -> Tensor:
-    """[num_rows, width]: the tables that begin at `starts`, each with what follows it."""
-    columns = torch.arange(width, dtype=torch.int32, device=tables.device)
-    return tables[(starts[:, None] + columns).clamp(max=len(tables) - 1)]
-
-
 def _fill_decodes(
-    to: tuple[Tensor, ...], tables: Tensor, starts: Tensor, counts: Tensor, positions: Tensor, block_size: int
+    to: tuple[Tensor, ...],
+    tables: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    block_size: int,
+    piece: int,
 ) -> None:
-    """`to` is a `_DecodeTables`, which the compiler does not know."""
-    num_pages, pages, last_pages, last_offsets = to
-    num_rows = len(starts)
-    num_pages[:num_rows, 0, 0] = counts
-    pages[:num_rows, 0, 0] = _rows_of(tables, starts, pages.shape[3])
-    last_pages[:num_rows] = tables[(starts + counts - 1).clamp(min=0)]
-    last_offsets[:num_rows] = (positions % block_size).to(torch.int32)
+    """`to` is a `_DecodeTables`, which the compiler does not know; `piece` slots are one, and divide a block."""
+    num_pieces, pieces, last_pieces, last_offsets = to
+    num_rows, in_block = len(starts), block_size // piece
+    positions = positions.to(torch.int32)
+    num_pieces[:num_rows, 0, 0] = torch.where(counts > 0, positions // piece + 1, 0)
+    columns = torch.arange(pieces.shape[3], dtype=torch.int32, device=tables.device)
+    pages = tables[(starts[:, None] + columns // in_block).clamp(max=len(tables) - 1)]
+    pieces[:num_rows, 0, 0] = pages * in_block + columns % in_block
+    last_pages = tables[(starts + counts - 1).clamp(min=0)]
+    last_pieces[:num_rows] = last_pages * in_block + positions // piece % in_block
+    last_offsets[:num_rows] = positions % piece
 
 
 def _fill_tiles(
@@ -228,7 +237,8 @@ def _fill_tiles(
     own_page[0, 0, :num_tiles, 0] = tables[starts + blocks]
     num_full[0, 0, :num_tiles] = blocks
     width = min(max_pages + 1, full_pages.shape[3])
-    full_pages[0, 0, :num_tiles, :width] = _rows_of(tables, starts, width)
+    columns = torch.arange(width, dtype=torch.int32, device=tables.device)
+    full_pages[0, 0, :num_tiles, :width] = tables[(starts[:, None] + columns).clamp(max=len(tables) - 1)]
 
 
 class _DecodeCall(nn.Module):
@@ -237,11 +247,10 @@ class _DecodeCall(nn.Module):
     Sizes are attributes of a module because there alone the compiler takes whole numbers as constants.
     """
 
-    def __init__(self, block_size: int, num_kv_heads: int, options: dict[str, Any]) -> None:
+    def __init__(self, num_kv_heads: int, options: DecodeOptions) -> None:
         super().__init__()
-        self.block_size = block_size
         self.num_kv_heads = num_kv_heads
-        self.options = options
+        self.piece, self.options = options
         self._compiled = torch.compile(
             own_code(_attend_decodes), fullgraph=True, dynamic=False, options=DECODE_COMPILER
         )
@@ -256,11 +265,11 @@ class _DecodeCall(nn.Module):
 def _attend_decodes(
     call: _DecodeCall, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, ...], scaling: float
 ) -> Tensor:
-    num_pages, pages, last_pages, last_offsets = tables
-    block_size = call.block_size
+    num_pieces, pieces, last_pieces, last_offsets = tables
+    piece = call.piece
 
     def is_used(row, head, _, slot):
-        return (slot // block_size != last_pages[row]) | (slot % block_size <= last_offsets[row])
+        return (slot // piece != last_pieces[row]) | (slot % piece <= last_offsets[row])
 
     num_rows, num_heads, head_dim = query.shape
     # The decode kernel takes groups of a power of two of query heads; it fills them up to 16 anyway.
@@ -270,9 +279,9 @@ def _attend_decodes(
         query = F.pad(query.view(num_rows, call.num_kv_heads, num_groups, head_dim), (0, 0, 0, width - num_groups))
     block_mask = forward_mask(
         (1, keys.shape[2]),
-        (num_pages, pages),
+        (num_pieces, pieces),
         (None, None),
-        (_DECODE_QUERY_BLOCK, block_size),
+        (_DECODE_QUERY_BLOCK, piece),
         is_used,
     )
     options: Any = call.options

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-BLOCK_N = 64  # slots of a page that are read at once, at most
+BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
 
 
@@ -18,26 +18,39 @@ class DecodeEntry(NamedTuple):
     """For batches up to this one."""
 
     batch: int
+    piece: int  # slots of a block that are read or left out together, at most
     splits: int  # programs a sequence and KV head
     num_stages: int
     num_warps: int
 
 
-_DECODES = (DecodeEntry(8, 8, 3, 4), DecodeEntry(16, 4, 3, 4), DecodeEntry(96, 2, 2, 2), DecodeEntry(1 << 30, 1, 3, 2))
+_DECODES = (
+    DecodeEntry(8, 64, 8, 3, 4), DecodeEntry(16, 32, 4, 4, 2), DecodeEntry(40, 32, 2, 4, 1),
+    DecodeEntry(96, 64, 2, 2, 2), DecodeEntry(1 << 30, 64, 1, 3, 2),
+)  # fmt: skip
+MIN_PIECE = min(entry.piece for entry in _DECODES)
 MAX_SPLITS = max(entry.splits for entry in _DECODES)
 _KV_HEADS_OF_TABLE = 8  # the table is for as many: a program serves one sequence and KV head
 
 
+class DecodeOptions(NamedTuple):
+    """For a fixed number of decodes."""
+
+    piece: int  # divides a block
+    kernel: dict[str, Any]
+
+
 def decode_options(
     num_decodes: int, num_kv_heads: int, num_groups: int, block_size: int, head_bytes: int, device: torch.device
-) -> dict[str, Any]:
+) -> DecodeOptions:
     """For a fixed number of decodes."""
     block_m = max(16, 1 << (num_groups - 1).bit_length())
     batch = -(-num_decodes * num_kv_heads // _KV_HEADS_OF_TABLE)
     entry = next(entry for entry in _DECODES if batch <= entry.batch)
-    num_warps = entry.num_warps if block_size >= 32 else 1
-    sizes = _fitting(entry.num_stages, block_m, block_size, head_bytes, device)
-    return {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes}
+    piece = min(entry.piece, block_size)
+    num_warps = entry.num_warps if piece >= 32 else 1
+    sizes = _fitting(entry.num_stages, block_m, piece, head_bytes, device)
+    return DecodeOptions(piece, {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
 
 
 def chunk_options(block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:
