@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from nanovllm.sequence import Sequence
 
-NON_FINITE = -1  # the runner's answer in place of a token when a row of logits is not finite
+# The runner's answers in place of a token: a row of the model's logits is not finite, or what the request asks for left
+# no token that could be drawn.
+NON_FINITE = -1
+NOTHING_LEFT = -2
 
 
 class ScheduledSequence(NamedTuple):

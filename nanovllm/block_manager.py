@@ -97,9 +97,9 @@ class BlockManager:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
 
         Starts behind its computed tokens (which must end on a block boundary) and stops before its last known token,
-        since that one has to be computed for the logits.
+        since that one has to be computed for the logits; so has all of a prompt whose log-probabilities are wanted.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or sequence.lacks_prompt_logprobs:
             return []
         first = len(sequence.block_table)
         end = (len(sequence.token_ids) - 1) // self.block_size

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,11 +21,12 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import RequestOutput
+    from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 # A small model's answers are best and repeatable without sampling, and a command should end by itself.
 CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
-_TYPES = {"int": int, "float": float, "str": str}
+# Somebody who talks gets one answer, and reads no numbers.
+NOT_FOR_CHAT = {"n", "logprobs", "prompt_logprobs"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
         if command is not bench:
-            _add_flags(command.add_argument_group("sampling options"), SamplingParams, CLI_DEFAULTS)
+            group = command.add_argument_group("sampling options")
+            _add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=NOT_FOR_CHAT if command is chat else ())
         _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
     return parser
 
@@ -117,10 +120,34 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form TOKEN_ID=BIAS, such as 17=-3.5") from None
 
 
-def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict[str, str] | None = None) -> None:
+def _function(text: str) -> Callable[..., Any]:
+    """What MODULE:FUNCTION names, the module found as `python -m` finds it."""
+    module, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"{text!r} names no function in the form MODULE:FUNCTION, such as my_file:my_function: {error}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "LogitsProcessor": _function}
+_METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
+
+
+def _add_flags(
+    group: Any,
+    options: type,
+    defaults: dict[str, Any],
+    rename: dict[str, str] | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
     """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
     help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(options):
+        if field.name in leave_out:
+            continue
         dest = (rename or {}).get(field.name, field.name)
         flag = "--" + dest.replace("_", "-")
         text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
@@ -133,11 +160,11 @@ def _add_flags(group: Any, options: type, defaults: dict[str, Any], rename: dict
         elif kind.startswith("dict"):
             group.add_argument(flag, action="append", type=_bias, metavar="TOKEN_ID=BIAS", **common)
         elif kind.startswith("tuple"):
-            item = _TYPES[kind.removeprefix("tuple[").split(",")[0]]
-            group.add_argument(flag, action="append", type=item, metavar=item.__name__.upper(), **common)
+            item = kind.removeprefix("tuple[").split(",")[0]
+            group.add_argument(flag, action="append", type=_TYPES[item], metavar=_METAVARS[item], **common)
         else:
-            item = _TYPES[kind.split(" ")[0]]
-            group.add_argument(flag, type=item, metavar=item.__name__.upper(), **common)
+            item = kind.split(" ")[0]
+            group.add_argument(flag, type=_TYPES[item], metavar=_METAVARS[item], **common)
 
 
 def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,12 +196,18 @@ def _generate(options: argparse.Namespace) -> int:
             params.append(SamplingParams(**(sampling | overrides)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"request {number}: {error}") from error
+        if not options.json and (params[-1].logprobs is not None or params[-1].prompt_logprobs is not None):
+            raise ValueError("log-probabilities are shown with --json only. Add it, or leave --logprobs out.")
     with _open(options) as llm:
         prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
         progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
         outputs = llm.generate(prompts, params, use_tqdm=progress)
     for (given, _), output in zip(requests, outputs, strict=True):
-        print(_as_json(given, output) if options.json else _as_text(given, output, alone=len(outputs) == 1))
+        for completion in output.outputs:
+            if options.json:
+                print(_as_json(given, output, completion))
+            else:
+                print(_as_text(given, output, completion, alone=len(outputs) == len(output.outputs) == 1))
     for output in outputs:
         if output.error:
             print(f"nanovllm: error: {output.error}", file=sys.stderr)
@@ -243,15 +276,18 @@ def _parse_json(line: str, number: int) -> tuple[Any, dict[str, Any]]:
     return prompts[0], overrides
 
 
-def _as_text(given: Any, output: RequestOutput, *, alone: bool) -> str:
-    text = output.outputs[0].text
-    return text if alone else f"--- {given if isinstance(given, str) else output.request_id}\n{text}"
+def _as_text(given: Any, output: RequestOutput, completion: CompletionOutput, *, alone: bool) -> str:
+    if alone:
+        return completion.text
+    sample = f" [{completion.index}]" if len(output.outputs) > 1 else ""
+    return f"--- {given if isinstance(given, str) else output.request_id}{sample}\n{completion.text}"
 
 
-def _as_json(given: Any, output: RequestOutput) -> str:
-    completion, metrics = output.outputs[0], output.metrics
+def _as_json(given: Any, output: RequestOutput, completion: CompletionOutput) -> str:
+    metrics = output.metrics
     record = {
         "request_id": output.request_id,
+        "index": completion.index,
         "prompt": given,
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -263,7 +299,17 @@ def _as_json(given: Any, output: RequestOutput) -> str:
         "seconds": _seconds(metrics.arrival_time, metrics.finished_time),
         "error": output.error,
     }
+    if completion.logprobs is not None:
+        record["logprobs"] = [list(_ranked(report)) for report in completion.logprobs]
+    if output.prompt_logprobs is not None and completion.index == 0:
+        reports = output.prompt_logprobs
+        record["prompt_logprobs"] = [report and list(_ranked(report)) for report in reports]
     return json.dumps(record, ensure_ascii=False)
+
+
+def _ranked(report: TokenLogprobs) -> Iterator[dict[str, Any]]:
+    for token_id, (logprob, rank) in report.items():
+        yield {"token_id": token_id, "logprob": logprob, "rank": rank}
 
 
 def _seconds(start: float, end: float | None) -> float | None:

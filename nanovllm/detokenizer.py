@@ -19,9 +19,10 @@ class IncrementalDetokenizer:
     tokens of the last piece of text and those behind it.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self.text = ""
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._window: list[int] = []
         self._num_settled = 0  # tokens of the window whose text has been appended
 
@@ -54,9 +55,9 @@ class IncrementalDetokenizer:
         return end, text
 
     def _decode(self, end: int) -> str:
-        return decode(self._tokenizer, self._window[:end])
+        return decode(self._tokenizer, self._window[:end], skip_special_tokens=self._skips_special)
 
 
-def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Text of the tokens without special ones, exactly as the tokenizer's vocabulary spells it."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of the tokens, with or without special ones, exactly as the tokenizer's vocabulary spells it."""
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

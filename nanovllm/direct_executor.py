@@ -12,6 +12,7 @@ from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.operator import AttentionPlan, AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import NULL_BLOCK
+from nanovllm.logprobs import StepReport
 from nanovllm.model_binding import ModelBinding
 from nanovllm.penalties import LatestTokens
 from nanovllm.sampler import Sampler
@@ -39,12 +40,12 @@ class DirectExecutor:
         self._sampled: Tensor | None = None  # [num_samples] int64, of the step before
         self._null_block_is_dirty = False
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Tensor:
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, report: StepReport) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, on the device."""
-        logits = self._forward(layout)
+        logits = self._forward(layout, report)
         with torch.no_grad():
             latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
-            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions, latest)
+            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions, latest, report)
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:
@@ -53,7 +54,7 @@ class DirectExecutor:
     def close(self) -> None:
         """Nothing is held but the form."""
 
-    def _forward(self, layout: BatchLayout) -> Tensor:
+    def _forward(self, layout: BatchLayout, report: StepReport) -> Tensor:
         """Logits [num_samples, vocab_size] of a laid-out step."""
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         # One row would be compiled as a special case, so compiled layers get two; the padding writes to the null block.
@@ -66,7 +67,7 @@ class DirectExecutor:
         self._clear(layout, is_padded=num_rows > num_tokens)
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(self.form.plan(layout), num_tokens)
-        return binding.forward_step(step, token_ids, positions, slots, sample_rows)
+        return binding.forward_step(step, token_ids, positions, slots, sample_rows, report)
 
     def _clear(self, layout: BatchLayout, *, is_padded: bool) -> None:
         """Blocks that this step begins and does not fill, and what padding left in the null block."""

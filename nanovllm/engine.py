@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+from nanovllm.bad_words import spellings_of
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.outputs import EngineStats, RequestOutput
-from nanovllm.request import Request
-from nanovllm.sampler import request_seed
+from nanovllm.request import Request, merged
+from nanovllm.request_checks import check_params, check_prompt, truncated
+from nanovllm.sampler import request_seed, sample_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
@@ -55,8 +58,8 @@ class Engine:
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
-        self._requests: dict[str, Request] = {}
-        self._num_added = 0
+        self._requests: dict[str, list[Request]] = {}  # one for each sample, in order of their index
+        self._num_added = self._num_sequences = 0
         self._in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()  # launched, and not read yet
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
         self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
@@ -76,35 +79,14 @@ class Engine:
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
-        if not prompt_token_ids:
-            raise ValueError("the prompt is empty; it needs at least one token.")
-        if set(map(type, prompt_token_ids)) != {int}:  # a prompt may be long, and this is fast
-            for token_id in prompt_token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int):
-                    raise TypeError(f"a prompt's token ids must be whole numbers, not {token_id!r}.")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(
-                f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {self._vocab_size} "
-                "tokens (0 to vocabulary - 1)."
-            )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name):
-                if token_id >= self._vocab_size:
-                    raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {self._vocab_size} tokens.")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the engine was built without one; pass tokenizer=...")
-        length, limit = len(prompt_token_ids), self.config.max_model_len
-        if length >= limit:
-            raise ValueError(
-                f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len ({limit}). "
-                f"Shorten it to at most {limit - 1} tokens, or raise max_model_len if the model and the KV cache allow."
-            )
-        if params.min_tokens > limit - length:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len ({limit}) "
-                f"leaves room for {limit - length}."
-            )
+        limits = {"vocab_size": self._vocab_size, "max_model_len": self.config.max_model_len}
+        check_prompt(truncated(prompt_token_ids, params), params, **limits)
+        check_params(
+            params,
+            vocab_size=self._vocab_size,
+            tokenizer=self.tokenizer,
+            has_base_model=self.model_runner.binding.has_base_model,
+        )
 
     def add_request(
         self,
@@ -129,33 +111,45 @@ class Engine:
         self.check_request(prompt_token_ids, params)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
-        with self._changing():
-            sequence = Sequence(
+        prompt_token_ids = truncated(prompt_token_ids, params)
+        bad_words = spellings_of(params.bad_words, self.tokenizer)
+        seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
                 request_id,
                 prompt_token_ids,
                 params,
-                arrival=self._num_added,
+                arrival=self._num_sequences + index,
                 max_model_len=self.config.max_model_len,
                 priority=priority,
                 cache_salt=cache_salt,
                 eos_token_ids=self._eos_token_ids,
-                seed=request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed,
+                seed=sample_seed(seed, index),
+                index=index,
+                bad_words=bad_words,
             )
+            for index in range(params.n)
+        ]
+        samples = [Request(sequence, prompt, self.tokenizer, stream=stream) for sequence in sequences]
+        with self._changing():
             self._num_added += 1
-            self._requests[request_id] = Request(sequence, prompt, self.tokenizer, stream=stream)
-            self.scheduler.add(sequence)
+            self._num_sequences += params.n
+            self._requests[request_id] = samples
+            for sequence in sequences:
+                self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns what it had got, or None if no such request runs."""
         if request_id not in self._requests:
             return None
         with self._changing():
-            request = self._requests.pop(request_id)
-            self._ended_unseen = [sequence for sequence in self._ended_unseen if sequence is not request.sequence]
-            if not request.sequence.is_finished:
-                self.scheduler.finish(request.sequence, "abort")
+            samples = self._requests.pop(request_id)
+            self._ended_unseen = [sequence for sequence in self._ended_unseen if sequence.request_id != request_id]
+            for sample in samples:
+                if not sample.sequence.is_finished:
+                    self.scheduler.finish(sample.sequence, "abort")
             self._discard_if_idle()
-        return request.output()
+        return merged([sample.output() for sample in samples])
 
     @property
     def has_unfinished(self) -> bool:
@@ -194,12 +188,14 @@ class Engine:
                 self._in_flight.clear()
             else:
                 self._in_flight.popleft()
+                pending.report.record(batch.sampling, token_ids)
                 self._collect(self.scheduler.update(batch, token_ids))
                 return self._discard_if_idle()
         if isinstance(failure, DeviceError):
             self._death = failure
         if isinstance(failure, Exception):  # an interrupt from the keyboard stays one
-            raise StepError([sequence.request_id for sequence in sequences], failure) from failure
+            request_ids = list(dict.fromkeys(sequence.request_id for sequence in sequences))
+            raise StepError(request_ids, failure) from failure
         raise failure
 
     def _discard_if_idle(self) -> None:
@@ -213,25 +209,36 @@ class Engine:
             self._in_flight.clear()
 
     def _collect(self, advanced: list[Sequence]) -> None:
-        outputs = []
         for sequence in advanced:
-            request = self._requests[sequence.request_id]
+            sample = self._requests[sequence.request_id][sequence.index]
             try:
-                self._advance(request)
-                output = request.output() if sequence.is_finished or request.stream else None
-            except Exception as error:  # a tokenizer that cannot decode ends the request, not its neighbours
-                request.give_up_text(error)
-                if not sequence.is_finished:
-                    self.scheduler.finish(sequence, "error")
-                sequence.finish_reason = "error"
-                output = request.output()
-            if output is not None:
-                outputs.append(output)
+                self._advance(sample)
+            except Exception as error:
+                self._give_up_text(sample, error)
+        outputs = []
+        for request_id in dict.fromkeys(sequence.request_id for sequence in advanced):
+            samples = self._requests[request_id]
+            if samples[0].stream or all(sample.sequence.is_finished for sample in samples):
+                outputs.append(merged([self._output_of(sample) for sample in samples]))
         self.outputs.extend(outputs)
         for output in outputs:  # only now, so that an interrupt loses none (it may double one)
             if output.finished:
                 del self._requests[output.request_id]
         self._ended_unseen = []
+
+    def _output_of(self, sample: Request) -> RequestOutput:
+        try:
+            return sample.output()
+        except Exception as error:
+            self._give_up_text(sample, error)
+            return sample.output()
+
+    def _give_up_text(self, sample: Request, error: Exception) -> None:
+        """A tokenizer that cannot decode ends the sample that it cannot decode, not its neighbours."""
+        sample.give_up_text(error)
+        if not sample.sequence.is_finished:
+            self.scheduler.finish(sample.sequence, "error")
+        sample.sequence.finish_reason = "error"
 
     def _advance(self, request: Request) -> None:
         """Let the request read its new token, if it got one, and end it if that completes a stop string."""
@@ -266,12 +273,12 @@ class Engine:
         self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
         self._in_flight.clear()
         self._ended_unseen = []
-        for request in self._requests.values():
-            request.start_over()
-            if request.sequence.is_finished:
-                self._ended_unseen.append(request.sequence)
+        for sample in chain.from_iterable(self._requests.values()):
+            sample.start_over()
+            if sample.sequence.is_finished:
+                self._ended_unseen.append(sample.sequence)
             else:
-                self.scheduler.add(request.sequence)
+                self.scheduler.add(sample.sequence)
 
     def drop_computed(self) -> None:
         """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
+from nanovllm.logprobs import StepReport
 from nanovllm.model_binding import ModelBinding
 from nanovllm.penalties import LatestTokens
 from nanovllm.sampler import FILTERED_AT_ONCE, DrawInputs, Sampler
@@ -73,13 +74,17 @@ class GraphExecutor:
         self._stream = torch.cuda.Stream(binding.device)  # for captures
         self._addresses: list[int] = []  # of the weights that the graphs read
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout) -> Tensor:
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, report: StepReport) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, batch.sampled_positions
         tiles = Tiles.of(layout, self._block_size)
         kind = _kind_of_draws(batch, positions)
         shape = self._buckets.shape(layout, len(tiles.blocks), kind)
-        run = self._runner_of(shape)
+        if report.prompt is None:
+            run = self._runner_of(shape)
+        else:  # the pieces of logits that it reads have no place in a graph
+            report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
+            run = partial(self._run, shape, report)
         draws = DrawInputs.of(sequences, positions) if kind == "noise" else None
         self._upload(shape, layout, tiles, draws)
         run()
@@ -88,7 +93,7 @@ class GraphExecutor:
             assert self._logits is not None
             with torch.no_grad():
                 latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
-                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest)
+                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest, report)
         return self._sampled[:count]
 
     def _upload(self, shape: StepShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
@@ -105,14 +110,14 @@ class GraphExecutor:
 
     # -------------------------------------------------------------------------------------------------- the step
 
-    def _run(self, shape: StepShape) -> None:
+    def _run(self, shape: StepShape, report: StepReport | None = None) -> None:
         """The whole step of a shape, on what stands in the inputs; this is what a graph captures."""
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
             plan = self._form.plan(tables_of(inputs, shape))
         step = AttentionStep(plan, shape.num_rows)
-        logits = self._binding.forward_step(step, token_ids, inputs.positions, inputs.slots, inputs.sample_rows)
+        logits = self._binding.forward_step(step, token_ids, inputs.positions, inputs.slots, inputs.sample_rows, report)
         with torch.no_grad():
             self._finish(shape, inputs, logits)
 
@@ -230,6 +235,7 @@ def _kind_of_draws(batch: ScheduledBatch, positions: list[int]) -> str:
             params.changes_logits
             or params.has_filters
             or params.is_cold
+            or params.logprobs is not None
             or position - sequence.num_prompt_tokens < params.min_tokens
         ):
             return "none"

@@ -31,6 +31,7 @@ from nanovllm.attention.operator import (
 from nanovllm.compiled_layers import compile_calls
 from nanovllm.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.kernels import Kernels
+from nanovllm.logprobs import StepReport
 from nanovllm.merged_linears import merging
 from nanovllm.model_probe import (
     PROBE_ARGUMENT,
@@ -143,6 +144,11 @@ class ModelBinding:
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def has_base_model(self) -> bool:
+        """Whether what computes the hidden states is a module by itself, inside the one that makes logits of them."""
+        return self.model.base_model is not self.model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -272,13 +278,7 @@ class ModelBinding:
         """Give the module back as it was before `installed`; may be called again if it was interrupted."""
         with self._lock:
             self._is_installed = False
-            while self._undo:
-                attributes, name, before = self._undo[-1]
-                if before is _ABSENT:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = before
-                self._undo.pop()
+            self._undo_down_to(0)
 
     def _quieting(self) -> list[_Change]:
         """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
@@ -296,6 +296,33 @@ class ModelBinding:
         for attributes, name, value in changes:
             self._undo.append((attributes, name, attributes.get(name, _ABSENT)))
             attributes[name] = value
+
+    def _undo_down_to(self, num_changes: int) -> None:
+        while len(self._undo) > num_changes:
+            attributes, name, before = self._undo[-1]
+            if before is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = before
+            self._undo.pop()
+
+    @contextmanager
+    def _base_model_runs_once(self) -> Iterator[None]:
+        """What calls the base model again gets what it gave the first time: more logits of the same hidden states."""
+        base: Any = self.model.base_model
+        given: list[Any] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not given:
+                given.append(base._call_impl(*args, **kwargs))
+            return given[0]
+
+        num_changes = len(self._undo)
+        self._apply([(vars(base), "_compiled_call_impl", run)])
+        try:
+            yield
+        finally:
+            self._undo_down_to(num_changes)
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
@@ -334,7 +361,13 @@ class ModelBinding:
         return output.logits[0]
 
     def forward_step(
-        self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor
+        self,
+        step: AttentionStep,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sample_rows: Tensor,
+        report: StepReport | None = None,
     ) -> Tensor:
         """`forward` over the paged caches, with everything in force that this needs.
 
@@ -342,12 +375,20 @@ class ModelBinding:
             step: what every attention layer shares.
             token_ids, positions: [num_rows] int64.
             slots: [num_rows] int64, the cache slot that takes each row's K and V.
+            report: gets the logits of its rows of prompts, piece by piece.
         """
         extra = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
         enter_step(self.handle, step)
         try:
             with self.installed():
-                return self.forward(token_ids[None], positions[None], sample_rows, **extra)
+                inputs = token_ids[None], positions[None]
+                if report is None or report.prompt is None:
+                    return self.forward(*inputs, sample_rows, **extra)
+                with self._base_model_runs_once():
+                    for rows in report.prompt_rows_in_pieces(self.device):
+                        report.add_prompt(self.forward(*inputs, rows, **extra))
+                    # Last, since a packed head writes all its logits to the same memory.
+                    return self.forward(*inputs, sample_rows, **extra)
         except BaseException:
             self.uninstall()  # once more: an interrupt may have cut short the first time
             raise

@@ -31,6 +31,7 @@ from nanovllm.direct_executor import AttentionForm, DirectExecutor
 from nanovllm.errors import DeviceError
 from nanovllm.graph_executor import GraphExecutor, workspace_bytes
 from nanovllm.kernels import KernelBuildError, Kernels, has_matrix_tiles, load_kernels
+from nanovllm.logprobs import PromptRows, StepReport
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
@@ -49,24 +50,26 @@ GPU_RESERVE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """A launched step's sampled tokens, on their way to the host."""
+    """A launched step's sampled tokens, on their way to the host, and what else it tells."""
 
     token_ids: Tensor  # [num_samples] int64, on the host
+    report: StepReport
     arrival: torch.cuda.Event | None  # None if they are there
 
     @classmethod
-    def of(cls, token_ids: Tensor) -> PendingTokens:
+    def of(cls, token_ids: Tensor, report: StepReport) -> PendingTokens:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
+        report = report.to_host()
         if token_ids.device.type == "cpu":
-            return cls(token_ids, None)
+            return cls(token_ids, report, None)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, device="cpu", pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         arrival = torch.cuda.Event()
         arrival.record(torch.cuda.current_stream(token_ids.device))
-        return cls(host, arrival)
+        return cls(host, report, arrival)
 
     def result(self) -> list[int]:
-        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`."""
+        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`; then `report` is there."""
         with _device_errors():
             if self.arrival is not None:
                 self.arrival.synchronize()
@@ -300,7 +303,8 @@ class ModelRunner:
         )
         with _device_errors():
             self._keep_order()
-            pending = PendingTokens.of(self._executor.launch(batch, layout))
+            report = StepReport(PromptRows.of(layout))
+            pending = PendingTokens.of(self._executor.launch(batch, layout, report), report)
         self._in_flight = {sequence: place for place, sequence in enumerate(batch.sampling)}
         return pending
 

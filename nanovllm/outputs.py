@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """How probable a token was to the model, before anything that the request asks for acts on the distribution.
+
+    rank: 1 for the most probable token; tokens that are equally probable share the better rank.
+    """
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the most probable ones by rank
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt.
 
-    text: without special tokens, ended before a stop string.
+    index: which of the request's n samples.
+    text: without special tokens and ended before a stop string, unless the request wants them.
     token_ids: all generated tokens, an end-of-sequence or stop token included.
     finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or max_model_len),
         "abort", "error" (see `RequestOutput.error`), or None while it runs.
     stop_reason: the stop string or the token id that ended it, if one did.
+    logprobs: one entry for each of token_ids, if the request asks for them.
     """
 
     index: int
@@ -21,6 +37,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -37,8 +54,13 @@ class RequestOutput:
     """A request and what came of it so far.
 
     prompt: the prompt as text, if it was given as text.
+    prompt_token_ids: its tokens, those that truncate_prompt_tokens left.
+    outputs: the request's n completions in order of their index, as far as they have come.
+    finished: whether all of them have ended.
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    error: why it ended with finish_reason "error".
+    error: why a completion ended with finish_reason "error", the first of them if several did.
+    prompt_logprobs: None for the first prompt token, then one entry for each, if the request asks for them; as far as
+        they are there while it runs.
     """
 
     request_id: str
@@ -49,6 +71,7 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What changes a request's logits before they are drawn from: allowed tokens, biases, penalties for repetition."""
+"""What changes a request's logits before they are drawn from: tokens forbidden, biases, penalties, own functions."""
 
 from __future__ import annotations
 
@@ -33,21 +33,28 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 
 
 def change_logits(
-    logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
+    logits: Tensor,
+    sequences: SequenceABC[Sequence],
+    positions: SequenceABC[int],
+    latest: LatestTokens | None,
+    errors: dict[Sequence, str] | None = None,
 ) -> Tensor:
-    """Apply allowed tokens, then penalties, to the rows that ask for them; the others cost nothing.
+    """Apply to each row what its request asks for; rows that ask for nothing cost nothing.
 
-    Allowed tokens come first, then biases, then penalties in the order repetition, frequency, presence, as in vLLM.
-    Repetition (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the
-    negative ones; frequency is taken off once for each time that a token stands in the output, presence once for all.
+    Allowed tokens come first, then bad words, biases, penalties in the order repetition, frequency, presence (so far as
+    in vLLM), and the request's own functions, which have the last word. Repetition (Keskar et al. 2019) divides the
+    positive logits of tokens in prompt or output, and multiplies the negative ones; frequency is taken off once for
+    each time that a token stands in the output, presence once for all.
 
     Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
-    and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary.
+    and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary. A bad
+    word costs a comparison on the host.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; overwritten if it is float32.
         sequences, positions: as in `Sampler.sample`.
         latest: None if all tokens are known.
+        errors: takes what went wrong in a request's own functions; its row is then -inf throughout.
 
     Returns logits, in float32 if any row was changed.
     """
@@ -59,6 +66,9 @@ def change_logits(
     if limited:
         places = to_device(limited, logits.device)
         logits[places] += _mask_of([sequences[row].params.allowed_token_ids for row in limited], logits)
+    worded = [row for row in rows if sequences[row].bad_words]
+    if worded:
+        _forbid_bad_words(logits, worded, sequences, positions, latest)
     biased = [row for row in rows if sequences[row].params.logit_bias]
     if biased:
         _add_biases(logits, biased, [sequences[row].params.logit_bias for row in biased])
@@ -73,6 +83,9 @@ def change_logits(
             _count_in_flight(counts, latest.token_ids[penalised], latest.previous)
         in_prompt = _counts([s.token_ids[: s.num_prompt_tokens] for s in chosen], logits)
         logits[places] = _penalise(logits[places], counts, in_prompt, chosen)
+    for row in rows:
+        if sequences[row].params.logits_processors:
+            _run_processors(logits[row], sequences[row], positions[row], {} if errors is None else errors)
     return logits
 
 
@@ -80,6 +93,56 @@ def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
     """[num_rows, vocab_size]: 0 for allowed tokens, else -inf (to be added, so that NaN stays NaN)."""
     mask = logits.new_full((len(allowed), logits.shape[1]), -torch.inf)
     return mask.view(-1).index_fill_(0, _flat_places(allowed, logits), 0.0).view(mask.shape)
+
+
+def _forbid_bad_words(
+    logits: Tensor,
+    rows: list[int],
+    sequences: SequenceABC[Sequence],
+    positions: SequenceABC[int],
+    latest: LatestTokens | None,
+) -> None:
+    """Forbid each token that would complete a bad word, prompt and output taken together as in `transformers`."""
+    vocab_size, device = logits.shape[1], logits.device
+    sure: list[int] = []  # places in a flat logits
+    unsure: list[tuple[int, int, int]] = []  # such a place; which token in flight decides, and what it would have to be
+    for row in rows:
+        token_ids, position = sequences[row].token_ids, positions[row]
+        for *beginning, last in sequences[row].bad_words:
+            place = row * vocab_size + last
+            # The newest token may be missing from those that the host knows.
+            known = token_ids[max(0, position - len(beginning)) : position].tolist()
+            if len(beginning) > position or known != beginning[: len(known)]:
+                continue
+            if len(known) == len(beginning):
+                sure.append(place)
+            elif latest is not None:
+                unsure.append((place, -1 - int(latest.token_ids[row]), beginning[-1]))
+    flat = logits.view(-1)
+    if sure:  # added, so that NaN stays NaN
+        places = to_device(sure, device)
+        flat.scatter_add_(0, places, flat.new_full(places.shape, -torch.inf))
+    if unsure and latest is not None and latest.previous is not None:
+        places, in_flight, needed = to_device(unsure, device).unbind(dim=1)
+        is_complete = latest.previous[in_flight] == needed
+        flat.scatter_add_(0, places, flat.new_zeros(places.shape).masked_fill_(is_complete, -torch.inf))
+
+
+def _run_processors(row: Tensor, sequence: Sequence, position: int, errors: dict[Sequence, str]) -> None:
+    """Overwrite a row [vocab_size] with what the request's own functions make of it, each given a copy of its own."""
+    token_ids = sequence.token_ids[:position].tolist()
+    try:
+        for processor in sequence.params.logits_processors:
+            result = processor(list(token_ids), row.clone())
+            if not isinstance(result, Tensor) or result.shape != row.shape:
+                what = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
+                raise TypeError(f"it returned {what}; it must return logits of shape {list(row.shape)}")
+            row.copy_(result)
+    except Exception as error:  # whatever it is, it is the request's own, and its neighbours go on
+        row.fill_(-torch.inf)
+        errors[sequence] = (
+            f"request {sequence.request_id!r}: its logits processor failed ({type(error).__name__}: {error})"
+        )
 
 
 def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]]) -> None:

@@ -1,4 +1,4 @@
-"""A request as its owner sees it: the sequence that computes it, its text, its times."""
+"""A request as its owner sees it, or one of its samples: the sequence that computes it, its text, its times."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Request:
         self.num_seen_tokens = 0  # generated tokens of which all was taken note
         self._prompt_token_ids = sequence.token_ids.tolist()  # one list for all of its outputs
         self._tokenizer = tokenizer
+        self._skips_special = sequence.params.skip_special_tokens
         self._stop = sequence.params.stop
+        self._shows_stop = sequence.params.include_stop_str_in_output
         self._incremental: IncrementalDetokenizer | None = None
         # Text behind this may be the beginning of a stop string that the next tokens complete.
-        self._hold_back = max((len(stop) for stop in self._stop), default=1) - 1
+        self._hold_back = 0 if self._shows_stop else max((len(stop) for stop in self._stop), default=1) - 1
         self._stopped_at: int | None = None
         self._read(0)
 
     def _read(self, num_tokens: int) -> None:
         """Begin the text with the first `num_tokens` generated tokens, if somebody reads along or it may end it."""
         if self._tokenizer is not None and (self.stream or self._stop):
-            self._incremental = IncrementalDetokenizer(self._tokenizer)
+            self._incremental = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._skips_special)
             for token_id in self.sequence.output_token_ids[:num_tokens]:
                 self._incremental.add(token_id)
 
@@ -60,7 +62,7 @@ class Request:
         found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop]
         at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
         if stop is not None:
-            self._stopped_at = at
+            self._stopped_at = at + len(stop) if self._shows_stop else at
         return stop
 
     def give_up_text(self, error: Exception) -> None:
@@ -76,11 +78,12 @@ class Request:
         if sequence.is_finished and self.metrics.finished_time is None:
             self.metrics.finished_time = time.monotonic()
         completion = CompletionOutput(
-            index=0,
+            index=sequence.index,
             text=self._text(),
             token_ids=sequence.output_token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[:],
         )
         return RequestOutput(
             request_id=sequence.request_id,
@@ -91,6 +94,7 @@ class Request:
             num_cached_tokens=sequence.num_cached_tokens,
             metrics=replace(self.metrics),  # a copy, which later tokens leave alone
             error=sequence.error,
+            prompt_logprobs=sequence.prompt_logprobs,
         )
 
     def _text(self) -> str:
@@ -99,6 +103,26 @@ class Request:
         if self._stopped_at is not None and self._incremental is not None:
             return self._incremental.text[: self._stopped_at]
         if self.sequence.is_finished or self._incremental is None:
-            return decode(self._tokenizer, self.sequence.output_token_ids)
+            return decode(self._tokenizer, self.sequence.output_token_ids, skip_special_tokens=self._skips_special)
         text = self._incremental.text
         return text[: len(text) - self._hold_back]
+
+
+def merged(samples: list[RequestOutput]) -> RequestOutput:
+    """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
+    if len(samples) == 1:
+        return samples[0]
+    first_tokens = [m.first_token_time for m in (s.metrics for s in samples) if m.first_token_time is not None]
+    ends = [s.metrics.finished_time for s in samples]
+    finished = all(sample.finished for sample in samples)
+    return replace(
+        samples[0],
+        outputs=[completion for sample in samples for completion in sample.outputs],
+        finished=finished,
+        metrics=replace(
+            samples[0].metrics,
+            first_token_time=min(first_tokens, default=None),
+            finished_time=max(end for end in ends if end is not None) if finished else None,
+        ),
+        error=next((sample.error for sample in samples if sample.error), None),
+    )

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.draw_kernel import draw_on_gpu
+from nanovllm.logprobs import StepReport
 from nanovllm.penalties import LatestTokens, change_logits, to_device
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
@@ -46,6 +47,11 @@ def mix64(value: int) -> int:
 def request_seed(engine_seed: int, request_number: int) -> int:
     """The seed of a request that has none of its own: another for each request of an engine."""
     return mix64(mix64(engine_seed + _GAMMA) + (request_number + 1) * _GAMMA)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample: the request's own for the first, another for each of the others."""
+    return seed if index == 0 else mix64(mix64(seed ^ _MASK_64) + index * _GAMMA)
 
 
 def noise_keys(seeds: SequenceABC[int], positions: SequenceABC[int]) -> NDArray[np.int64]:
@@ -163,6 +169,7 @@ class Sampler:
         sequences: SequenceABC[Sequence],
         positions: SequenceABC[int],
         latest: LatestTokens | None = None,
+        report: StepReport | None = None,
     ) -> Tensor:
         """Draw one token per row.
 
@@ -171,11 +178,35 @@ class Sampler:
             sequences: whose rows they are.
             positions: the position of the token to be drawn, per row.
             latest: the token before it, per row, where the host may not know it yet.
+            report: takes the log-probabilities that requests ask for, and the errors of their own functions.
 
-        Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity.
+        Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity, NOTHING_LEFT where
+        what its request forbids is all that there was.
         """
-        self._suppress_stop_tokens(logits, sequences, positions)
-        logits = change_logits(logits, sequences, positions, latest)
+        report = report or StepReport()
+        device = logits.device
+        reported = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        raw = logits[to_device(reported, device)] if reported else None  # a copy: what follows overwrites them
+        early = [
+            row
+            for row, sequence in enumerate(sequences)
+            if positions[row] - sequence.num_prompt_tokens < sequence.params.min_tokens
+        ]
+        limited = sorted({*early, *(row for row, sequence in enumerate(sequences) if sequence.params.forbids)})
+        is_sound = logits[to_device(limited, device)].amax(dim=-1).isfinite() if limited else None
+        self._suppress_stop_tokens(logits, sequences, early)
+        logits = change_logits(logits, sequences, positions, latest, report.errors)
+        token_ids = self._sample_changed(logits, sequences, positions)
+        if is_sound is not None:
+            places = to_device(limited, device)
+            chosen = token_ids[places]
+            token_ids[places] = chosen.masked_fill_(is_sound & (chosen == NON_FINITE), NOTHING_LEFT)
+        if raw is not None:
+            report.add_sampled([sequences[row] for row in reported], raw, token_ids[to_device(reported, device)])
+        return token_ids
+
+    def _sample_changed(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
+        """Draw from logits that are as the requests want them before the temperature."""
         inputs = DrawInputs.of(sequences, positions)
         if logits.device.type == "cpu":
             return _sample_on_cpu(logits, sequences, inputs)
@@ -194,12 +225,11 @@ class Sampler:
         return self.draw(logits, *(to_device(array, device) for array in arrays))
 
     @staticmethod
-    def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> None:
+    def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], early: list[int]) -> None:
         rows, columns = [], []
-        for row, sequence in enumerate(sequences):
-            if positions[row] - sequence.num_prompt_tokens < sequence.params.min_tokens:
-                rows += [row] * len(sequence.stop_token_ids)
-                columns += list(sequence.stop_token_ids)
+        for row in early:
+            rows += [row] * len(sequences[row].stop_token_ids)
+            columns += list(sequences[row].stop_token_ids)
         if rows:
             places = to_device(rows, logits.device), to_device(columns, logits.device)
             logits.index_put_(places, logits.new_full((), -torch.inf))  # assigned a Python number, it waits for a GPU

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sequence import Sequence, SequenceStatus
@@ -133,8 +133,8 @@ class Scheduler:
                 if known - start > 1:
                     prefills.append(sequence)
                 continue
-            if in_flight and known >= sequence.max_num_tokens:
-                continue  # the token in flight is its last
+            if in_flight and (known >= sequence.max_num_tokens or sequence.params.logits_processors):
+                continue  # the token in flight is its last, or the next one's logits wait for the host to read it
             table = sequence.block_table
             if start == len(table) * block_size:
                 if not manager.num_free_blocks and not self._preempt_for(sequence, 1):
@@ -195,7 +195,7 @@ class Scheduler:
             lacking = self._blocks_lacking(sequence) - len(hits) + manager.num_free_among(hits)
             if reserved + lacking > manager.num_free_blocks:
                 break
-            if sequence.high_water == 0:
+            if sequence.high_water == 0 and not sequence.lacks_prompt_logprobs:
                 self.stats.prefix_cache_queries += sequence.num_tokens
             self._claim(sequence, hits)
             step.placed[sequence] = (0, start)
@@ -332,8 +332,8 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             advanced.append(sequence)
-            if token_id == NON_FINITE:
-                self._fail(sequence)
+            if token_id < 0:
+                self._fail(sequence, token_id)
                 continue
             self.stats.num_output_tokens += 1
             known = sequence.token_ids
@@ -353,11 +353,18 @@ class Scheduler:
         if sequence.num_computed_tokens >= sequence.num_tokens:
             self.block_manager.register(sequence, index, index + 1, self._in_flight[-1].step_id)
 
-    def _fail(self, sequence: Sequence) -> None:
-        sequence.error = (
-            f"request {sequence.request_id!r}: the model's logits after {sequence.num_tokens} tokens are not finite "
-            "(NaN or infinity); check the weights and the dtype"
-        )
+    def _fail(self, sequence: Sequence, answer: int) -> None:
+        request, count = f"request {sequence.request_id!r}", sequence.num_tokens
+        if answer == NOTHING_LEFT:
+            sequence.error = sequence.error or (
+                f"{request}: no token is left to draw after {count} tokens: allowed_token_ids, bad_words, min_tokens "
+                "and logits_processors together forbid every one; allow at least one"
+            )
+        else:
+            sequence.error = (
+                f"{request}: the model's logits after {count} tokens are not finite (NaN or infinity); check the "
+                "weights and the dtype"
+            )
         self.finish(sequence, "error")
 
     def rollback(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -374,7 +381,7 @@ class Scheduler:
         """The same for steps that did not fail: their results are not wanted any more."""
         if not any(batch is launched for launched in self._in_flight):
             raise RuntimeError(f"step {batch.step_id} is not in flight")
-        affected: dict[str, Sequence] = {}
+        affected: dict[Sequence, None] = {}
         while self._in_flight and self._in_flight[-1].step_id >= batch.step_id:
             undone = self._in_flight.pop()
             self.block_manager.withdraw(undone.step_id)
@@ -383,10 +390,10 @@ class Scheduler:
                 sequence.num_in_flight_tokens -= entry.samples
                 if sequence.is_finished:
                     continue
-                affected[sequence.request_id] = sequence
+                affected[sequence] = None
                 if sequence.block_table is entry.block_table:  # else it was preempted since
                     self._return_to(sequence, entry.num_computed_before)
-        return sorted(affected.values(), key=_by_key)
+        return sorted(affected, key=_by_key)
 
     def _return_to(self, sequence: Sequence, num_computed: int) -> None:
         if num_computed == 0:

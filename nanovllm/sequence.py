@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 
+from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -32,13 +33,16 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "bad_words",
         "block_hashes",
         "block_table",
         "cache_salt",
         "error",
         "finish_reason",
         "high_water",
+        "index",
         "key",
+        "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -49,6 +53,7 @@ class Sequence:
         "params",
         "placed_in_step",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "status",
@@ -69,14 +74,18 @@ class Sequence:
         cache_salt: str = "",
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        index: int = 0,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.request_id = request_id
+        self.index = index  # which of the request's samples
         self.params = params
         self.priority = priority
         self.arrival = arrival  # a counter, so that no two sequences are equally old
         self.key = (priority, arrival)  # the order in which everything is shared out: smaller first
         self.cache_salt = cache_salt
         self.seed = seed
+        self.bad_words = bad_words  # token ids that must never follow one another
 
         self.token_ids = array("i", prompt_token_ids)  # int32: a block's tokens are hashed and compared as bytes
         self.num_prompt_tokens = len(self.token_ids)
@@ -98,10 +107,17 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the token id or the string that stopped it
         self.error: str | None = None
+        # One for each generated token, and for each prompt token behind the first (None) as far as they are read. The
+        # prompt is the same for all samples, so the first reports on it.
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        reports_prompt = params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if reports_prompt else None
 
     def start_over(self, num_output_tokens: int) -> None:
         """Back to waiting with nothing computed and this many of the generated tokens, whatever state it was in."""
         del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
+        if self.logprobs is not None:
+            del self.logprobs[num_output_tokens:]
         self.num_computed_tokens = self.num_in_flight_tokens = 0
         self.block_table, self.block_hashes = [], []
         self.status = SequenceStatus.WAITING
@@ -124,6 +140,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether some of its prompt has to be computed for its log-probabilities, whatever the cache holds."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

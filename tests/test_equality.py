@@ -170,7 +170,7 @@ def test_perturbing_a_later_token_leaves_earlier_logits_alone():
             forward = binding.forward_step
             seen = []
 
-            def every_row(step, token_ids, positions, slots, sample_rows, forward=forward, seen=seen):
+            def every_row(step, token_ids, positions, slots, sample_rows, report, forward=forward, seen=seen):
                 logits = forward(step, token_ids, positions, slots, torch.arange(len(token_ids), device=DEVICE))
                 seen.extend(zip(positions.tolist(), logits.clone(), strict=True))
                 return logits[sample_rows]

@@ -42,7 +42,7 @@ def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
     """Make the model say `text`, whatever it is asked; returns the text's tokens."""
     says = llm.tokenizer(text)["input_ids"]
 
-    def sample(logits, sequences, positions, latest):
+    def sample(logits, sequences, positions, latest, report):
         places = [position - s.num_prompt_tokens for s, position in zip(sequences, positions, strict=True)]
         return torch.tensor([says[place % len(says)] for place in places])
 

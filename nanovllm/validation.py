@@ -1,0 +1,76 @@
+"""Checks of what users pass: each returns the value in its final form, or raises naming the parameter and its limit."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def real(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r}.")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf  # a whole number beyond any float; out of every range here
+    if not low <= value <= high or math.isinf(value):  # NaN fails the comparison too
+        allowed = f"between {low:g} and {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
+        raise ValueError(f"{name} is {value}; it must be {allowed}.")
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r}.")
+    value = int(value)
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} is {value}; it must be {allowed}.")
+    return value
+
+
+def biases(values: Any) -> dict[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not {values!r}.")
+    biases = {}
+    for key, value in values.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than strings
+        biases[integer("a token id of logit_bias", token_id, 0)] = real("logit_bias", value, -100.0, 100.0)
+    return biases
+
+
+def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be {expected}, not {value!r}.")
+    return tuple(value)
+
+
+def strings(name: str, value: Any, remedy: str) -> tuple[str, ...]:
+    """Strings that are not empty, from one or several; `remedy` says what to do about another kind of item."""
+    found = (value,) if isinstance(value, str) else items(name, value, "a string or a list of them")
+    for item in found:
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must hold strings, not {item!r}. {remedy}")
+        if not item:
+            raise ValueError(f"{name} holds an empty string, which every text contains. Remove it.")
+    return found
+
+
+def truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}.")
+    return value
+
+
+def functions(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    found = (value,) if callable(value) else items(name, value, "a function or a list of them")
+    for item in found:
+        if not callable(item):
+            raise TypeError(f"{name} must hold functions, not {item!r}.")
+    return found
