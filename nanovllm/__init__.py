@@ -16,6 +16,7 @@ _HOMES = {
     "EngineConfig": "nanovllm.config",
     "RequestOutput": "nanovllm.outputs",
     "CompletionOutput": "nanovllm.outputs",
+    "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "EngineStats": "nanovllm.outputs",
     "ModelLoadError": "nanovllm.loader",
@@ -30,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
+    "Logprob",
     "ModelLoadError",
     "RequestMetrics",
     "RequestOutput",
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.loader import ModelLoadError
     from nanovllm.model_probe import UnsupportedModelError
-    from nanovllm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 
 

@@ -185,14 +185,17 @@ class Sampler:
         """
         report = report or StepReport()
         device = logits.device
-        reported = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        reported, early, limited = [], [], []  # rows
+        for row, sequence in enumerate(sequences):
+            params = sequence.params
+            if params.logprobs is not None:
+                reported.append(row)
+            is_early = positions[row] - sequence.num_prompt_tokens < params.min_tokens
+            if is_early:
+                early.append(row)
+            if is_early or params.forbids:
+                limited.append(row)
         raw = logits[to_device(reported, device)] if reported else None  # a copy: what follows overwrites them
-        early = [
-            row
-            for row, sequence in enumerate(sequences)
-            if positions[row] - sequence.num_prompt_tokens < sequence.params.min_tokens
-        ]
-        limited = sorted({*early, *(row for row, sequence in enumerate(sequences) if sequence.params.forbids)})
         is_sound = logits[to_device(limited, device)].amax(dim=-1).isfinite() if limited else None
         self._suppress_stop_tokens(logits, sequences, early)
         logits = change_logits(logits, sequences, positions, latest, report.errors)

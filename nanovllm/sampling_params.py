@@ -150,7 +150,13 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether something acts on the logits before the temperature."""
-        return self.forbids or bool(self.logit_bias) or self.penalises
+        # Asked for every request in every step, so one expression instead of the properties that it consists of.
+        return (
+            bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
     @property
     def forbids(self) -> bool:

@@ -178,6 +178,56 @@ def test_biases_and_penalties_reach_the_request(run, folder):
     assert_refused(run("generate", "one", "--logit-bias", "5"), "TOKEN_ID=BIAS")
 
 
+def test_each_sample_is_a_line_of_json_or_a_piece_of_text(run, folder):
+    flags = ["--n", "3", "--temperature", "1", "--seed", "5", *SHORT]
+    _, out, _ = run("generate", "one", "two", "--json", *flags)
+    assert [(r["prompt"], r["index"]) for r in records(out)] == [(p, i) for p in ("one", "two") for i in range(3)]
+    assert records(out)[3]["token_ids"] == generated(folder, "two", temperature=1.0, seed=5)
+    _, text, _ = run("generate", "one", *flags)
+    assert [line for line in text.splitlines() if line.startswith("--- ")] == [
+        "--- one [0]",
+        "--- one [1]",
+        "--- one [2]",
+    ]
+
+
+def test_log_probabilities_are_shown_as_json(run):
+    status, out, _ = run("generate", "one", "--json", "--logprobs", "2", "--prompt-logprobs", "0", *SHORT)
+    (record,) = records(out)
+    assert status == 0
+    assert [reports[0]["token_id"] for reports in record["logprobs"]] == record["token_ids"]
+    assert all([report["rank"] for report in reports] == [1, 2] for reports in record["logprobs"])  # greedy
+    prompt = tiny_tokenizer()("one")["input_ids"]
+    assert record["prompt_logprobs"][0] is None
+    assert [reports[0]["token_id"] for reports in record["prompt_logprobs"][1:]] == prompt[1:]
+    assert_refused(run("generate", "one", "--logprobs", "2"), "with --json only")
+
+
+def test_flags_of_text_and_prompt_reach_the_request(run):
+    word, always = tiny_tokenizer().decode([65]), ["--logit-bias", "65=100"]
+    _, out, _ = run("generate", "one two three", "--json", "--truncate-prompt-tokens", "2", *SHORT)
+    assert records(out)[0]["num_prompt_tokens"] == 2
+    _, out, _ = run("generate", "one", "--stop", 2 * word, "--include-stop-str-in-output", *always, *SHORT)
+    assert out == 2 * word + "\n"
+    _, out, _ = run("generate", "one", "--bad-words", word, *always, *SHORT)
+    assert word not in out
+    flags = ["--no-skip-special-tokens", "--logit-bias", "3=100"]
+    _, out, _ = run("generate", "one", *flags, *SHORT)
+    assert out == 6 * tiny_tokenizer().decode([3]) + "\n"
+
+
+def test_a_processor_is_named_by_its_module(run, tmp_path, monkeypatch):
+    (tmp_path / "my_processors.py").write_text("def always_65(ids, row):\n    row[65] += 1000\n    return row\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    _, out, _ = run("generate", "one", "--json", "--logits-processors", "my_processors:always_65", *SHORT)
+    assert records(out)[0]["token_ids"] == [65] * 6
+    for name in ("my_processors:nothing", "no_such_module:f", "my_processors"):
+        assert_refused(run("generate", "one", "--logits-processors", name), "MODULE:FUNCTION")
+    lines = json.dumps({"prompt": "one", "logits_processors": ["my_processors:always_65"]})
+    assert_refused(run("generate", "--format", "jsonl", stdin=lines), "logits_processors must hold functions")
+
+
 def test_engine_flags_reach_the_engine(run, monkeypatch):
     seen: list[EngineConfig] = []
     generate = LLM.generate

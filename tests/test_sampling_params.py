@@ -1,7 +1,9 @@
 """SamplingParams: what is accepted is normalised, what is not names the parameter, the value and what is allowed."""
 
+import re
 from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,3 +164,8 @@ def test_params_are_immutable_and_can_be_shared():
     with pytest.raises(FrozenInstanceError):
         params.temperature = 0.0
     assert len({params, SamplingParams(stop="a", stop_token_ids=(3,))}) == 1
+
+
+def test_the_documentation_has_every_parameter_in_its_table():
+    text = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {field.name for field in fields(SamplingParams)}
