@@ -202,13 +202,13 @@ class GraphExecutor:
 
 
 def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
-    """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler and
-    what it does with them, and the graphs themselves.
+    """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler, twice
+    for log-probabilities, and what it does with them, and the graphs themselves.
     """
     layer, buckets = binding.layers[0], Buckets(config)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
-    sampling = (buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
+    sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
     splits = buckets.max_decodes * MAX_SPLITS * row_values * 4  # float32 parts of outputs
     max_pages = -(-config.max_model_len // config.block_size)
     pieces = max_pages * max(1, config.block_size // MIN_PIECE)

@@ -112,17 +112,17 @@ def merged(samples: list[RequestOutput]) -> RequestOutput:
     """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
     if len(samples) == 1:
         return samples[0]
-    first_tokens = [m.first_token_time for m in (s.metrics for s in samples) if m.first_token_time is not None]
-    ends = [s.metrics.finished_time for s in samples]
     finished = all(sample.finished for sample in samples)
+    first_tokens = [sample.metrics.first_token_time for sample in samples]
+    ends = [sample.metrics.finished_time for sample in samples]
     return replace(
         samples[0],
         outputs=[completion for sample in samples for completion in sample.outputs],
         finished=finished,
         metrics=replace(
             samples[0].metrics,
-            first_token_time=min(first_tokens, default=None),
-            finished_time=max(end for end in ends if end is not None) if finished else None,
+            first_token_time=min((time for time in first_tokens if time is not None), default=None),
+            finished_time=max(time for time in ends if time is not None) if finished else None,
         ),
         error=next((sample.error for sample in samples if sample.error), None),
     )

@@ -100,6 +100,48 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
     assert len(places) >= 8  # it was really interrupted, at many different lines
 
 
+SAMPLES = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+REPORTING = ("engine.py", "scheduler.py", "request.py", "sequence.py", "logprobs.py", "model_binding.py")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_with_their_request(overlap):
+    whole = open_llm().generate([PROMPT, OTHER], SAMPLES, use_tqdm=False)
+    places = set()
+    for number in [*range(1, 500, 61), *range(500, 5000, 601)]:
+        llm = open_llm(overlap=overlap)
+        stream = llm.stream(PROMPT, SAMPLES)
+        seen = [next(stream)]
+        with InterruptAt(number, REPORTING) as interrupt:
+            try:
+                llm.generate(OTHER, SAMPLES, use_tqdm=False)
+            except KeyboardInterrupt:
+                places.add(interrupt.place)
+        assert "_compiled_call_impl" not in vars(llm._engine.model_runner.binding.model.model), interrupt.place
+        seen += stream
+        (after,) = llm.generate(OTHER, SAMPLES, use_tqdm=False)
+        for output, expected_output in zip((seen[-1], after), whole, strict=True):
+            assert_same_reports(output, expected_output, interrupt.place)
+        llm._engine.check_integrity()
+    assert len(places) >= 8
+
+
+def assert_same_reports(output: Any, expected_output: Any, place: str) -> None:
+    reports = [(completion.token_ids, completion.logprobs) for completion in output.outputs]
+    expected_reports = [(completion.token_ids, completion.logprobs) for completion in expected_output.outputs]
+    for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(reports, expected_reports, strict=True):
+        assert token_ids == expected_ids, place
+        assert_close(logprobs, expected_logprobs, place)
+    assert_close(output.prompt_logprobs[1:], expected_output.prompt_logprobs[1:], place)
+
+
+def assert_close(reports: Any, expected_reports: Any, place: str) -> None:
+    for report, expected_report in zip(reports, expected_reports, strict=True):
+        assert report.keys() == expected_report.keys(), place
+        for token_id, (logprob, _) in report.items():
+            assert logprob == pytest.approx(expected_report[token_id].logprob, abs=1e-4), place
+
+
 def test_after_an_interrupt_in_the_middle_of_scheduling_counters_go_on(monkeypatch):
     llm = open_llm()
     llm.generate(PROMPT, PARAMS, use_tqdm=False)
