@@ -81,12 +81,8 @@ class Engine:
         """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
         limits = {"vocab_size": self._vocab_size, "max_model_len": self.config.max_model_len}
         check_prompt(truncated(prompt_token_ids, params), params, **limits)
-        check_params(
-            params,
-            vocab_size=self._vocab_size,
-            tokenizer=self.tokenizer,
-            has_base_model=self.model_runner.binding.has_base_model,
-        )
+        binding = self.model_runner.binding
+        check_params(params, vocab_size=self._vocab_size, tokenizer=self.tokenizer, binding=binding)
 
     def add_request(
         self,

@@ -147,8 +147,9 @@ class ModelBinding:
 
     @property
     def has_base_model(self) -> bool:
-        """Whether what computes the hidden states is a module by itself, inside the one that makes logits of them."""
-        return self.model.base_model is not self.model
+        """Whether what computes the hidden states is a module by itself, and what makes logits of them is not in it."""
+        base, head = self.model.base_model, self.model.get_output_embeddings()
+        return base is not self.model and all(module is not head for module in modules_of(base))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.bad_words import spellings_of
+from nanovllm.model_binding import ModelBinding
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -42,13 +43,8 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, *, vocab_s
         )
 
 
-def check_params(params: SamplingParams, *, vocab_size: int, tokenizer: Any, has_base_model: bool) -> None:
-    """Raise ValueError for parameters that this model or tokenizer cannot serve.
-
-    Args:
-        tokenizer: None if there is none.
-        has_base_model: as of `ModelBinding`.
-    """
+def check_params(params: SamplingParams, *, vocab_size: int, tokenizer: Any, binding: ModelBinding) -> None:
+    """Raise ValueError for parameters that this model or tokenizer (None if there is none) cannot serve."""
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
             if token_id >= vocab_size:
@@ -57,8 +53,11 @@ def check_params(params: SamplingParams, *, vocab_size: int, tokenizer: Any, has
         count = getattr(params, name)
         if count is not None and count > vocab_size:
             raise ValueError(f"{name} is {count}, more tokens than the vocabulary has; at most {vocab_size}.")
-    if params.prompt_logprobs is not None and not has_base_model:
-        raise ValueError("prompt_logprobs needs a model whose base model is a module by itself. Leave it out.")
+    if params.prompt_logprobs is not None and not binding.has_base_model:
+        raise ValueError(
+            f"prompt_logprobs is {params.prompt_logprobs}, and {type(binding.model).__name__} has no base model apart "
+            "from its head, whose logits could be made in pieces. Leave it out."
+        )
     if tokenizer is None:
         for name, is_used in (
             ("stop strings", bool(params.stop)),

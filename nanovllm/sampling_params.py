@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-6
 COLD_TEMPERATURE = 0.02
 MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 2**14  # of one request: all of them are queued at once
 
 # From the tokens so far (prompt and output) and the logits of the next one, [vocab_size] float32 on the model's device,
 # to logits of the same shape; it may change those that it was given.
@@ -91,7 +92,7 @@ class SamplingParams:
             truth(name, getattr(self, name))
         if self.seed is not None:
             self._set("seed", integer("seed", self.seed, 0, MAX_SEED))
-        self._set("n", integer("n", self.n, 1))
+        self._set("n", integer("n", self.n, 1, MAX_SAMPLES))
         if self.n > 1 and self.is_greedy:
             raise ValueError(
                 f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."

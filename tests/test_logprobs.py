@@ -33,10 +33,10 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
 def log_softmax(model: Any, token_ids: list[int]) -> Tensor:
     """[num_tokens, vocab_size]: row p tells of the token at position p + 1."""
     with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0].log_softmax(dim=-1)
+        return model(torch.tensor([token_ids], device=model.device)).logits[0].log_softmax(dim=-1).cpu()
 
 
-def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count: int) -> None:
+def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count: int, atol: float = 1e-4) -> None:
     """The token first, then the `count` most probable ones, each with its value and rank in `expected` [vocab_size].
 
     Tokens nearer to each other than the two computations may change places.
@@ -46,11 +46,11 @@ def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count
     ranks = [rank for _, rank in report.values()]
     assert set(range(1, count + 1)) <= set(ranks)
     for reported, (logprob, rank) in report.items():
-        assert logprob == pytest.approx(float(expected[reported]), abs=1e-4)
-        assert 1 + int((expected > logprob + 2e-4).sum()) <= rank <= int((expected > logprob - 2e-4).sum())
+        assert logprob == pytest.approx(float(expected[reported]), abs=atol)
+        assert 1 + int((expected > logprob + 2 * atol).sum()) <= rank <= int((expected > logprob - 2 * atol).sum())
 
 
-def assert_right(model: Any, output: RequestOutput, params: SamplingParams) -> None:
+def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol: float = 1e-4) -> None:
     prompt = output.prompt_token_ids
     for completion in output.outputs:
         expected = log_softmax(model, prompt + completion.token_ids)
@@ -60,14 +60,15 @@ def assert_right(model: Any, output: RequestOutput, params: SamplingParams) -> N
             assert len(completion.logprobs) == len(completion.token_ids)
             for place, token_id in enumerate(completion.token_ids):
                 row = expected[len(prompt) - 1 + place]
-                assert_reports(completion.logprobs[place], row, token_id, params.logprobs)
+                assert_reports(completion.logprobs[place], row, token_id, params.logprobs, atol)
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:
         assert len(output.prompt_logprobs) == len(prompt)
         assert output.prompt_logprobs[0] is None
         for place in range(1, len(prompt)):
-            assert_reports(output.prompt_logprobs[place], expected[place - 1], prompt[place], params.prompt_logprobs)
+            report, row = output.prompt_logprobs[place], expected[place - 1]
+            assert_reports(report, row, prompt[place], params.prompt_logprobs, atol)
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -269,6 +270,19 @@ def test_more_than_the_vocabulary_is_refused_and_all_of_it_is_not(name):
     (report,) = output.outputs[0].logprobs if name == "logprobs" else output.prompt_logprobs[1:]
     assert set(report) == set(range(VOCAB_SIZE))
     assert sum(torch.tensor([logprob for logprob, _ in report.values()]).exp()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_prompts_of_a_model_whose_head_cannot_be_called_apart_are_refused():
+    class Whole(type(tiny_model())):
+        base_model_prefix = "nothing"  # so that it is its own base model
+
+    model = tiny_model()
+    model.__class__ = Whole
+    with open_llm(model) as llm:
+        with pytest.raises(ValueError, match="prompt_logprobs is 1, and Whole has no base model apart from its head"):
+            generate(llm, [[5, 6]], SamplingParams(prompt_logprobs=1))
+        (output,) = generate(llm, [[5, 6]], SamplingParams(max_tokens=2, logprobs=1))
+    assert len(output.outputs[0].logprobs) == 2
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

@@ -199,7 +199,9 @@ def test_a_sample_that_fails_leaves_its_siblings_alone():
         assert after == (before[:2] if odd else before)
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (2**14 + 1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
 def test_what_is_no_number_of_samples_is_refused(value, error):
     with pytest.raises(error, match=r"n (is|must be)"):
         SamplingParams(n=value)
@@ -220,7 +222,12 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     options: list[dict[str, Any]] = [
         {"n": 3, "top_p": 0.9},
         {"bad_words": ["e", "the", "question"], "logprobs": 2},
-        {"logits_processors": lambda ids, row: row - 0.1 * torch.arange(len(row)) * (len(ids) % 3), "n": 2},
+        {
+            "logits_processors": lambda ids, row: (
+                row - 0.1 * torch.arange(len(row), device=row.device) * (len(ids) % 3)
+            ),
+            "n": 2,
+        },
         {"prompt_logprobs": 1, "frequency_penalty": 1.0, "min_p": 0.01},
         {"truncate_prompt_tokens": 30, "stop": ["o"], "include_stop_str_in_output": True, "n": 2},
     ]

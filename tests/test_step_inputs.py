@@ -12,6 +12,7 @@ from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
 from nanovllm.attention.layout import build_layout
 from nanovllm.batch import ScheduledSequence
 from nanovllm.config import EngineConfig
+from nanovllm.logprobs import PromptRows, StepReport
 from nanovllm.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
@@ -183,3 +184,33 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
 def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
     token_ids = torch.tensor([7, -1, -2, -3])
     assert with_sampled(token_ids, torch.tensor([5, -1, 9])).tolist() == [7, 5, 0, 9]
+
+
+def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decodes():
+    def entry(number: int, start: int, count: int, num_prompt_tokens: int, asks: bool) -> ScheduledSequence:
+        tokens = [1000 * number + place for place in range(num_prompt_tokens)]
+        params = SamplingParams(prompt_logprobs=0 if asks else None)
+        sequence = Sequence(str(number), tokens, params, arrival=number, max_model_len=10**6)
+        sequence.token_ids.extend(range(start + count - num_prompt_tokens))
+        return ScheduledSequence(sequence, start, count, True, [10 * number + n for n in range(1, 9)], start)
+
+    entries = [
+        entry(0, 40, 32, 100, asks=True),  # a chunk in the middle of a prompt
+        entry(1, 9, 1, 9, asks=True),  # decodes
+        entry(2, 30, 1, 20, asks=True),
+        entry(3, 0, 20, 20, asks=False),
+        entry(4, 0, 23, 20, asks=True),  # a preempted one, computed again up to its generated tokens
+        entry(5, 31, 1, 20, asks=False),
+    ]
+    layout = build_layout(entries, 16, longest_first=True)
+    shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
+    assert shape.num_decodes > layout.num_decodes
+    packing = StepPacking(shape, 16)
+    buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
+    packing.pack(layout, Tiles.of(layout, 16), None, buffer)
+
+    report = StepReport(PromptRows.of(layout))
+    report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
+    told_of = list(range(41, 73)) + list(range(4001, 4020))
+    assert report.prompt.token_ids.tolist() == told_of
+    assert packing.views(buffer).token_ids[report.prompt.rows].tolist() == [token_id - 1 for token_id in told_of]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, default_model
+from tests import test_logprobs, test_samples
 from tests.test_equality import model, reference
 from tests.test_equality import prompts as long_prompts
 from tests.test_overlap import requests
@@ -74,6 +75,25 @@ def test_requests_that_end_in_every_way_end_the_same_in_every_way_of_stepping(wa
     """Stop tokens and strings, lengths, seeds, filters, minima, shared prefixes; float32. Preempted ones, too."""
     with LLM(model("llama"), tokenizer=tiny_tokenizer(), enforce_eager=True, **OPTIONS) as llm:
         assert answers_in_one_way(way, pool) == answers(llm, *requests())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_log_probabilities_equal_those_of_transformers(way):
+    """Of outputs and prompts, in one batch with requests that ask for none; float32."""
+    module, (prompts, params) = model("qwen3"), test_logprobs.mixed_requests()
+    with open_llm(module, **WAYS[way]) as llm:
+        for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), params, strict=True):
+            test_logprobs.assert_right(module, output, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_bad_words_and_own_processors_are_the_same_in_every_way_of_stepping(way):
+    prompts, params = test_samples.requests()
+    results = []
+    for options in ({"enforce_eager": True}, WAYS[way]):
+        with open_llm(**options) as llm:
+            results.append(test_samples.answers(llm.generate(prompts, params, use_tqdm=False)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
