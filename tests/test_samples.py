@@ -215,6 +215,10 @@ def test_greedy_samples_are_refused():
 # --------------------------------------------------------------------------------------------- the same in every way
 
 
+def tilted(token_ids: list[int], row: Tensor) -> Tensor:
+    return row - 0.1 * torch.arange(len(row), device=row.device) * (len(token_ids) % 3)
+
+
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     shared = random_prompts(1, low=48, high=48, seed=5)[0]
     prompts = random_prompts(10, low=1, high=90, seed=4)
@@ -222,12 +226,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     options: list[dict[str, Any]] = [
         {"n": 3, "top_p": 0.9},
         {"bad_words": ["e", "the", "question"], "logprobs": 2},
-        {
-            "logits_processors": lambda ids, row: (
-                row - 0.1 * torch.arange(len(row), device=row.device) * (len(ids) % 3)
-            ),
-            "n": 2,
-        },
+        {"logits_processors": tilted, "n": 2},
         {"prompt_logprobs": 1, "frequency_penalty": 1.0, "min_p": 0.01},
         {"truncate_prompt_tokens": 30, "stop": ["o"], "include_stop_str_in_output": True, "n": 2},
     ]
