@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `nanovllm.scheduler` and the command line's help do not wait for torch.
 _HOMES = {
     "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
     "EngineConfig": "nanovllm.config",
     "RequestOutput": "nanovllm.outputs",
@@ -19,35 +20,44 @@ _HOMES = {
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "EngineStats": "nanovllm.outputs",
+    "OutputKind": "nanovllm.outputs",
+    "StepRecord": "nanovllm.step_records",
     "ModelLoadError": "nanovllm.loader",
     "UnsupportedModelError": "nanovllm.model_probe",
     "StepError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
+    "QueueFullError": "nanovllm.errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
     "Logprob",
     "ModelLoadError",
+    "OutputKind",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StepError",
+    "StepRecord",
     "UnsupportedModelError",
 ]
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.config import EngineConfig
-    from nanovllm.errors import EngineDeadError, StepError
+    from nanovllm.errors import EngineDeadError, QueueFullError, StepError
     from nanovllm.llm import LLM
     from nanovllm.loader import ModelLoadError
     from nanovllm.model_probe import UnsupportedModelError
-    from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+    from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, OutputKind, RequestMetrics, RequestOutput
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.step_records import StepRecord
 
 
 def __getattr__(name: str) -> Any:

@@ -26,10 +26,18 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step, decodes first."""
+    """The sequences of one step, decodes first.
+
+    num_decodes: entries of sequences that lacked just one token when the step began; the others are chunks of prefills.
+    """
 
     step_id: int
     entries: tuple[ScheduledSequence, ...]
+    num_decodes: int = 0
+
+    @property
+    def prefills(self) -> tuple[ScheduledSequence, ...]:
+        return self.entries[self.num_decodes :]
 
     @property
     def num_tokens(self) -> int:

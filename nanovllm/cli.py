@@ -65,10 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--format", choices=("text", "lines", "jsonl"),
         help="of the file: text is one prompt, lines one a line (the default), jsonl one JSON value a line: a string, "
-        'token ids, or an object with "prompt" or "messages" and any sampling options (the default for *.jsonl)',
+        'token ids, or an object with "prompt" or "messages" and any sampling options, "priority" or "timeout" (the '
+        "default for *.jsonl)",
     )  # fmt: skip
     generate.add_argument("--chat", action="store_true", help="put text prompts into the model's chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
+    generate.add_argument(
+        "--priority", type=int, default=0, metavar="INT", help="lower runs first; of jsonl requests that have none"
+    )
     generate.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="show a progress bar")
     generate.set_defaults(run=_generate)
 
@@ -92,6 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=_bench)
 
+    for command in (generate, chat):
+        command.add_argument(
+            "--timeout", type=float, metavar="SECONDS", help="end an answer after so long, with what there is of it"
+        )
     for command in (generate, chat, bench):
         command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
         command.add_argument(
@@ -190,8 +198,10 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = _sampling_options(options)
     SamplingParams(**sampling)
     requests = list(_read_requests(options))
-    params = []
+    params, priorities, timeouts = [], [], []
     for number, (_, overrides) in enumerate(requests, 1):
+        priorities.append(overrides.pop("priority", options.priority))
+        timeouts.append(overrides.pop("timeout", options.timeout))
         try:
             params.append(SamplingParams(**(sampling | overrides)))
         except (TypeError, ValueError) as error:
@@ -201,7 +211,7 @@ def _generate(options: argparse.Namespace) -> int:
     with _open(options) as llm:
         prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
         progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
-        outputs = llm.generate(prompts, params, use_tqdm=progress)
+        outputs = llm.generate(prompts, params, priority=priorities, timeout=timeouts, use_tqdm=progress)
     for (given, _), output in zip(requests, outputs, strict=True):
         for completion in output.outputs:
             if options.json:
@@ -267,11 +277,11 @@ def _parse_json(line: str, number: int) -> tuple[Any, dict[str, Any]]:
     prompts = [overrides.pop(name) for name in ("prompt", "messages") if name in overrides]
     if len(prompts) != 1:
         raise ValueError(f'line {number} needs "prompt" or "messages", one of the two.')
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    known = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(
-            f"line {number} holds {unknown[0]!r}, which is no sampling option ({', '.join(sorted(known))})."
+            f"line {number} holds {unknown[0]!r}, which is no option of a request ({', '.join(sorted(known))})."
         )
     return prompts[0], overrides
 
@@ -295,6 +305,7 @@ def _as_json(given: Any, output: RequestOutput, completion: CompletionOutput) ->
         "stop_reason": completion.stop_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "seconds_in_queue": _seconds(metrics.arrival_time, metrics.scheduled_time),
         "seconds_to_first_token": _seconds(metrics.arrival_time, metrics.first_token_time),
         "seconds": _seconds(metrics.arrival_time, metrics.finished_time),
         "error": output.error,
@@ -354,7 +365,7 @@ def _chat(options: argparse.Namespace) -> int:
             elif line.strip():
                 question = {"role": "user", "content": line}
                 try:
-                    answer = _answer(llm, [*conversation, question], params)
+                    answer = _answer(llm, [*conversation, question], params, options.timeout)
                 except ValueError as error:  # too long by now, say; someone who types may shorten it or /reset
                     if not sys.stdin.isatty():
                         raise
@@ -374,10 +385,10 @@ def _read_line() -> str | None:
         return None
 
 
-def _answer(llm: LLM, conversation: list[dict[str, str]], params: SamplingParams) -> str:
+def _answer(llm: LLM, conversation: list[dict[str, str]], params: SamplingParams, timeout: float | None) -> str:
     """Print the answer as it comes; an interrupt ends it, keeping what there is."""
     shown = ""
-    stream = llm.stream(llm.apply_chat_template(conversation)[0], params)
+    stream = llm.stream(llm.apply_chat_template(conversation)[0], params, timeout=timeout)
     try:
         for output in stream:
             if output.error:

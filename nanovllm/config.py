@@ -7,6 +7,7 @@ options that were set and contradict one another are errors.
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import re
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FLAGS = ("enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "record_itl", "trust_remote_code")
+MIN_AGEING_S = 1e-3  # less is no order of priorities, and levels must stay far apart in floating point
 NOT_SET: Any = None  # of an option that is a number once it is resolved
 
 
@@ -44,6 +47,9 @@ class EngineConfig:
     max_model_len: longest sequence in tokens, prompt and output together; at most the model's own limit.
     max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
     max_num_seqs: sequences that run at once.
+    max_queue: requests that may wait for one of these places; one more is refused (QueueFullError). None: no limit.
+    priority_ageing_s: seconds since its arrival for which a request gains one level of priority, so that none starves;
+        None or 0: none.
     block_size: tokens in a KV block: 16, 32, 64, 128 or 256.
     num_kv_blocks: blocks in the KV cache, the null block included; overrides the two options that follow.
     kv_cache_memory_bytes: memory for the KV cache.
@@ -58,6 +64,7 @@ class EngineConfig:
     overlap: schedule and launch a step while the one before runs; default on a GPU.
     cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
         GPU with attention_backend="flex".
+    record_itl: keep the seconds between a request's tokens in its metrics, one by one.
     seed: of the noise of requests that have no seed of their own.
     revision: of a hub model: branch, tag or commit.
     trust_remote_code: run code that comes with a hub model.
@@ -68,6 +75,8 @@ class EngineConfig:
     max_model_len: int = NOT_SET
     max_num_batched_tokens: int = NOT_SET
     max_num_seqs: int = NOT_SET
+    max_queue: int | None = None
+    priority_ageing_s: float | None = None
     block_size: int = NOT_SET
     num_kv_blocks: int = NOT_SET
     kv_cache_memory_bytes: int | None = None
@@ -80,6 +89,7 @@ class EngineConfig:
     enforce_eager: bool = False
     overlap: bool = NOT_SET
     cuda_graphs: bool = NOT_SET
+    record_itl: bool = False
     seed: int = 0
     revision: str | None = None
     trust_remote_code: bool = False
@@ -98,6 +108,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory_bytes"):
             self._check_integer(name, low=1)
+        self._check_integer("max_queue", low=1)
         self._check_integer("num_kv_blocks", low=2)
         for name in ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"):
             self._check_integer(name, low=1)
@@ -111,7 +122,14 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "trust_remote_code"):
+        ageing = self.priority_ageing_s
+        if ageing is not None and (isinstance(ageing, bool) or not isinstance(ageing, numbers.Real)):
+            raise TypeError(f"priority_ageing_s must be a number of seconds or None, not {ageing!r}.")
+        if ageing is not None and not (ageing == 0.0 or MIN_AGEING_S <= ageing < math.inf):
+            raise ValueError(
+                f"priority_ageing_s is {ageing}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing."
+            )
+        for name in FLAGS:
             may_be_unset = name in ("overlap", "cuda_graphs")
             if not isinstance(getattr(self, name), bool) and not (may_be_unset and getattr(self, name) is None):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")

@@ -8,25 +8,38 @@ With overlap, a step is read while the next one runs::
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
+
+from sortedcontainers import SortedList
 
 from nanovllm.bad_words import spellings_of
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.errors import DeviceError, EngineDeadError, StepError
+from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.request import Request, merged
 from nanovllm.request_checks import check_params, check_prompt, truncated
 from nanovllm.sampler import request_seed, sample_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
+from nanovllm.step_records import StepHook, StepRecorder
+
+
+class _LaunchedStep(NamedTuple):
+    """A step that runs on the device, and the seconds that the host has spent on it."""
+
+    batch: ScheduledBatch
+    pending: PendingTokens
+    schedule_time: float
+    launch_time: float
 
 
 class Engine:
@@ -38,6 +51,8 @@ class Engine:
         vocab_size: token ids must lie below it.
         eos_token_ids: end a request unless it ignores them.
         model_identity: what the prefix hashes begin with.
+        on_step: called after each step that was read, from within `step`.
+        clock: the time in seconds; never goes back.
     """
 
     def __init__(
@@ -48,6 +63,8 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         model_identity: str,
+        on_step: StepHook | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config: EngineConfig = model_runner.config
         self.model_runner = model_runner
@@ -58,9 +75,12 @@ class Engine:
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
+        self._clock = clock
+        self._recorder = StepRecorder(on_step)
         self._requests: dict[str, list[Request]] = {}  # one for each sample, in order of their index
+        self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._num_added = self._num_sequences = 0
-        self._in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()  # launched, and not read yet
+        self._in_flight: deque[_LaunchedStep] = deque()  # launched, and not read yet
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
         self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
         self._death: BaseException | None = None
@@ -84,6 +104,15 @@ class Engine:
         binding = self.model_runner.binding
         check_params(params, vocab_size=self._vocab_size, tokenizer=self.tokenizer, binding=binding)
 
+    def check_queue(self, count: int = 1) -> None:
+        """Raise QueueFullError if there is no room for this many more requests."""
+        limit, places = self.config.max_queue, self.config.max_num_seqs
+        if limit is not None and len(self._requests) + count > places + limit:
+            raise QueueFullError(
+                f"{len(self._requests)} requests are unfinished; with {count} more there would be more than "
+                f"max_num_seqs ({places}) to run and max_queue ({limit}) to wait. Try again later, or raise max_queue."
+            )
+
     def add_request(
         self,
         request_id: str,
@@ -93,7 +122,8 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        stream: bool = False,
+        timeout: float | None = None,
+        output_kind: OutputKind = OutputKind.FINAL,
     ) -> None:
         """Queue a request.
 
@@ -101,21 +131,28 @@ class Engine:
             request_id: names it in its outputs; no request that runs may have the same.
             priority: lower runs first.
             cache_salt: requests share prefixes only with those of the same salt.
-            stream: `step` gives an output each time it advances, not only when it ends.
+            timeout: seconds from now after which a step ends it with finish_reason "timeout".
+            output_kind: unless FINAL, `step` gives an output each time it advances. An interrupt from the keyboard may
+                lose a DELTA or double it, so these are for threads that meet none.
+
+        Raises ValueError or TypeError (see `check_request`), QueueFullError and EngineDeadError.
         """
         self.check_alive()
         self.check_request(prompt_token_ids, params)
+        self.check_queue()
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         prompt_token_ids = truncated(prompt_token_ids, params)
         bad_words = spellings_of(params.bad_words, self.tokenizer)
         seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
+        now = self._clock()
         sequences = [
             Sequence(
                 request_id,
                 prompt_token_ids,
                 params,
                 arrival=self._num_sequences + index,
+                arrival_time=now,
                 max_model_len=self.config.max_model_len,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -126,11 +163,24 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        samples = [Request(sequence, prompt, self.tokenizer, stream=stream) for sequence in sequences]
+        deadline = None if timeout is None else now + timeout
+        samples = [
+            Request(
+                sequence,
+                prompt,
+                self.tokenizer,
+                output_kind=output_kind,
+                deadline=deadline,
+                record_itl=self.config.record_itl,
+            )
+            for sequence in sequences
+        ]
         with self._changing():
             self._num_added += 1
             self._num_sequences += params.n
             self._requests[request_id] = samples
+            if deadline is not None:
+                self._deadlines.add((deadline, request_id))
             for sequence in sequences:
                 self.scheduler.add(sequence)
 
@@ -139,13 +189,48 @@ class Engine:
         if request_id not in self._requests:
             return None
         with self._changing():
-            samples = self._requests.pop(request_id)
+            samples = self._requests[request_id]
+            self._forget(request_id)
             self._ended_unseen = [sequence for sequence in self._ended_unseen if sequence.request_id != request_id]
             for sample in samples:
                 if not sample.sequence.is_finished:
                     self.scheduler.finish(sample.sequence, "abort")
             self._discard_if_idle()
-        return merged([sample.output() for sample in samples])
+        return self._output_of(samples, self._clock())
+
+    def give_up(self, failure: StepError, num_failed_steps: int) -> None:
+        """End with finish_reason "error" requests of a failed step that got no token in so many steps, all failed.
+
+        Those that never got one are suspected first: only if there are none, the others end. See `outputs` for theirs.
+        """
+        with self._changing():
+            requests = [self._requests[request_id] for request_id in failure.request_ids]
+            hopeless = [r for r in requests if any(sample.num_failed_steps >= num_failed_steps for sample in r)]
+            suspects = [r for r in hopeless if not any(sample.sequence.num_output_tokens for sample in r)]
+            self._end(suspects or hopeless, "error", str(failure))
+            self._discard_if_idle()
+
+    def _end(self, requests: Iterable[list[Request]], reason: str, error: str | None = None) -> None:
+        sequences = [sample.sequence for sample in chain.from_iterable(requests)]
+        ended = [sequence for sequence in sequences if not sequence.is_finished]
+        for sequence in ended:
+            self.scheduler.finish(sequence, reason)
+            sequence.error = error
+        self._collect(self._ended_unseen + ended)
+
+    def _end_overdue(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._end([self._requests[self._deadlines[0][1]]], "timeout")
+
+    def _forget(self, request_id: str) -> None:
+        deadline = self._requests.pop(request_id)[0].deadline
+        if deadline is not None:
+            self._deadlines.discard((deadline, request_id))
+
+    @property
+    def request_ids(self) -> Iterable[str]:
+        """Of the requests that run or wait."""
+        return self._requests.keys()
 
     @property
     def has_unfinished(self) -> bool:
@@ -162,37 +247,62 @@ class Engine:
         """
         self.check_alive()
         with self._changing():
-            if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
-                self._drop_computed()
-            if self._ended_unseen:
-                return self._collect(self._ended_unseen)
-            batch = self.scheduler.schedule()
-            try:
-                if batch is not None:
-                    self._in_flight.append((batch, self.model_runner.execute(batch)))
-                    if self.config.overlap and len(self._in_flight) == 1:
-                        return
-                if not self._in_flight:
-                    return
-                batch, pending = self._in_flight[0]
-                token_ids = pending.result()
-            except BaseException as error:
-                failure = error
-                # A launch that failed may have overwritten the tokens of the step before, so that one is undone too.
-                first = self._in_flight[0][0] if self._in_flight else batch
-                sequences = [] if first is None else self.scheduler.rollback(first)
-                self._in_flight.clear()
-            else:
-                self._in_flight.popleft()
-                pending.report.record(batch.sampling, token_ids)
-                self._collect(self.scheduler.update(batch, token_ids))
-                return self._discard_if_idle()
-        if isinstance(failure, DeviceError):
-            self._death = failure
-        if isinstance(failure, Exception):  # an interrupt from the keyboard stays one
-            request_ids = list(dict.fromkeys(sequence.request_id for sequence in sequences))
-            raise StepError(request_ids, failure) from failure
-        raise failure
+            failure = self._step()
+        if failure is not None:
+            error, request_ids = failure
+            if isinstance(error, DeviceError):
+                self._death = error
+            if isinstance(error, Exception):  # an interrupt from the keyboard stays one
+                raise StepError(request_ids, error) from error
+            raise error
+        self._recorder.tell()
+
+    def _step(self) -> tuple[BaseException, list[str]] | None:
+        """The step itself; returns the error that undid it, if one did, and the ids of the requests concerned."""
+        if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
+            self._drop_computed()
+        start = self._clock()
+        self._end_overdue(start)
+        if self._ended_unseen:
+            self._collect(self._ended_unseen)
+            return None
+        batch = self.scheduler.schedule()
+        scheduled = self._clock()
+        try:
+            if batch is not None:
+                pending = self.model_runner.execute(batch)
+                self._in_flight.append(_LaunchedStep(batch, pending, scheduled - start, self._clock() - scheduled))
+                self._note_first_scheduled(batch, start)
+                if self.config.overlap and len(self._in_flight) == 1:
+                    return None
+            if not self._in_flight:
+                return None
+            launched = self._in_flight[0]
+            waits = self._clock()
+            token_ids = launched.pending.result()
+            read = self._clock()
+        except BaseException as error:
+            # A launch that failed may have overwritten the tokens of the step before, so that one is undone too.
+            first = self._in_flight[0].batch if self._in_flight else batch
+            sequences = [] if first is None else self.scheduler.rollback(first)
+            self._in_flight.clear()
+            for sequence in sequences:
+                self._requests[sequence.request_id][sequence.index].num_failed_steps += 1
+            return error, list(dict.fromkeys(sequence.request_id for sequence in sequences))
+        self._in_flight.popleft()
+        launched.pending.report.record(launched.batch.sampling, token_ids)
+        self._collect(self.scheduler.update(launched.batch, token_ids))
+        now = self._clock()
+        execute_time = launched.launch_time + read - waits
+        self._recorder.record(self.scheduler, launched.batch, now, launched.schedule_time, execute_time, now - read)
+        self._discard_if_idle()
+        return None
+
+    def _note_first_scheduled(self, batch: ScheduledBatch, now: float) -> None:
+        for entry in batch.prefills:
+            sample = self._requests[entry.sequence.request_id][entry.sequence.index]
+            if sample.scheduled_time is None:
+                sample.scheduled_time = now
 
     def _discard_if_idle(self) -> None:
         if not self._requests:
@@ -201,33 +311,37 @@ class Engine:
     def _discard_in_flight(self) -> None:
         """Forget what is launched and not read. The device finishes it, and what comes after it there finds it done."""
         if self._in_flight:
-            self.scheduler.discard(self._in_flight[0][0])
+            self.scheduler.discard(self._in_flight[0].batch)
             self._in_flight.clear()
 
     def _collect(self, advanced: list[Sequence]) -> None:
+        now = self._clock()
         for sequence in advanced:
             sample = self._requests[sequence.request_id][sequence.index]
             try:
-                self._advance(sample)
+                self._advance(sample, now)
             except Exception as error:
                 self._give_up_text(sample, error)
         outputs = []
         for request_id in dict.fromkeys(sequence.request_id for sequence in advanced):
             samples = self._requests[request_id]
-            if samples[0].stream or all(sample.sequence.is_finished for sample in samples):
-                outputs.append(merged([self._output_of(sample) for sample in samples]))
+            if samples[0].is_streamed or all(sample.sequence.is_finished for sample in samples):
+                outputs.append(self._output_of(samples, now))
         self.outputs.extend(outputs)
         for output in outputs:  # only now, so that an interrupt loses none (it may double one)
             if output.finished:
-                del self._requests[output.request_id]
+                self._forget(output.request_id)
         self._ended_unseen = []
 
-    def _output_of(self, sample: Request) -> RequestOutput:
+    def _output_of(self, samples: list[Request], now: float) -> RequestOutput:
+        return merged([self._output_of_sample(sample, now) for sample in samples])
+
+    def _output_of_sample(self, sample: Request, now: float) -> RequestOutput:
         try:
-            return sample.output()
+            return sample.output(now)
         except Exception as error:
             self._give_up_text(sample, error)
-            return sample.output()
+            return sample.output(now)
 
     def _give_up_text(self, sample: Request, error: Exception) -> None:
         """A tokenizer that cannot decode ends the sample that it cannot decode, not its neighbours."""
@@ -236,12 +350,12 @@ class Engine:
             self.scheduler.finish(sample.sequence, "error")
         sample.sequence.finish_reason = "error"
 
-    def _advance(self, request: Request) -> None:
+    def _advance(self, request: Request, now: float) -> None:
         """Let the request read its new token, if it got one, and end it if that completes a stop string."""
         sequence = request.sequence
         if request.num_seen_tokens == sequence.num_output_tokens:
             return
-        stop = request.advance()
+        stop = request.advance(now)
         if stop is not None:
             sequence.stop_reason = stop
             if sequence.is_finished:  # its last token by length, or a stop token, completed the string
@@ -269,6 +383,8 @@ class Engine:
         self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
         self._in_flight.clear()
         self._ended_unseen = []
+        deadlines = [(samples[0].deadline, request_id) for request_id, samples in self._requests.items()]
+        self._deadlines = SortedList(entry for entry in deadlines if entry[0] is not None)
         for sample in chain.from_iterable(self._requests.values()):
             sample.start_over()
             if sample.sequence.is_finished:
@@ -294,27 +410,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._changing():
-            return self._stats()
-
-    def _stats(self) -> EngineStats:
-        manager, counters = self.block_manager, self.scheduler.stats
-        num_blocks = manager.num_blocks - 1
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_blocks=num_blocks,
-            num_used_blocks=num_blocks - manager.num_free_blocks,
-            num_free_blocks=manager.num_free_blocks,
-            num_findable_blocks=manager.num_findable_blocks,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            prefix_cache_evictions=manager.num_evictions,
-            num_preemptions=counters.num_preemptions,
-            num_steps=counters.num_steps,
-            num_failed_steps=counters.num_failed_steps,
-            num_scheduled_tokens=counters.num_scheduled_tokens,
-            num_output_tokens=counters.num_output_tokens,
-        )
+            return self._recorder.stats(self.scheduler)
 
     def check_integrity(self) -> None:
         """Verify the block manager's invariants against every live sequence; RuntimeError names a broken one."""

@@ -17,4 +17,11 @@ class StepError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine met a device error earlier; it holds no usable state. Build a new one in a new process."""
+    """The engine met an error that it cannot go on after: it holds no usable state, and says so to every later call.
+
+    Its cause is the error. Build a new engine, after a device error in a new process.
+    """
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as `max_queue` allows; nothing was queued, and the same may be tried again later."""

@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import numbers
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm import loader
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.garbage import LongCall, collector_paused
-from nanovllm.model_binding import ModelBinding
-from nanovllm.model_probe import UnsupportedModelError
-from nanovllm.model_runner import ModelRunner, preferred_block_size
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.garbage import LongCall
+from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
+from nanovllm.opening import open_engine
+from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-
-Prompt = str | SequenceABC[int]
-Message = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _PreparedRequest:
-    """A checked request, ready to be queued."""
-
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str
-    request_id: str
+from nanovllm.step_records import StepHook
 
 
 class LLM:
@@ -53,6 +34,8 @@ class LLM:
             causal language model, which is then used as it is, without a copy, and stays its owner's between calls.
         tokenizer: a tokenizer, a folder or hub id of one; None takes the model's own. A loaded module without one
             takes prompts as token ids only.
+        on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
+            not called again.
         **options: see `EngineConfig`.
 
     Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
@@ -63,29 +46,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL, *, tokenizer: Any = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
+        *,
+        tokenizer: Any = None,
+        on_step: StepHook | None = None,
+        **options: Any,
     ) -> None:
-        config = EngineConfig.from_options(**options)
-        with collector_paused():
-            loaded = loader.load(model, tokenizer, config)
-        binding = ModelBinding(loaded.model, is_live=loaded.is_live)
-        limits = config.resolve_limits(
-            binding.device.type, loaded.max_position_embeddings, block_size=preferred_block_size(binding, config)
-        )
-        if binding.window is not None and limits.max_model_len > binding.window:
-            raise UnsupportedModelError(
-                f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
-                f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
-            )
-        self.tokenizer = loaded.tokenizer
-        runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
-        self._engine: Engine | None = Engine(
-            runner,
-            tokenizer=loaded.tokenizer,
-            vocab_size=loaded.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
-            model_identity=loaded.identity,
-        )
+        engine = open_engine(model, tokenizer, on_step, options)
+        self.tokenizer = engine.tokenizer
+        self._engine: Engine | None = engine
         self._lock = threading.Lock()
         self._request_numbers = itertools.count()
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
@@ -100,6 +70,7 @@ class LLM:
         *,
         priority: int | SequenceABC[int] = 0,
         cache_salt: str | SequenceABC[str] = "",
+        timeout: float | SequenceABC[float] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one `RequestOutput` each, in their order.
@@ -109,12 +80,15 @@ class LLM:
             sampling_params: one for all, or one each; None samples at temperature 1.
             priority: lower runs first; one for all, or one each.
             cache_salt: prompts share cached prefixes only within one salt; one for all, or one each.
+            timeout: seconds after which a request ends with finish_reason "timeout" and what it has got; one for all,
+                or one each.
             use_tqdm: show a progress bar on stderr.
 
-        A bad prompt or parameter raises before any work starts. A request whose logits are not finite ends with
-        finish_reason "error"; any other failure ends them all and raises.
+        A bad prompt or parameter raises before any work starts, and so do more prompts than `max_queue` has room for
+        (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
+        them all and raises.
         """
-        requests = self._prepare(prompts, sampling_params, priority, cache_salt)
+        requests = self._prepare(prompts, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout)
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = _rate_display(bar, self._open_engine())
@@ -124,10 +98,10 @@ class LLM:
                 call.step()
                 show_rate(engine)
 
-            for output in self._run(requests, stream=False, after_step=after_step):
+            for output in self._run(requests, OutputKind.FINAL, after_step=after_step):
                 outputs[output.request_id] = output
                 bar.update()
-        return [outputs[request.request_id] for request in requests]
+        return [outputs[request_id] for request_id in requests]
 
     def chat(
         self,
@@ -144,57 +118,51 @@ class LLM:
         return self.generate(self.apply_chat_template(messages), sampling_params, **options)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what there is after each token; closing the iterator ends the request."""
-        return self._run(self._prepare([prompt], sampling_params, 0, cache_salt), stream=True)
+        """Complete one prompt, yielding what there is after each token; closing the iterator ends the request.
+
+        Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
+        """
+        requests = self._prepare([prompt], sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        return self._run(requests, OutputKind.CUMULATIVE)
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
     ) -> list[list[int]]:
         """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
-        if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
-            raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        for conversation in conversations:
-            if not conversation or not all(
-                isinstance(m, Mapping) and "role" in m and "content" in m for m in conversation
-            ):
-                raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
-        return [self._apply_chat_template(conversation) for conversation in conversations]
+        return Intake(self._open_engine()).apply_chat_template(messages)
 
-    def _apply_chat_template(self, conversation: Any) -> list[int]:
-        try:
-            return list(
-                self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
-            )
-        except TemplateError as error:  # a template may demand an order of roles, say
-            raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+    def _prepare(self, prompts: Any, sampling_params: Any, **options: Any) -> dict[str, PreparedRequest]:
+        """The requests of one call by their ids, all of them checked before the first is queued."""
+        requests = Intake(self._open_engine()).prepare(prompts, sampling_params, **options)
+        return {str(next(self._request_numbers)): request for request in requests}
 
     def _run(
-        self, requests: list[_PreparedRequest], *, stream: bool, after_step: Callable[[Engine], None] = lambda _: None
+        self,
+        requests: dict[str, PreparedRequest],
+        output_kind: OutputKind,
+        *,
+        after_step: Callable[[Engine], None] = lambda _: None,
     ) -> Iterator[RequestOutput]:
         """Queue requests and yield what comes of them; leaving early, or by an exception, ends them.
 
         Whoever holds the lock steps for all, and leaves the outputs of other calls in their inboxes.
         """
         inbox: list[RequestOutput] = []
-        unfinished = {request.request_id for request in requests}
+        unfinished = set(requests)
         try:
             with self._turn() as engine:
-                for request in requests:
-                    self._inboxes[request.request_id] = inbox
-                    engine.add_request(
-                        request.request_id,
-                        request.token_ids,
-                        request.params,
-                        prompt=request.prompt,
-                        priority=request.priority,
-                        cache_salt=request.cache_salt,
-                        stream=stream,
-                    )
+                engine.check_queue(len(requests))
+                for request_id, request in requests.items():
+                    self._inboxes[request_id] = inbox
+                    request.add_to(engine, request_id, output_kind)
             while unfinished:
                 with self._turn() as engine:
                     if not inbox:
@@ -209,7 +177,7 @@ class LLM:
         finally:
             # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
             # the lock is taken, and whoever takes it next does the rest.
-            self._abandoned.extend(request.request_id for request in requests)
+            self._abandoned.extend(requests)
             if self._lock.acquire(blocking=False):
                 try:
                     self._abort_abandoned()
@@ -244,43 +212,6 @@ class LLM:
             self._inboxes.pop(request_id, None)
             if self._engine is not None:
                 self._engine.abort(request_id)
-
-    # ----------------------------------------------------------------------------------------------- preparation
-
-    def _prepare(self, prompts: Any, sampling_params: Any, priority: Any, cache_salt: Any) -> list[_PreparedRequest]:
-        """The requests of one call, all of them checked before the first is queued."""
-        engine = self._open_engine()
-        prompts = _as_prompts(prompts)
-        count = len(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        params = _one_each("sampling_params", sampling_params, SamplingParams, count)
-        priorities = _one_each("priority", priority, int, count)
-        salts = _one_each("cache_salt", cache_salt, str, count)
-        requests = []
-        for number, prompt in enumerate(prompts):
-            try:
-                token_ids = self._tokenize(prompt)
-                engine.check_request(token_ids, params[number])
-            except (TypeError, ValueError) as error:
-                if count == 1:
-                    raise
-                raise type(error)(f"prompt {number}: {error}") from error
-            text = prompt if isinstance(prompt, str) else None
-            request_id = str(next(self._request_numbers))
-            requests.append(
-                _PreparedRequest(text, token_ids, params[number], priorities[number], salts[number], request_id)
-            )
-        return requests
-
-    def _tokenize(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str):
-            return _as_token_ids(prompt)
-        if self.tokenizer is None:
-            raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... to LLM, or give token ids.")
-        if not prompt:
-            raise ValueError("the prompt is an empty string; it needs at least one token.")
-        return list(self.tokenizer(prompt)["input_ids"])
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -341,41 +272,3 @@ def _rate_display(bar: tqdm, engine: Engine) -> Callable[[Engine], None]:
             shown = now if is_due else shown
 
     return after_step
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, SequenceABC) or isinstance(prompts, (bytes, bytearray)):
-        prompts = _as_token_ids(prompts)
-    if not prompts:
-        raise ValueError("the list of prompts is empty; give at least one prompt.")
-    if all(isinstance(item, numbers.Integral) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-def _as_token_ids(prompt: Any) -> list[Any]:
-    """A list from a list, tuple, array or one-dimensional tensor of token ids, with Python's own numbers."""
-    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
-        raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
-    if set(map(type, items)) <= {int}:  # a prompt may be long, and this is fast
-        return list(items)
-    is_number = [isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items]
-    return [int(item) if fits else item for item, fits in zip(items, is_number, strict=True)]
-
-
-def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """`values` for each of `count` prompts: itself if it is one, else as many as there are prompts."""
-    if isinstance(values, kind) and not isinstance(values, bool):
-        return [values] * count
-    if not isinstance(values, SequenceABC) or isinstance(values, str):
-        raise TypeError(f"{name} must be of type {kind.__name__} or a list of them, not {values!r}.")
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one each.")
-    for value in values:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name} must hold {kind.__name__} only, not {value!r}.")
-    return list(values)

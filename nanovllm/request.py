@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.sequence import Sequence
 
 
 class Request:
-    """Follows one sequence: detokenises it when somebody reads along or a stop string may end it, else at the end."""
+    """Follows one sequence: detokenises it when somebody reads along or a stop string may end it, else at the end.
 
-    def __init__(self, sequence: Sequence, prompt: str | None, tokenizer: Any, *, stream: bool) -> None:
+    Args:
+        deadline: when to end it, on the clock of `sequence.arrival_time`; None for never.
+        record_itl: keep the time between each two tokens.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        prompt: str | None,
+        tokenizer: Any,
+        *,
+        output_kind: OutputKind = OutputKind.FINAL,
+        deadline: float | None = None,
+        record_itl: bool = False,
+    ) -> None:
         self.sequence = sequence
         self.prompt = prompt
-        self.stream = stream
-        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.output_kind = output_kind
+        self.deadline = deadline
+        self.scheduled_time: float | None = None
+        self.num_failed_steps = 0  # since its last token
         self.num_seen_tokens = 0  # generated tokens of which all was taken note
         self._prompt_token_ids = sequence.token_ids.tolist()  # one list for all of its outputs
         self._tokenizer = tokenizer
@@ -29,11 +44,21 @@ class Request:
         # Text behind this may be the beginning of a stop string that the next tokens complete.
         self._hold_back = 0 if self._shows_stop else max((len(stop) for stop in self._stop), default=1) - 1
         self._stopped_at: int | None = None
+        self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
+        self._first_token_time: float | None = None
+        self._last_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._max_itl: float | None = None
+        self._itls: list[float] | None = [] if record_itl else None
         self._read(0)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.output_kind is not OutputKind.FINAL
 
     def _read(self, num_tokens: int) -> None:
         """Begin the text with the first `num_tokens` generated tokens, if somebody reads along or it may end it."""
-        if self._tokenizer is not None and (self.stream or self._stop):
+        if self._tokenizer is not None and (self.is_streamed or self._stop):
             self._incremental = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._skips_special)
             for token_id in self.sequence.output_token_ids[:num_tokens]:
                 self._incremental.add(token_id)
@@ -47,10 +72,18 @@ class Request:
             self._stopped_at = None
             self._read(self.num_seen_tokens)
 
-    def advance(self) -> str | None:
+    def advance(self, now: float) -> str | None:
         """Take note of the sequence's newest token; returns the stop string that it completes, if it does."""
-        if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = time.monotonic()
+        if self._last_token_time is None:
+            self._first_token_time = now
+        else:
+            itl = now - self._last_token_time
+            if self._max_itl is None or itl > self._max_itl:
+                self._max_itl = itl
+            if self._itls is not None:
+                self._itls.append(itl)
+        self._last_token_time = now
+        self.num_failed_steps = 0
         if self._incremental is None:
             return None
         searched = len(self._incremental.text)
@@ -73,17 +106,23 @@ class Request:
             f"({type(error).__name__}: {error})"
         )
 
-    def output(self) -> RequestOutput:
+    def output(self, now: float) -> RequestOutput:
+        """What there is to tell at the time `now`; of deltas each may be asked for once."""
         sequence = self.sequence
-        if sequence.is_finished and self.metrics.finished_time is None:
-            self.metrics.finished_time = time.monotonic()
+        if sequence.is_finished and self._finished_time is None:
+            self._finished_time = now
+        first = self._num_shown_tokens
+        text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :]
+        if self.output_kind is OutputKind.DELTA:
+            self._num_shown_tokens += len(token_ids)
+            text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
         completion = CompletionOutput(
             index=sequence.index,
-            text=self._text(),
-            token_ids=sequence.output_token_ids,
+            text=text,
+            token_ids=token_ids.tolist(),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
-            logprobs=None if sequence.logprobs is None else sequence.logprobs[:],
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[first:],
         )
         return RequestOutput(
             request_id=sequence.request_id,
@@ -92,37 +131,73 @@ class Request:
             outputs=[completion],
             finished=sequence.is_finished,
             num_cached_tokens=sequence.num_cached_tokens,
-            metrics=replace(self.metrics),  # a copy, which later tokens leave alone
+            metrics=self._metrics(),
             error=sequence.error,
             prompt_logprobs=sequence.prompt_logprobs,
         )
 
+    def _metrics(self) -> RequestMetrics:
+        sequence = self.sequence
+        first, last, num_gaps = self._first_token_time, self._last_token_time, sequence.num_output_tokens - 1
+        mean_itl = (last - first) / num_gaps if first is not None and last is not None and num_gaps > 0 else None
+        return RequestMetrics(
+            sequence.arrival_time,
+            self.scheduled_time,
+            first,
+            last,
+            self._finished_time,
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            sequence.num_output_tokens,
+            sequence.num_preemptions,
+            mean_itl,
+            self._max_itl,
+            self._itls if sequence.is_finished else None,
+        )
+
     def _text(self) -> str:
+        """The text so far; of a stream it never changes what it was before, but goes on."""
         if self._tokenizer is None:
             return ""
         if self._stopped_at is not None and self._incremental is not None:
             return self._incremental.text[: self._stopped_at]
-        if self.sequence.is_finished or self._incremental is None:
+        if self._incremental is None or (self.sequence.is_finished and not self.is_streamed):
             return decode(self._tokenizer, self.sequence.output_token_ids, skip_special_tokens=self._skips_special)
         text = self._incremental.text
-        return text[: len(text) - self._hold_back]
+        if self.sequence.is_finished:
+            return text + self._incremental.unfinished_text()
+        return text[: max(0, len(text) - self._hold_back)]
 
 
 def merged(samples: list[RequestOutput]) -> RequestOutput:
     """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
     if len(samples) == 1:
         return samples[0]
-    finished = all(sample.finished for sample in samples)
-    first_tokens = [sample.metrics.first_token_time for sample in samples]
-    ends = [sample.metrics.finished_time for sample in samples]
     return replace(
         samples[0],
         outputs=[completion for sample in samples for completion in sample.outputs],
-        finished=finished,
-        metrics=replace(
-            samples[0].metrics,
-            first_token_time=min((time for time in first_tokens if time is not None), default=None),
-            finished_time=max(time for time in ends if time is not None) if finished else None,
-        ),
+        finished=all(sample.finished for sample in samples),
+        metrics=_merged_metrics([sample.metrics for sample in samples]),
         error=next((sample.error for sample in samples if sample.error), None),
+    )
+
+
+def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
+    def known(name: str) -> list[Any]:
+        return [value for value in (getattr(sample, name) for sample in samples) if value is not None]
+
+    num_gaps = [max(0, sample.num_output_tokens - 1) for sample in samples]
+    in_gaps = sum(gaps * (sample.mean_itl or 0.0) for gaps, sample in zip(num_gaps, samples, strict=True))
+    ends, itls = known("finished_time"), known("itls")
+    return replace(
+        samples[0],
+        scheduled_time=min(known("scheduled_time"), default=None),
+        first_token_time=min(known("first_token_time"), default=None),
+        last_token_time=max(known("last_token_time"), default=None),
+        finished_time=max(ends) if len(ends) == len(samples) else None,
+        num_output_tokens=sum(sample.num_output_tokens for sample in samples),
+        num_preemptions=sum(sample.num_preemptions for sample in samples),
+        mean_itl=in_gaps / sum(num_gaps) if any(num_gaps) else None,
+        max_itl=max(known("max_itl"), default=None),
+        itls=[itl for of_sample in itls for itl in of_sample] if len(itls) == len(samples) else None,
     )

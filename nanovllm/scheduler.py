@@ -80,6 +80,14 @@ class Scheduler:
         return len(self._in_flight)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; with ageing it gains one level of priority for every `priority_ageing_s` since its arrival.
+
+        All age alike, whether they wait or run, so the order of two never changes. Hence the key that decides it can be
+        fixed here: priority - (now - arrival time) / ageing, without the part that is the same for all.
+        """
+        if self.config.priority_ageing_s:
+            aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
+            sequence.key = (aged, sequence.arrival)
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -97,7 +105,8 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
         prefills = self._schedule_decodes(entries)
-        step = _Step(budget=self.config.max_num_batched_tokens - len(entries))
+        num_decodes = len(entries)
+        step = _Step(budget=self.config.max_num_batched_tokens - num_decodes)
         for sequence in prefills:
             if sequence.status is SequenceStatus.RUNNING:  # it may have been preempted for an older one
                 self._schedule_next_chunk(step, sequence)
@@ -112,10 +121,10 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, start, end - start, samples, sequence.block_table, before))
         if not entries:
             return None
-        batch = ScheduledBatch(self._step_id, tuple(entries))
+        batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes)
         self._in_flight.append(batch)
         self.stats.num_steps += 1
-        self.stats.num_scheduled_tokens += batch.num_tokens
+        self.stats.num_scheduled_tokens += self.config.max_num_batched_tokens - step.budget
         return batch
 
     def _schedule_decodes(self, entries: list[ScheduledSequence]) -> list[Sequence]:
@@ -406,5 +415,5 @@ class Scheduler:
             sequence.num_computed_tokens = num_computed
 
 
-def _by_key(sequence: Sequence) -> tuple[int, int]:
+def _by_key(sequence: Sequence) -> tuple[float, int]:
     return sequence.key

@@ -33,6 +33,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrival_time",
         "bad_words",
         "block_hashes",
         "block_table",
@@ -70,6 +71,7 @@ class Sequence:
         *,
         arrival: int,
         max_model_len: int,
+        arrival_time: float = 0.0,
         priority: int = 0,
         cache_salt: str = "",
         eos_token_ids: Iterable[int] = (),
@@ -82,7 +84,9 @@ class Sequence:
         self.params = params
         self.priority = priority
         self.arrival = arrival  # a counter, so that no two sequences are equally old
-        self.key = (priority, arrival)  # the order in which everything is shared out: smaller first
+        self.arrival_time = arrival_time  # seconds, on the engine's clock
+        # The order in which everything is shared out: smaller first. The scheduler sets it anew if priorities age.
+        self.key: tuple[float, int] = (priority, arrival)
         self.cache_salt = cache_salt
         self.seed = seed
         self.bad_words = bad_words  # token ids that must never follow one another

@@ -1,0 +1,209 @@
+"""The asynchronous front door: many clients, in one event loop or several, share one engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as SequenceABC
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from nanovllm.config import EngineConfig
+from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.engine import Engine
+from nanovllm.engine_loop import EngineLoop
+from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
+from nanovllm.opening import open_engine
+from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.step_records import StepHook
+from nanovllm.streams import Mailroom, Stream
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """A model with its engine in a thread, for asyncio.
+
+    Args:
+        model, tokenizer, on_step, **options: as for `LLM`, with the same errors. Loading takes seconds and blocks;
+            where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
+
+    Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
+    every open stream and every later call raises EngineDeadError, whose cause is the error. docs/async.md says more.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
+        *,
+        tokenizer: Any = None,
+        on_step: StepHook | None = None,
+        **options: Any,
+    ) -> None:
+        engine = open_engine(model, tokenizer, on_step, options)
+        self.config: EngineConfig = engine.config
+        self.tokenizer = engine.tokenizer
+        self._intake = Intake(engine)
+        self._mailroom = Mailroom()
+        self._engine_loop = EngineLoop(engine, self._mailroom)
+        # Tokenising a long prompt would hold up the event loop; one thread, since tokenizers may not like several.
+        self._preparation = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanovllm-prepare")
+        weakref.finalize(self, self._engine_loop.stop).atexit = False  # if it is forgotten without being closed
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        output_kind: OutputKind | str = OutputKind.CUMULATIVE,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, yielding outputs as they come; cancelling the task or closing the generator aborts it.
+
+        Args:
+            prompt: a string or a list of token ids.
+            sampling_params: None samples at temperature 1.
+            request_id: names it in its outputs and for `abort`; None takes one that nobody else has.
+            priority: lower runs first.
+            cache_salt: prompts share cached prefixes only within one salt.
+            timeout: seconds, from when it is queued, after which it ends with finish_reason "timeout" and what it has.
+            output_kind: "cumulative", "delta" or "final", see `OutputKind`. Who reads slowly gets the newest cumulative
+                output, or one delta of several tokens.
+
+        Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
+        RuntimeError once it is closed.
+        """
+        prepare = partial(
+            self._intake.prepare,
+            [prompt],
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
+        )
+        return self._generate(prepare, request_id, output_kind)
+
+    def chat(
+        self, messages: SequenceABC[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation, a list of {"role": ..., "content": ...}, through the tokenizer's chat template.
+
+        Args:
+            sampling_params, **options: as in `generate`.
+        """
+        request_id = options.pop("request_id", None)
+        output_kind = options.pop("output_kind", OutputKind.CUMULATIVE)
+
+        def prepare() -> list[PreparedRequest]:
+            return self._intake.prepare(self._intake.apply_chat_template([messages]), sampling_params, **options)
+
+        return self._generate(prepare, request_id, output_kind)
+
+    async def _generate(
+        self, prepare: Callable[[], list[PreparedRequest]], request_id: str | None, output_kind: OutputKind | str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
+        kinds = [str(kind) for kind in OutputKind]
+        if output_kind not in kinds:
+            raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(kinds)}.")
+        kind = OutputKind(output_kind)
+        (request,) = await self._prepare(prepare)
+        stream = Stream(kind)
+
+        def add(engine: Engine) -> None:
+            request.add_to(engine, request_id, kind)
+            self._mailroom.open(request_id, stream)
+
+        is_finished = False
+        try:
+            await self._run(add)
+            while not is_finished:
+                output = await stream.next()
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                self._abandon(request_id, stream)
+
+    async def _prepare(self, prepare: Callable[[], Result]) -> Result:
+        try:
+            future = self._preparation.submit(prepare)
+        except RuntimeError:  # it is shut down
+            raise self._engine_loop.refusal() from None
+        return await asyncio.wrap_future(future)
+
+    def _abandon(self, request_id: str, stream: Stream) -> None:
+        """Abort a request that nobody reads any more, before the next step; without waiting, since this may be a
+        cancellation."""
+
+        def abort(engine: Engine) -> None:
+            if self._mailroom.close(request_id, stream):
+                engine.abort(request_id)
+
+        try:
+            self._engine_loop.submit(abort)
+        except RuntimeError:
+            return  # closed or dead, and the request with it
+
+    async def _run(self, call: Callable[[Engine], Result]) -> Result:
+        """In the engine's thread, between two steps."""
+        return await asyncio.wrap_future(self._engine_loop.submit(call))
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now; its stream ends with finish_reason "abort" and what it had got. False if none runs."""
+
+        def abort(engine: Engine) -> bool:
+            output = engine.abort(request_id)
+            if output is not None:
+                self._mailroom.deliver([output])
+            return output is not None
+
+        return await self._run(abort)
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an error ended the engine; calls raise it as the cause of an EngineDeadError."""
+        return self._engine_loop.is_dead
+
+    async def stats(self) -> EngineStats:
+        return await self._run(Engine.stats)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await self._run(Engine.reset_prefix_cache)
+
+    async def weights_changed(self) -> None:
+        """As `LLM.weights_changed`."""
+        await self._run(Engine.drop_computed)
+
+    async def close(self) -> None:
+        """End all requests (their streams with finish_reason "abort") and free the caches.
+
+        A live module is its owner's again. Waits for the step that runs; closing again does nothing.
+        """
+        self._preparation.shutdown(wait=False)
+        self._engine_loop.stop()
+        await asyncio.to_thread(self._engine_loop.join)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -1,0 +1,155 @@
+"""The thread that owns an engine: it adds, steps and aborts in turn, for callers in any other thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from nanovllm.engine import Engine
+from nanovllm.errors import EngineDeadError, StepError
+from nanovllm.garbage import LongCall
+from nanovllm.streams import Mailroom
+
+logger = logging.getLogger("nanovllm")
+Result = TypeVar("Result")
+
+# After so many failed steps in a row requests of theirs end with an error. Until then they are tried again, since what
+# was missing may have been memory, for a moment.
+MAX_FAILED_STEPS = 3
+# At the interpreter's exit the step that runs is waited for, but no longer than this.
+EXIT_SECONDS = 30.0
+
+
+class EngineLoop:
+    """Steps an engine in a thread of its own while there is work, and sleeps while there is none.
+
+    Between two steps it runs the calls that were submitted meanwhile, in their order, and after each step it leaves the
+    outputs in the mailroom. It ends when it is stopped or when anything but a step fails; from then on every call is
+    refused, and the mailroom's streams are ended.
+    """
+
+    def __init__(self, engine: Engine, mailroom: Mailroom) -> None:
+        self._engine = engine
+        self._mailroom = mailroom
+        self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
+        self._changes = threading.Condition()  # of the three around it
+        self._is_stopping = False
+        self._has_ended = False
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------- from any thread
+
+    def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
+        """Run `call(engine)` before the next step; raises EngineDeadError or RuntimeError (closed) if there is none."""
+        future: Future[Result] = Future()
+        with self._changes:
+            if self._is_stopping or self._has_ended:
+                raise self.refusal()
+            self._calls.append((future, call))
+            self._changes.notify()
+        return future
+
+    def refusal(self) -> Exception:
+        """A new exception for one caller: why nothing is run any more."""
+        if self._cause is None:
+            return RuntimeError("this AsyncLLM is closed; build a new one.")
+        error = EngineDeadError(f"the engine died ({type(self._cause).__name__}: {self._cause}); build a new one.")
+        error.__cause__ = self._cause
+        return error
+
+    @property
+    def is_dead(self) -> bool:
+        return self._cause is not None
+
+    def stop(self) -> None:
+        """End every request with finish_reason "abort", and the thread, after the step that runs."""
+        with self._changes:
+            self._is_stopping = True
+            self._changes.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _stop_at_exit(self) -> None:
+        self.stop()
+        self.join(EXIT_SECONDS)
+
+    # -------------------------------------------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                with LongCall() as call:
+                    while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
+                        self._answer()
+                        if self._engine.has_unfinished:
+                            self._step()
+                        call.step()
+            self._answer()
+            self._abort([*self._engine.request_ids])  # stopped
+        except BaseException as error:
+            # A device error comes as the cause of what the engine says about it.
+            self._cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
+            logger.exception("the engine died")
+        self._end()
+
+    def _wait_for_work(self) -> bool:
+        with self._changes:
+            while not self._calls and not self._is_stopping:
+                self._changes.wait()
+            return not self._is_stopping
+
+    def _answer(self) -> None:
+        for _ in range(len(self._calls)):  # those that come meanwhile wait for a step
+            future, call = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call(self._engine)
+            except Exception as error:  # its caller's, as far as the engine is whole
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            else:
+                future.set_result(result)
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except StepError as error:
+            self._engine.check_alive()
+            logger.warning("%s", error)
+            self._engine.give_up(error, MAX_FAILED_STEPS)
+        if self._engine.outputs:
+            outputs = list(self._engine.outputs)
+            self._engine.outputs.clear()
+            self._abort(self._mailroom.deliver(outputs))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            output = self._engine.abort(request_id)
+            if output is not None:
+                self._mailroom.deliver([output])
+
+    def _end(self) -> None:
+        with self._changes:
+            self._has_ended = True
+            calls, self._calls = self._calls, deque()
+        for future, _ in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.refusal())
+        self._mailroom.end(self.refusal)
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        atexit.unregister(self._stop_at_exit)

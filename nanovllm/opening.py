@@ -1,0 +1,53 @@
+"""From a model's name or module and options to an engine that is ready to step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from nanovllm import loader
+from nanovllm.config import EngineConfig
+from nanovllm.engine import Engine
+from nanovllm.garbage import collector_paused
+from nanovllm.model_binding import ModelBinding
+from nanovllm.model_probe import UnsupportedModelError
+from nanovllm.model_runner import ModelRunner, preferred_block_size
+from nanovllm.step_records import StepHook
+
+
+def open_engine(
+    model: str | os.PathLike[str] | nn.Module,
+    tokenizer: Any,
+    on_step: StepHook | None,
+    options: dict[str, Any],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
+    config = EngineConfig.from_options(**options)
+    with collector_paused():
+        loaded = loader.load(model, tokenizer, config)
+    binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+    limits = config.resolve_limits(
+        binding.device.type, loaded.max_position_embeddings, block_size=preferred_block_size(binding, config)
+    )
+    if binding.window is not None and limits.max_model_len > binding.window:
+        raise UnsupportedModelError(
+            f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
+            f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
+        )
+    return Engine(
+        ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None),
+        tokenizer=loaded.tokenizer,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        model_identity=loaded.identity,
+        on_step=on_step,
+        clock=clock,
+    )

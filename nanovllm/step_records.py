@@ -1,0 +1,136 @@
+"""What each step did: told to whoever listens, and kept for a while for the engine's statistics."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.outputs import EngineStats
+from nanovllm.scheduler import Scheduler
+
+logger = logging.getLogger("nanovllm")
+
+RECENT_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step that was read.
+
+    time: when, in seconds on the engine's clock.
+    num_sequences: sequences in the step.
+    num_decode_tokens, num_prefill_tokens: the tokens that it computed, one for each decode, and of chunks.
+    num_cached_tokens: tokens that it found in the prefix cache instead.
+    num_running, num_waiting, num_used_blocks: once it was read.
+    schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
+        overlap, what the host does in between is not counted.
+    """
+
+    step_id: int
+    time: float
+    num_sequences: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_cached_tokens: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    schedule_time: float
+    execute_time: float
+    update_time: float
+
+
+StepHook = Callable[[StepRecord], None]
+
+
+class StepRecorder:
+    """Knows the counters of recent steps, and calls the hook.
+
+    A hook that raises is logged with its traceback and not called again, since a tool that watches must not end the
+    requests that it watches; `EngineStats.hook_error` goes on saying so.
+    """
+
+    def __init__(self, hook: StepHook | None) -> None:
+        self._hook = hook
+        self._untold: StepRecord | None = None
+        self._hook_error: str | None = None
+        # After each step: steps, scheduled tokens, queries, hits since construction.
+        self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
+
+    def record(
+        self,
+        scheduler: Scheduler,
+        batch: ScheduledBatch,
+        time: float,
+        schedule_time: float,
+        execute_time: float,
+        update_time: float,
+    ) -> None:
+        """Take note of a step that was just read; `tell` passes it on."""
+        counters, manager = scheduler.stats, scheduler.block_manager
+        self._recent.append(
+            (
+                counters.num_steps,
+                counters.num_scheduled_tokens,
+                counters.prefix_cache_queries,
+                counters.prefix_cache_hits,
+            )
+        )
+        if self._hook is None:
+            return
+        prefills = batch.prefills
+        self._untold = StepRecord(
+            batch.step_id,
+            time,
+            len(batch.entries),
+            batch.num_decodes,
+            sum([entry.num_new_tokens for entry in prefills]),
+            sum([entry.start - entry.num_computed_before for entry in prefills]),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            manager.num_blocks - 1 - manager.num_free_blocks,
+            schedule_time,
+            execute_time,
+            update_time,
+        )
+
+    def tell(self) -> None:
+        """Call the hook with the step that it has not heard of, if there is one."""
+        record, self._untold = self._untold, None
+        if record is None or self._hook is None:
+            return
+        try:
+            self._hook(record)
+        except Exception as error:
+            self._hook = None
+            self._hook_error = f"{type(error).__name__}: {error}"
+            logger.exception("on_step raised after step %d; it is not called again", record.step_id)
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        """A snapshot of the engine."""
+        manager, counters = scheduler.block_manager, scheduler.stats
+        num_blocks = manager.num_blocks - 1
+        first, last = self._recent[0], self._recent[-1]
+        num_steps, num_tokens, queries, hits = (after - before for before, after in zip(first, last, strict=True))
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=num_blocks,
+            num_used_blocks=num_blocks - manager.num_free_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_findable_blocks=manager.num_findable_blocks,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_evictions=manager.num_evictions,
+            num_preemptions=counters.num_preemptions,
+            num_steps=counters.num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            num_scheduled_tokens=counters.num_scheduled_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            recent_hit_rate=hits / queries if queries else None,
+            recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
+            hook_error=self._hook_error,
+        )
