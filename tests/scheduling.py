@@ -30,6 +30,7 @@ def make_sequence(
     *,
     arrival: int = 0,
     priority: int = 0,
+    arrival_time: float = 0.0,
     cache_salt: str = "",
     max_model_len: int = 64,
     eos_token_ids: Iterable[int] = (),
@@ -41,13 +42,14 @@ def make_sequence(
         SamplingParams(**params),
         arrival=arrival,
         max_model_len=max_model_len,
+        arrival_time=arrival_time,
         priority=priority,
         cache_salt=cache_salt,
         eos_token_ids=eos_token_ids,
     )
 
 
-def make_config(**limits: int) -> EngineConfig:
+def make_config(**limits: float | None) -> EngineConfig:
     """A resolved config; limits that a test does not name are too wide to matter."""
     defaults = {
         "max_model_len": 64,
@@ -61,7 +63,7 @@ def make_config(**limits: int) -> EngineConfig:
     return EngineConfig(**(defaults | limits))
 
 
-def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: int) -> Scheduler:
+def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:
     """A scheduler over blocks that may be smaller than the engine allows: more boundaries in fewer tokens."""
     config = make_config(**limits)
     manager = BlockManager(config.num_kv_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -274,6 +276,7 @@ class Loop:
         self.model = MockModel(scheduler)
         self.sequences: list[Sequence] = []
         self.in_flight: deque[Launched] = deque()
+        self.now = 0.0
         self.seen: Counter[str] = Counter()  # situations that came up, so that a fuzz can prove it met them
 
     @property
@@ -282,7 +285,7 @@ class Loop:
 
     def add(self, prompt: Iterable[int], **options: object) -> Sequence:
         options.setdefault("max_model_len", self.scheduler.config.max_model_len)
-        sequence = make_sequence(prompt, arrival=len(self.sequences), **options)
+        sequence = make_sequence(prompt, arrival=len(self.sequences), arrival_time=self.now, **options)
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
@@ -375,6 +378,7 @@ class Loop:
         for queue, status in ((scheduler.running, SequenceStatus.RUNNING), (scheduler.waiting, SequenceStatus.WAITING)):
             check(all(sequence.status is status for sequence in queue), f"a {status.name} queue holds another status")
         check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
+        self._check_order()
         self._check_partial_prefills()
 
     def check_outputs(self) -> None:
@@ -389,6 +393,15 @@ class Loop:
                 check(sequence.finish_reason == "length" and sequence.stop_reason is None, f"{sequence}")
             check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
         check(self.manager.num_free_blocks == self.manager.num_blocks - 1, "blocks leaked")
+
+    def _check_order(self) -> None:
+        """Both queues are in the order of priority, less what each has gained by its age now, and then of arrival."""
+        ageing = self.scheduler.config.priority_ageing_s
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            gained = [(self.now - sequence.arrival_time) / ageing if ageing else 0.0 for sequence in queue]
+            order = [(s.priority - gain, s.arrival) for s, gain in zip(queue, gained, strict=True)]
+            check(order == sorted(order), f"queue out of order: {order}")
+            self.seen["ordered by age"] += list(queue) != sorted(queue, key=lambda s: (s.priority, s.arrival))
 
     def _check_partial_prefills(self) -> None:
         config = self.scheduler.config

@@ -137,6 +137,34 @@ def test_a_jsonl_file_holds_texts_token_ids_messages_and_overrides(run, folder, 
     assert len(answers[4]) == 2
 
 
+def test_a_priority_for_all_and_one_of_its_own_in_jsonl_decide_who_runs_first(run):
+    lines = '"one"\n{"prompt": "two", "priority": -1}\n"three"\n'
+    _, out, _ = run(
+        "generate", "--format", "jsonl", "--json", "--priority", "3", "--max-num-seqs", "1", *SHORT, stdin=lines
+    )
+    one, two, three = (record["seconds_in_queue"] for record in records(out))
+    assert two < one < three
+
+
+def test_a_timeout_ends_an_answer_with_what_there_is_of_it(run):
+    lines = '"one"\n{"prompt": "two", "timeout": null}\n'
+    status, out, _ = run("generate", "--format", "jsonl", "--json", "--timeout", "1e-9", *SHORT, stdin=lines)
+    assert status == 0
+    assert [(r["finish_reason"], len(r["token_ids"])) for r in records(out)] == [("timeout", 0), ("length", 6)]
+
+
+def test_a_timeout_ends_an_answer_of_a_chat(run):
+    status, out, _ = run("chat", "--timeout", "1e-9", *SHORT, stdin="hello\n")
+    assert (status, out) == (0, "\n")
+
+
+@pytest.mark.parametrize(
+    "flag", [("--timeout", "0"), ("--timeout", "soon"), ("--priority", "1.5"), ("--priority", "9999999999")]
+)
+def test_a_bad_priority_or_timeout_is_refused(run, flag):
+    assert_refused(run("generate", "hello", *flag), flag[0].strip("-"))
+
+
 def test_jsonl_comes_from_standard_input_too(run):
     _, out, _ = run("generate", "--format", "jsonl", "--json", *SHORT, stdin='{"prompt": "one", "max_tokens": 2}\n')
     (record,) = records(out)

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.outputs import CompletionOutput, OutputKind
+from nanovllm.request import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence, SequenceStatus
 from tests.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
@@ -144,6 +148,83 @@ def test_spaces_of_a_sentencepiece_decoder_are_kept_between_words(token_ids):
 def test_words_of_a_sentencepiece_decoder_join_to_the_whole(words):
     token_ids = [256 + ByteFallback.words.index(word) for word in words]
     assert "".join(pieces(token_ids, ByteFallback())) == decode(ByteFallback(), token_ids)
+
+
+def pieces_and_rest(token_ids: list[int], using: Any) -> list[str]:
+    """The text that each token appended, and what is left once no more come."""
+    detokenizer = IncrementalDetokenizer(using)
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+    return [*pieces(token_ids, using), detokenizer.unfinished_text()]
+
+
+BYTES_OF = "né😀".encode()
+
+
+@given(
+    st.lists(st.integers(0, 511) | st.sampled_from([bytes_as_tokens("😀")[0], bytes_as_tokens("é")[1]]), max_size=60)
+)
+@settings(deadline=None, max_examples=200)
+def test_any_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
+    """Half characters, invalid bytes and special tokens included."""
+    assert "".join(pieces_and_rest(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+@given(st.lists(st.sampled_from(range(256, 262)) | st.sampled_from(list(BYTES_OF)), max_size=30))
+@settings(deadline=None, max_examples=200)
+def test_byte_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
+    using = ByteFallback()
+    whole = decode(using, token_ids)
+    if "\ufffd" not in whole:  # one invalid byte makes this decoder replace the valid ones beside it too
+        assert "".join(pieces_and_rest(token_ids, using)) == whole
+
+
+def test_what_is_unfinished_at_the_end_is_shown_as_it_is():
+    half = bytes_as_tokens("a😀")[:3]
+    assert pieces_and_rest(half, tokenizer()) == ["a", "", "", "\ufffd"]
+
+
+# ------------------------------------------------------------------------------------------------------- stop strings
+
+
+def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind) -> list[CompletionOutput]:
+    """What a request that draws these tokens shows after each of them, up to its end."""
+    params = SamplingParams(stop=stop, max_tokens=len(token_ids))
+    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
+    request = Request(sequence, None, tokenizer(), output_kind=kind)
+    shown = []
+    for token_id in token_ids:
+        sequence.token_ids.append(token_id)
+        is_stopped = request.advance(0.0) is not None
+        if is_stopped or len(shown) == len(token_ids) - 1:
+            sequence.status = SequenceStatus.FINISHED
+        shown.append(request.output(0.0).outputs[0])
+        if is_stopped:
+            break
+    return shown
+
+
+PARTS = st.lists(
+    st.sampled_from(["a", "b", "ab", "ba", "abab", "é", "😀", " ", "\n\n", "the "]), min_size=1, max_size=20
+)
+
+
+@given(PARTS, st.lists(PARTS.map("".join), min_size=1, max_size=3))
+@example(["abab", "a"], ["abab" * 10])  # longer than all there is: its beginning is held back too
+@settings(deadline=None, max_examples=300)
+def test_a_stream_shows_no_part_of_a_stop_string_and_its_deltas_join(parts, stop):
+    text = "".join(parts)
+    found = [text.find(item) for item in stop if item in text]
+    token_ids = bytes_as_tokens(text)
+    whole = stream_of(token_ids, stop, OutputKind.CUMULATIVE)
+    if not found:
+        assert whole[-1].text == text
+    else:  # the first to be completed ends it; another may begin before it
+        assert whole[-1].text in [text[:at] for at in found]
+    assert all(whole[-1].text.startswith(completion.text) for completion in whole)
+    deltas = stream_of(token_ids, stop, OutputKind.DELTA)
+    assert "".join(completion.text for completion in deltas) == whole[-1].text
+    assert [token_id for completion in deltas for token_id in completion.token_ids] == whole[-1].token_ids
 
 
 # ------------------------------------------------------------------------------------------------------ linear time

@@ -610,6 +610,13 @@ def test_a_stream_shows_no_part_of_a_stop_string(monkeypatch):
     assert all(texts[-1].startswith(text) for text in texts)
 
 
+def test_a_stop_string_longer_than_the_text_so_far_is_held_back_whole(monkeypatch):
+    llm = shared_llm()
+    says = script(monkeypatch, llm, "zqxv wzqj kx and on")
+    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says), stop="zqxv wzqj kx"))]
+    assert set(texts) == {""}
+
+
 def test_closing_a_stream_frees_its_blocks():
     llm = open_llm()
     stream = llm.stream([5] * 40, GREEDY)

@@ -16,6 +16,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 
 MAX_IN_FLIGHT = 3
+AGEING = (None, None, 0.5, 4.0)  # powers of two, so that times over them are exact
 
 # Prompts begin with one of these, cut anywhere, so that prefixes are shared, and end inside a block as often as not.
 STEMS = ([0] * 24, [1, 2, 3, 4, 5, 6, 7, 0] * 3, [1, 2, 3, 4, 5, 6, 7, 1] * 3)
@@ -37,6 +38,7 @@ def make_tiny_loop(
     max_long_partial_prefills: int,
     enable_prefix_caching: bool,
     num_hash_bits: int,
+    priority_ageing_s: float | None,
 ) -> Loop:
     """A pool hardly larger than one sequence, a budget hardly larger than allowed, and hashes that may collide."""
     scheduler = make_scheduler(
@@ -49,6 +51,7 @@ def make_tiny_loop(
         long_prefill_token_threshold=threshold_blocks * block_size,
         max_num_partial_prefills=max(max_num_partial_prefills, max_long_partial_prefills),
         max_long_partial_prefills=max_long_partial_prefills,
+        priority_ageing_s=priority_ageing_s,
     )
     if num_hash_bits < 128:
         mask = (1 << num_hash_bits) - 1
@@ -98,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_long_partial_prefills=st.integers(1, 2),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_hash_bits=st.sampled_from([128, 128, 2, 0]),
+        priority_ageing_s=st.sampled_from(AGEING),
     )
     def start(self, **limits: int) -> None:
         self.loop = make_tiny_loop(**limits)
@@ -114,6 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, stem: int, length: int, tail: list[int], **options: object) -> None:
         self.loop.add(make_prompt(stem, length, tail)[: self.max_model_len - 1], **options)
+
+    @rule(seconds=st.integers(1, 9))
+    def let_time_pass(self, seconds: int) -> None:
+        self.loop.now += seconds
 
     @precondition(lambda self: len(self.loop.in_flight) < MAX_IN_FLIGHT)
     @rule()
@@ -192,6 +200,7 @@ def walk(seed: int, num_calls: int) -> Loop:
         max_long_partial_prefills=rng.randint(1, 2),
         enable_prefix_caching=rng.random() < 0.9,
         num_hash_bits=rng.choice((128, 128, 128, 2)),
+        priority_ageing_s=rng.choice(AGEING),
     )
     depth = rng.randint(1, MAX_IN_FLIGHT)
 
@@ -207,6 +216,7 @@ def walk(seed: int, num_calls: int) -> Loop:
             )
 
     def launch(non_finite: tuple[str, ...] = ()) -> None:
+        loop.now += rng.choice((0, 0, 1, 3))
         if len(loop.in_flight) >= depth:
             loop.read()
         loop.launch(non_finite)
@@ -265,6 +275,7 @@ def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(wal
         "aborted in flight",
         "dropped in flight",
         "non-finite",
+        "ordered by age",
     ],
 )
 def test_the_walks_meet(situation: str, walks: list[Loop]):
