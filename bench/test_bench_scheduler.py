@@ -16,6 +16,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
+from nanovllm.step_records import StepHook, StepRecorder
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096
@@ -79,6 +80,20 @@ def test_steady_decode_read_one_step_late(benchmark: BenchmarkFixture, num_runni
         scheduler.update(in_flight.pop(0), tokens)
 
     report_per(benchmark, "request and step", num_running, step)
+
+
+@pytest.mark.parametrize("hook", [None, lambda record: None], ids=["nobody listens", "hook"])
+@pytest.mark.parametrize("num_running", NUM_RUNNING)
+def test_record_of_a_step(benchmark: BenchmarkFixture, num_running: int, hook: StepHook | None):
+    """What `on_step` costs besides itself: the record is built and handed over."""
+    scheduler, recorder = decoding(num_running), StepRecorder(hook)
+    batch = scheduler.schedule()
+
+    def record() -> None:
+        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0)
+        recorder.tell()
+
+    report_per(benchmark, "step", 1, record)
 
 
 @pytest.mark.parametrize("num_blocks", [8, 63])
