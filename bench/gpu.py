@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from workloads import Workload, random_requests, w1, w2
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.workloads import Workload, random_requests, w1, w2
 
 SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -77,17 +77,22 @@ def engine(shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
 
 def params_of(workload: Workload, temperature: float = TEMPERATURE) -> list[SamplingParams]:
     return [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count) for count in workload.output_lengths
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=request.num_output_tokens)
+        for request in workload.requests
     ]
+
+
+def prompts_of(workload: Workload) -> list[list[int]]:
+    return [request.prompt_token_ids for request in workload.requests]
 
 
 def seconds_of(llm: LLM, workload: Workload, params: list[SamplingParams]) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    outputs = llm.generate(workload.prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts_of(workload), params, use_tqdm=False)
     seconds = time.perf_counter() - begin
-    for output, count in zip(outputs, workload.output_lengths, strict=True):
-        if output.error or len(output.outputs[0].token_ids) != count:
+    for output, request in zip(outputs, workload.requests, strict=True):
+        if output.error or len(output.outputs[0].token_ids) != request.num_output_tokens:
             raise RuntimeError(output.error or "an output has another length than it was asked for")
     return seconds
 
@@ -125,11 +130,10 @@ def floor_seconds(shape: str, workload: Workload, max_num_seqs: int, rate: float
     heads = (sizes["num_attention_heads"] * 2 + sizes["num_key_value_heads"] * 2) * head
     per_layer = sizes["hidden_size"] * (heads + 3 * sizes["intermediate_size"])
     weights = 2 * (layers * per_layer + sizes["vocab_size"] * sizes["hidden_size"])
-    context = sum(
-        n * len(prompt) + n * (n + 1) // 2 for prompt, n in zip(workload.prompts, workload.output_lengths, strict=True)
-    )
-    waves = -(-len(workload.prompts) // max_num_seqs)
-    return (context * token + waves * max(workload.output_lengths) * weights) / rate
+    sizes_of = [(len(request.prompt_token_ids), request.num_output_tokens) for request in workload.requests]
+    context = sum(n * length + n * (n + 1) // 2 for length, n in sizes_of)
+    waves = -(-len(sizes_of) // max_num_seqs)
+    return (context * token + waves * max(n for _, n in sizes_of) * weights) / rate
 
 
 # ------------------------------------------------------------------------------------------------------- the stages
@@ -213,7 +217,7 @@ def stage_w3() -> dict[str, Any]:
     result = {}
     with engine(max_model_len=4096) as llm:
         for length in (128, 2048):
-            short, long = (random_requests("W3", 1, length, count) for count in (1, 513))
+            short, long = (random_requests(requests=1, prompt=length, output=count) for count in (1, 513))
             times = [b - a for a, b in zip(repeated(llm, short), repeated(llm, long), strict=True)]
             tokens = result[f"{length} in, ms a token"] = [1e3 * seconds / 512 for seconds in times]
             target = "<= 1.2 (vLLM: 1.64)" if length == 128 else "<= 1.3 (vLLM: 1.75)"
@@ -237,12 +241,11 @@ def stage_w4() -> dict[str, Any]:
 def _whales(llm: LLM) -> dict[str, float]:
     engine = llm._open_engine()
     llm.reset_prefix_cache()
-    small = random_requests("decoding", 64, 512, 600)
-    whales = random_requests("whales", 8, 8192, 4)
+    small = random_requests(requests=64, prompt=512, output=600)
+    whales = random_requests(requests=8, prompt=8192, output=4, seed=1)
 
     def add(workload: Workload, name: str) -> None:
-        for number, prompt in enumerate(workload.prompts):
-            params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=workload.output_lengths[0])
+        for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
             engine.add_request(f"{name}{number}", prompt, params)
 
     add(small, "small")
@@ -276,11 +279,11 @@ def _gaps(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[floa
 
 
 def stage_big() -> dict[str, Any]:
-    workload = random_requests("8B", 64, 512, 256)
+    workload = random_requests(requests=64, prompt=512, output=256)
     # The module itself, since 16 GB take a minute to write and to read again.
     with LLM(random_model("8b"), max_model_len=1024) as llm:
         seconds = repeated(llm, workload)
-        short = repeated(llm, random_requests("8B", 64, 512, 1))
+        short = repeated(llm, random_requests(requests=64, prompt=512, output=1))
     floor = floor_seconds("8b", workload, 64, RATE)
     best = statistics.median(seconds)
     share = floor / (best - statistics.median(short))
@@ -312,8 +315,8 @@ def stage_pool() -> dict[str, Any]:
 def _step_seconds(llm: LLM, count: int, context: int) -> float:
     """The median of decode steps."""
     engine = llm._open_engine()
-    for number, prompt in enumerate(random_requests("steps", count, context, 100).prompts):
-        params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=100)
+    workload = random_requests(requests=count, prompt=context, output=100)
+    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
         engine.add_request(str(number), prompt, params)
     while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
         engine.step()
@@ -322,8 +325,8 @@ def _step_seconds(llm: LLM, count: int, context: int) -> float:
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
     engine = llm._open_engine()
-    for number, prompt in enumerate(random_requests("steps", count, context, 200).prompts):
-        params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=200)
+    workload = random_requests(requests=count, prompt=context, output=200)
+    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
         engine.add_request(str(number), prompt, params)
     engine.step()
     if count * context > 40_000:

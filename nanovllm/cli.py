@@ -1,22 +1,20 @@
-"""The command `nanovllm`: generate and chat, with every engine and sampling option as a flag."""
+"""The command `nanovllm`: generate, chat and bench, with every engine and sampling option as a flag."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanovllm import __version__
-from nanovllm.config import EngineConfig
-from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.bench.command import add_bench_command
+from nanovllm.cli_flags import add_flags, add_model_flags, engine_options
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,97 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="a system prompt")
     chat.set_defaults(run=_chat)
 
-    bench = commands.add_parser(
-        "bench", help="measure on random prompts", description="Measure on random prompts.", allow_abbrev=False
-    )
-    for name, default, text in (
-        ("num-requests", 64, "requests, all there from the start"),
-        ("input-tokens", 128, "tokens of each prompt"),
-        ("shared-tokens", 0, "of those, at the beginning and the same for all"),
-        ("output-tokens", 64, "tokens that each request generates"),
-    ):
-        bench.add_argument(f"--{name}", type=_count, default=default, help=f"{text} (default {default})")
-    bench.add_argument("--profile", action="store_true", help="show where the time of a step goes")
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
-    bench.set_defaults(run=_bench)
-
     for command in (generate, chat):
         command.add_argument(
             "--timeout", type=float, metavar="SECONDS", help="end an answer after so long, with what there is of it"
         )
-    for command in (generate, chat, bench):
-        command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
-        command.add_argument(
-            "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
-        )
-        command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
-        if command is not bench:
-            group = command.add_argument_group("sampling options")
-            _add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=NOT_FOR_CHAT if command is chat else ())
-        _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
+    for command, leave_out in ((generate, ()), (chat, NOT_FOR_CHAT)):
+        group = command.add_argument_group("sampling options")
+        add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=leave_out)
+        add_model_flags(command)
+    add_bench_command(commands)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is no count; it must be 0 or more")
-    return value
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, value = text.partition("=")
-    try:
-        return int(token_id), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form TOKEN_ID=BIAS, such as 17=-3.5") from None
-
-
-def _function(text: str) -> Callable[..., Any]:
-    """What MODULE:FUNCTION names, the module found as `python -m` finds it."""
-    module, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        message = f"{text!r} names no function in the form MODULE:FUNCTION, such as my_file:my_function: {error}"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "LogitsProcessor": _function}
-_METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
-
-
-def _add_flags(
-    group: Any,
-    options: type,
-    defaults: dict[str, Any],
-    rename: dict[str, str] | None = None,
-    leave_out: Collection[str] = (),
-) -> None:
-    """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
-    help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
-    for field in dataclasses.fields(options):
-        if field.name in leave_out:
-            continue
-        dest = (rename or {}).get(field.name, field.name)
-        flag = "--" + dest.replace("_", "-")
-        text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
-        if field.name in defaults:
-            text += f" (default here: {defaults[field.name]})"
-        kind = str(field.type)  # a string, since annotations are not evaluated
-        common: dict[str, Any] = {"dest": dest, "help": text, "default": argparse.SUPPRESS}
-        if kind == "bool":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        elif kind.startswith("dict"):
-            group.add_argument(flag, action="append", type=_bias, metavar="TOKEN_ID=BIAS", **common)
-        elif kind.startswith("tuple"):
-            item = kind.removeprefix("tuple[").split(",")[0]
-            group.add_argument(flag, action="append", type=_TYPES[item], metavar=_METAVARS[item], **common)
-        else:
-            item = kind.split(" ")[0]
-            group.add_argument(flag, type=_TYPES[item], metavar=_METAVARS[item], **common)
 
 
 def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -183,11 +100,9 @@ def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(options: argparse.Namespace) -> LLM:
+    given = engine_options(options)
     from nanovllm import LLM  # waits for torch, so only once the arguments are known to be good
 
-    names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
-    given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
-    EngineConfig.from_options(**given)
     return LLM(options.model, tokenizer=options.tokenizer, **given)
 
 
@@ -325,28 +240,6 @@ def _ranked(report: TokenLogprobs) -> Iterator[dict[str, Any]]:
 
 def _seconds(start: float, end: float | None) -> float | None:
     return None if end is None else round(end - start, 6)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    sizes = {name: getattr(options, name) for name in ("num_requests", "input_tokens", "output_tokens")}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-    if options.shared_tokens > options.input_tokens:
-        raise ValueError(
-            f"--shared-tokens is {options.shared_tokens}, more than the prompts have ({options.input_tokens}). Lower "
-            "it, or raise --input-tokens."
-        )
-    with _open(options) as llm:
-        from nanovllm import benchmark
-
-        result = benchmark.run(llm, **sizes, shared_tokens=options.shared_tokens, profile=options.profile)
-    if options.json:
-        result.pop("table", None)
-        print(json.dumps(result))
-    else:
-        print(benchmark.report(result))
-    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------ chat

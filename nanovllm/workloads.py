@@ -1,8 +1,23 @@
-"""Workloads: requests with token ids, lengths and times of arrival, drawn from seeds or read from traces."""
+"""Workloads: requests with token ids, lengths and times of arrival, drawn from seeds.
+
+W, P, W1, W2 and single are fixed, token for token, so that figures of years compare. The others take parameters, and
+are drawn by NumPy's generators: the same seed gives the same tokens in every process. Their `scale` multiplies numbers
+of requests and lengths, for small machines. `workload_specs.build` makes one from a text such as "chat:turns=6".
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+Span = int | tuple[int, int]  # a length, or the shortest and longest of lengths that are drawn
+
+LOWEST_ID = 17  # below are the special tokens of the default model
+VOCAB = 10_000  # drawn ids lie below it, unless a workload is told otherwise; models in use have more
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +44,12 @@ class Workload:
     """Requests in the order of their arrival; of those that wait for another, in any order behind it.
 
     name: with the parameters that made it, so that results can be told apart.
+    parameters: all that made it, defaults included.
     """
 
     name: str
     requests: list[TimedRequest]
+    parameters: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -41,3 +58,228 @@ class Workload:
     @property
     def num_output_tokens(self) -> int:
         return sum(request.num_output_tokens for request in self.requests)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether some request is not there from the start."""
+        return any(request.arrival or request.after is not None for request in self.requests)
+
+    def first(self, count: int) -> Workload:
+        """The same workload cut to its first `count` requests."""
+        if count >= len(self.requests):
+            return self
+        return Workload(f"{self.name}[:{count}]", self.requests[:count], {**self.parameters, "first": count})
+
+    def hurried(self) -> Workload:
+        """The same requests with all arrivals 0; what waits for another still waits for its end."""
+        return replace(self, requests=[replace(request, arrival=0.0) for request in self.requests])
+
+
+def at_once(name: str, prompts: list[list[int]], output_lengths: list[int], **parameters: Any) -> Workload:
+    """A workload whose requests are all there from the start."""
+    pairs = zip(prompts, output_lengths, strict=True)
+    return Workload(name, [TimedRequest(0.0, prompt, length) for prompt, length in pairs], parameters)
+
+
+# --------------------------------------------------------------------------------------------------- fixed workloads
+
+
+def w() -> Workload:
+    """64 requests with prompts of 32 to 256 tokens and outputs of 32 to 128: 9,871 in, 5,250 out."""
+    r = random.Random(0)
+    prompts, lengths = [], []
+    for _ in range(64):
+        prompt_length = r.randint(32, 256)
+        lengths.append(r.randint(32, 128))
+        prompts.append([r.randint(17, 49151) for _ in range(prompt_length)])
+    return at_once("W", prompts, lengths)
+
+
+def p() -> Workload:
+    """64 requests that share 512 tokens and have 32 of their own, 32 tokens out: 34,816 in, 2,048 out."""
+    r = random.Random(0)
+    shared = [r.randint(17, 49151) for _ in range(512)]
+    return at_once("P", [shared + [r.randint(17, 49151) for _ in range(32)] for _ in range(64)], [32] * 64)
+
+
+def single() -> Workload:
+    """One request, 128 tokens in and 128 out: the latency of a token."""
+    r = random.Random(0)
+    return at_once("single", [[r.randint(17, 49151) for _ in range(128)]], [128])
+
+
+def w1() -> Workload:
+    """256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out."""
+    r = random.Random(0)
+    prompts = [[r.randint(0, 10_000) for _ in range(r.randint(100, 1024))] for _ in range(256)]
+    return at_once("W1", prompts, [r.randint(100, 1024) for _ in range(256)])
+
+
+def w2() -> Workload:
+    """1,024 requests that share 512 tokens and have 64 of their own, 64 tokens out: 589,824 in, 65,536 out."""
+    r = random.Random(0)
+    shared = [r.randint(0, 10_000) for _ in range(512)]
+    return at_once("W2", [shared + [r.randint(0, 10_000) for _ in range(64)] for _ in range(1024)], [64] * 1024)
+
+
+# ----------------------------------------------------------------------------------------- workloads with parameters
+
+
+def random_requests(
+    *, requests: int = 64, prompt: Span = 128, shared: int = 0, output: Span = 64, vocab: int = VOCAB,
+    scale: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Random tokens, all requests at once.
+
+    Args:
+        prompt, output: tokens in and out, each a number or a (low, high) to draw from.
+        shared: the first tokens of every prompt, the same for all.
+    """
+    requests, prompt, shared, output = (_scaled(size, scale) for size in (requests, prompt, shared, output))
+    draw = _Draw(seed, vocab)
+    if shared > _span(prompt)[0]:
+        raise ValueError(
+            f"shared is {shared}, more than a prompt may have ({_span(prompt)[0]}). Lower it, or raise prompt."
+        )
+    beginning = draw.tokens(shared)
+    prompts = [beginning + draw.tokens(draw.length(prompt) - shared) for _ in range(requests)]
+    return at_once("random", prompts, [draw.length(output) for _ in range(requests)])
+
+
+def p1(
+    *, requests: int = 1024, prompts: int = 8, shared: int = 2000, own: Span = 64, output: Span = 64,
+    vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Several long system prompts, of which each request has one, drawn, before tokens of its own.
+
+    Args:
+        prompts: system prompts, of `shared` tokens each; `scale` leaves their number as it is.
+    """
+    requests, shared, own, output = (_scaled(size, scale) for size in (requests, shared, own, output))
+    draw = _Draw(seed, vocab)
+    beginnings = [draw.tokens(shared) for _ in range(prompts)]
+    whole = [beginnings[draw.below(prompts)] + draw.tokens(draw.length(own)) for _ in range(requests)]
+    return at_once("P1", whole, [draw.length(output) for _ in range(requests)])
+
+
+def chat(
+    *, conversations: int = 32, turns: int = 4, system: int = 200, user: Span = (20, 200), answer: Span = (50, 300),
+    think: float = 2.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Conversations of several turns, each prompt the whole of the last turn, its drawn answer and new user tokens.
+
+    The answers in the prompts are drawn and not the engine's own, so that all engines get the same tokens.
+
+    Args:
+        turns: of each conversation; `scale` leaves it as it is.
+        system: tokens of a system prompt that all share.
+        user, answer: tokens that a turn adds to the prompt, and generates.
+        think: mean of the exponentially distributed seconds between an answer and the next turn.
+    """
+    conversations, system, user, answer = (_scaled(size, scale) for size in (conversations, system, user, answer))
+    draw = _Draw(seed, vocab)
+    beginning = draw.tokens(system)
+    histories = [beginning] * conversations
+    made: list[TimedRequest] = []
+    for turn in range(turns):
+        for number in range(conversations):
+            prompt = histories[number] + draw.tokens(draw.length(user))
+            length = draw.length(answer)
+            histories[number] = prompt + draw.tokens(length)
+            after = len(made) - conversations if turn else None
+            made.append(TimedRequest(draw.seconds(think) if turn else 0.0, prompt, length, after))
+    return Workload("chat", made)
+
+
+def whales(
+    *, decoding: int = 64, prompt: Span = 512, output: Span = 600, whales: int = 8, whale_prompt: Span = 8192,
+    whale_output: Span = 4, delay: float = 5.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Requests that decode, and some with very long prompts that arrive meanwhile.
+
+    Args:
+        decoding, prompt, output: the requests that are there from the start.
+        whales, whale_prompt, whale_output: the long ones.
+        delay: seconds until the long ones arrive, all at once; `scale` leaves it as it is.
+    """
+    decoding, prompt, output = (_scaled(size, scale) for size in (decoding, prompt, output))
+    whales, whale_prompt = _scaled(whales, scale), _scaled(whale_prompt, scale)
+    draw = _Draw(seed, vocab)
+    sizes = [(0.0, prompt, output)] * decoding + [(delay, whale_prompt, whale_output)] * whales
+    made = [TimedRequest(time, draw.tokens(draw.length(long)), draw.length(out)) for time, long, out in sizes]
+    return Workload("whales", made)
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "W": w, "P": p, "single": single, "W1": w1, "W2": w2,
+    "P1": p1, "random": random_requests, "chat": chat, "whales": whales,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- arrivals
+
+
+def poisson(workload: Workload, rate: float, *, seed: int = 0) -> Workload:
+    """The same requests, arriving independently of one another, `rate` a second on average.
+
+    Requests that wait for another still arrive so long after its end as before.
+    """
+    return _arriving(workload, rate, 1, seed, {"rate": rate, "arrivals": "poisson"})
+
+
+def bursty(workload: Workload, rate: float, *, burst: int = 8, seed: int = 0) -> Workload:
+    """As `poisson`, but `burst` requests arrive at once, and their groups so often that `rate` is the same."""
+    return _arriving(workload, rate, burst, seed, {"rate": rate, "arrivals": "bursty", "burst": burst})
+
+
+def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters: dict[str, Any]) -> Workload:
+    if not 0.0 < rate < float("inf"):
+        raise ValueError(f"the rate is {rate}; it must be a number of requests a second above 0.")
+    if burst < 1:
+        raise ValueError(f"the burst is {burst}; it must be at least 1 request.")
+    free = [place for place, request in enumerate(workload.requests) if request.after is None]
+    generator = np.random.default_rng([seed, 1])  # another stream than that of the tokens
+    groups = np.cumsum(generator.exponential(burst / rate, -(-len(free) // burst)))
+    times = np.repeat(groups, burst)[: len(free)].tolist()
+    requests = list(workload.requests)
+    for place, time in zip(free, times, strict=True):
+        requests[place] = replace(requests[place], arrival=time)
+    name = f"{workload.name} {parameters['arrivals']} {rate:g}/s" + (f" by {burst}" if burst > 1 else "")
+    return Workload(name, requests, {**workload.parameters, **parameters, "arrival_seed": seed})
+
+
+# ----------------------------------------------------------------------------------------------------------- drawing
+
+
+class _Draw:
+    """Draws of one workload, from one generator."""
+
+    def __init__(self, seed: int, vocab: int) -> None:
+        if vocab <= LOWEST_ID:
+            raise ValueError(f"vocab is {vocab}; it must be above {LOWEST_ID}, where the drawn token ids begin.")
+        self._generator = np.random.default_rng([seed, 0])
+        self._vocab = vocab
+
+    def tokens(self, count: int) -> list[int]:
+        return self._generator.integers(LOWEST_ID, self._vocab, count).tolist()
+
+    def below(self, limit: int) -> int:
+        return int(self._generator.integers(limit))
+
+    def length(self, span: Span) -> int:
+        low, high = _span(span)
+        return int(self._generator.integers(low, high, endpoint=True))
+
+    def seconds(self, mean: float) -> float:
+        return float(self._generator.exponential(mean))
+
+
+def _span(lengths: Span) -> tuple[int, int]:
+    return lengths if isinstance(lengths, tuple) else (lengths, lengths)
+
+
+def _scaled(size: Any, scale: float) -> Any:
+    """A number or span, scaled; what is not 0 stays at least 1."""
+    if isinstance(size, tuple):
+        return tuple(_scaled(end, scale) for end in size)
+    return size and max(1, round(size * scale))

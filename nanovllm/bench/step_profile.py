@@ -1,4 +1,4 @@
-"""`nanovllm bench`: random requests on one engine, and where the time of a step goes.
+"""Where the time of a step goes.
 
 The parts are timed on the host around the engine's own calls. On a GPU each part waits for the device, so a profiled
 run is slower than a plain one; its shares are what counts.
@@ -6,8 +6,6 @@ run is slower than a plain one; its shares are what counts.
 
 from __future__ import annotations
 
-import random
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -23,11 +21,9 @@ from nanovllm.attention.flex import FlexPlan
 from nanovllm.attention.sdpa import SdpaPlan
 from nanovllm.engine import Engine
 from nanovllm.graph_executor import GraphExecutor
-from nanovllm.llm import LLM
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.sampler import Sampler
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 
 # What is timed, and under which name; calls within a call of the same name count once.
@@ -110,65 +106,3 @@ class StepProfile:
 def _wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def run(
-    llm: LLM, *, num_requests: int, input_tokens: int, shared_tokens: int, output_tokens: int, profile: bool
-) -> dict[str, Any]:
-    """Generate greedily for random prompts that all arrive at once, after a warm-up of the same size.
-
-    Args:
-        input_tokens: of each prompt, `shared_tokens` of them the same for all.
-
-    Returns tokens per second, sorted seconds to the first token and between tokens (a request's mean), and with
-    `profile` the seconds of each part of a step.
-    """
-    longest = llm.config.max_model_len
-    if input_tokens + output_tokens > longest:
-        raise ValueError(
-            f"{input_tokens} tokens in and {output_tokens} out are more than max_model_len ({longest}); lower them, or "
-            "raise it if the model allows."
-        )
-    vocab_size = llm._open_engine().model_runner.binding.model.config.get_text_config(decoder=True).vocab_size
-    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-
-    def generate(seed: int) -> list[Any]:
-        generator = random.Random(seed)
-        shared = generator.choices(range(vocab_size), k=shared_tokens)
-        own = input_tokens - shared_tokens
-        prompts = [shared + generator.choices(range(vocab_size), k=own) for _ in range(num_requests)]
-        return llm.generate(prompts, params, use_tqdm=False)
-
-    generate(0)
-    steps = StepProfile()
-    with steps.recording() if profile else ExitStack():
-        begin, before = time.perf_counter(), llm.stats()
-        outputs = generate(1)
-        seconds = time.perf_counter() - begin
-    for output in outputs:
-        if output.error:
-            raise RuntimeError(output.error)
-    metrics = [output.metrics for output in outputs]
-    result: dict[str, Any] = {
-        "seconds": seconds,
-        "output_tokens_per_second": num_requests * output_tokens / seconds,
-        "steps": llm.stats().num_steps - before.num_steps,
-        "ttft": sorted(m.first_token_time - m.arrival_time for m in metrics),
-        "itl": sorted((m.finished_time - m.first_token_time) / max(1, output_tokens - 1) for m in metrics),
-        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
-    }
-    if profile:
-        result |= {"parts": steps.parts(), "table": steps.table()}
-    return result
-
-
-def report(result: dict[str, Any]) -> str:
-    """A result of `run`, to be read."""
-    ttft, itl = statistics.median(result["ttft"]), statistics.median(result["itl"])
-    rate, steps = result["output_tokens_per_second"], result["steps"]
-    lines = [
-        f"{rate:.0f} output tokens/s; {steps} steps in {result['seconds']:.2f} s",
-        f"time to first token {1e3 * ttft:.0f} ms, between tokens {1e3 * itl:.1f} ms (medians of the requests)",
-        f"{result['cached_tokens']} prompt tokens from the prefix cache",
-    ]
-    return "\n".join([*lines, *([result["table"]] if "table" in result else [])])

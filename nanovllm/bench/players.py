@@ -1,0 +1,95 @@
+"""The engines that `play` knows, by name, and this engine as it sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from nanovllm.bench.peers import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
+from nanovllm.bench.play import Finished, Player
+from nanovllm.workloads import TimedRequest, Workload
+
+
+class NanoVLLM:
+    """This engine, stepped by the one who plays."""
+
+    takes_arrivals = True
+    warm_up_requests: int | None = None
+
+    def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
+        from nanovllm.opening import open_engine
+
+        tokenizer = options.pop("tokenizer", None)
+        self._engine = open_engine(model, tokenizer, None, {"record_itl": True} | options)
+
+    def prepare(self, workload: Workload) -> None:
+        from nanovllm.sampling_params import SamplingParams
+
+        self._engine.reset_prefix_cache()
+        for request in workload.requests:  # min_tokens: it has to fit as a whole
+            self._engine.check_request(
+                request.prompt_token_ids,
+                SamplingParams(max_tokens=request.num_output_tokens, min_tokens=request.num_output_tokens),
+            )
+
+    def add(self, number: int, request: TimedRequest) -> None:
+        from nanovllm.sampling_params import SamplingParams
+
+        self._engine.add_request(
+            str(number),
+            request.prompt_token_ids,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    def step(self) -> list[Finished]:
+        engine, ended = self._engine, []
+        engine.step()
+        while engine.outputs:
+            output = engine.outputs.popleft()
+            if output.error:
+                raise RuntimeError(output.error)
+            metrics = output.metrics
+            times = list(itertools.accumulate(metrics.itls or (), initial=metrics.first_token_time))
+            ended.append(Finished(int(output.request_id), times, output.num_cached_tokens))
+        return ended
+
+    def counters(self) -> dict[str, int]:
+        stats = self._engine.stats()
+        return {"steps": stats.num_steps, "computed_tokens": stats.num_scheduled_tokens}
+
+    def config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._engine.config)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+# By the names of the command line: the player, and the package that it needs.
+PLAYERS: dict[str, tuple[type[Any], str]] = {
+    "nanovllm": (NanoVLLM, "nanovllm"),
+    "vllm": (VLLM, "vllm"),
+    "transformers": (TransformersGenerate, "transformers"),
+    "transformers-continuous": (TransformersContinuous, "transformers"),
+    "llama.cpp": (LlamaCpp, "llama_cpp"),
+}
+
+
+def check_takes(engine: str, workload: Workload) -> None:
+    """Raise ValueError if an engine cannot respect the workload's arrivals."""
+    if workload.is_timed and not PLAYERS[engine][0].takes_arrivals:
+        raise ValueError(
+            f"{engine} generates for static batches, and requests of {workload.name!r} arrive over time. Leave the "
+            "engine out, take transformers-continuous, or a workload whose requests are all there from the start."
+        )
+
+
+def open_player(engine: str, model: str, options: dict[str, Any], longest: int) -> Player:
+    """Load an engine.
+
+    Args:
+        longest: tokens of the longest sequence that it will be asked for.
+    """
+    return PLAYERS[engine][0](model, options, longest)
