@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,6 +253,16 @@ def test_a_bad_line_of_a_trace_is_refused_by_its_number(tmp_path, line, named):
     with pytest.raises(ValueError) as error:
         read_trace(path)
     assert "bad.jsonl, line 3: " in str(error.value) and named in str(error.value)
+
+
+def test_the_example_of_the_documentation_can_be_read(tmp_path):
+    docs = Path(__file__).parents[1].joinpath("docs/benchmarking.md").read_text()
+    path = tmp_path / "example.jsonl"
+    path.write_text(docs.split("```json\n")[1].split("```")[0])
+    requests = read_trace(path, tokenize=lambda text: [1] * len(text)).requests
+    assert [(r.arrival, r.after, r.priority, r.cache_salt) for r in requests] == [
+        (0.0, None, 0, ""), (1.5, None, -1, "a"), (2.0, 0, 0, ""),
+    ]  # fmt: skip
 
 
 def test_an_empty_trace_is_refused(tmp_path):
