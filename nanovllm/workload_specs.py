@@ -22,13 +22,13 @@ def build(text: str, *, seed: int | None = None) -> Workload:
         raise ValueError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}.")
     maker = WORKLOADS[name]
     defaults = {key: parameter.default for key, parameter in inspect.signature(maker).parameters.items()}
+    if "seed" in defaults and seed is not None:
+        given.setdefault("seed", seed)
     for key, value in given.items():
         if key not in defaults:
             takes = f"it takes {', '.join(defaults)}" if defaults else "it takes none"
             raise ValueError(f"workload {name} has no parameter {key!r}; {takes}.")
         given[key] = _checked(f"{name}:{key}", value, key, defaults[key])
-    if "seed" in defaults and seed is not None:
-        given.setdefault("seed", seed)
     made = maker(**given)
     told = ",".join(f"{key}={_spelled(value)}" for key, value in given.items() if value != defaults[key])
     return replace(made, name=f"{name}:{told}" if told else name, parameters={"workload": name, **defaults, **given})

@@ -146,6 +146,11 @@ def test_token_times_are_of_each_token_and_in_order(folder):
         assert ended.token_times[-1] - arrival < played.seconds
 
 
+def test_an_engine_that_must_not_tell_token_times_cannot_be_measured(folder):
+    with pytest.raises(ValueError, match="record_itl is False"):
+        open_player("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
+
+
 def job_of(folder: str, workload: Workload, path, **changes) -> dict:
     write_trace(workload, path)
     job = {"engine": "nanovllm", "label": "nanovllm", "model": folder, "options": ENGINE, "traces": [str(path)],
@@ -264,6 +269,9 @@ def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
         (["--engines", "transformers", "--rate", "3"], "transformers generates for static batches"),
         (["--engines", "transformers", "--workload", "chat"], "requests of 'chat' arrive over time"),
         (["--rate", "0"], "the rate is 0"),
+        (["--seed", "-1", "--workload", "chat"], "chat:seed is -1"),
+        (["--arrivals", "bursty"], "--arrivals is bursty, but without --rate"),
+        (["--rate", "1", "--burst", "4"], "--burst is 4, but only --arrivals bursty"),
         (["--workload", "W", "--workload", "P", "--export", "x"], "--export writes one workload"),
         (["--trace", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["--block-size", "17"], "block_size is 17"),

@@ -117,7 +117,7 @@ def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     requests = [TimedRequest(0.0, [5, 6, 7], 3), TimedRequest(0.0, [8, 9], 2, after=0), TimedRequest(0.3, [3], 2)]
     workload = Workload("test", requests)
-    player = open_player("transformers-continuous", folder, {}, 10)
+    player = open_player("transformers-continuous", folder, {"num_blocks": 8, "max_batch_tokens": 64}, 10)
     try:
         player.prepare(workload)
         played = play(player, workload)

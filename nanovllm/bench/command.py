@@ -37,9 +37,9 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--requests", type=_positive, metavar="INT", help="cut workloads to their first requests")
     bench.add_argument("--rate", type=float, metavar="FLOAT", help="requests arrive, so many a second on average")
     bench.add_argument(
-        "--arrivals", choices=("poisson", "bursty"), default="poisson", help="how they arrive (default poisson)"
+        "--arrivals", choices=("poisson", "bursty"), help="how they arrive, with --rate (default poisson)"
     )
-    bench.add_argument("--burst", type=_positive, default=8, metavar="INT", help="requests of a burst (default 8)")
+    bench.add_argument("--burst", type=_positive, metavar="INT", help="requests of a burst (default 8)")
     bench.add_argument("--export", metavar="FILE", help="write the workload as a trace file, and run nothing")
     bench.add_argument(
         "--engines", nargs="+", default=["nanovllm"], metavar="NAME[:OPTION=VALUE,...]",
@@ -126,10 +126,15 @@ def _workloads(options: argparse.Namespace) -> list[Workload]:
     workloads += [read_trace(path, tokenize=_Tokenize(options)) for path in options.trace]
     if options.requests:
         workloads = [workload.first(options.requests) for workload in workloads]
+    if options.arrivals and options.rate is None:
+        raise ValueError(f"--arrivals is {options.arrivals}, but without --rate all requests keep their own arrivals.")
+    if options.burst and options.arrivals != "bursty":
+        raise ValueError(f"--burst is {options.burst}, but only --arrivals bursty has bursts.")
     if options.rate is not None:
         seed = options.seed or 0
         if options.arrivals == "bursty":
-            workloads = [bursty(workload, options.rate, burst=options.burst, seed=seed) for workload in workloads]
+            burst = options.burst or 8
+            workloads = [bursty(workload, options.rate, burst=burst, seed=seed) for workload in workloads]
         else:
             workloads = [poisson(workload, options.rate, seed=seed) for workload in workloads]
     if len({workload.name for workload in workloads}) < len(workloads):

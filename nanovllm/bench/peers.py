@@ -83,10 +83,12 @@ class _TransformersModel:
     warm_up_requests: int | None = SLOW
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
         self._options = dict(options)
-        self._module = AutoModelForCausalLM.from_pretrained(model, dtype=options.pop("dtype", "auto"))
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=options.pop("dtype", "auto"))
+        self._module = module.to("cuda" if torch.cuda.is_available() else "cpu")
         self._own = options
 
     def counters(self) -> dict[str, int]:
@@ -116,8 +118,9 @@ class TransformersGenerate(_TransformersModel):
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._own.get("batch_size", 16)))]
         prompts = [request.prompt_token_ids for _, request in batch]
         width, length = max(map(len, prompts)), max(request.num_output_tokens for _, request in batch)
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self._module.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         times: list[float] = []
 
         def clock(ids: Any, scores: Any) -> Any:
@@ -136,7 +139,7 @@ class TransformersGenerate(_TransformersModel):
 
 
 class TransformersContinuous(_TransformersModel):
-    """Its continuous batching, in a thread of its own; options: dtype and those of its generation config.
+    """Its continuous batching, in a thread of its own; options: dtype and those of `ContinuousBatchingConfig`.
 
     What it prepares for a session is not counted. Its timestamps come from `time.perf_counter`, which on Linux is the
     clock of `time.monotonic`.
@@ -149,12 +152,14 @@ class TransformersContinuous(_TransformersModel):
         self._session = ExitStack()
 
     def prepare(self, workload: Workload) -> None:
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         self._session.close()
         longest = max(request.num_output_tokens for request in workload.requests)
-        config = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, **self._own)
-        manager = self._module.continuous_batching_context_manager(generation_config=config)
+        manager = self._module.continuous_batching_context_manager(
+            generation_config=GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(**self._own),
+        )
         self._manager = self._session.enter_context(manager)
 
     def add(self, number: int, request: TimedRequest) -> None:

@@ -21,7 +21,9 @@ class NanoVLLM:
         from nanovllm.opening import open_engine
 
         tokenizer = options.pop("tokenizer", None)
-        self._engine = open_engine(model, tokenizer, None, {"record_itl": True} | options)
+        if options.setdefault("record_itl", True) is False:
+            raise ValueError("record_itl is False, but times between tokens are to be measured. Leave it out.")
+        self._engine = open_engine(model, tokenizer, None, options)
 
     def prepare(self, workload: Workload) -> None:
         from nanovllm.sampling_params import SamplingParams

@@ -95,13 +95,6 @@ class StepProfile:
         parts = {"schedule": of["schedule"], **execute, "update": of["update"] + of["collect"]}
         return parts | {"other": of["step"] - sum(parts.values())}
 
-    def table(self) -> str:
-        steps, total = self.calls["step"], self.seconds["step"]
-        lines = [f"{'part':<14}{'ms a step':>10}{'share':>8}"]
-        for part, seconds in [*self.parts().items(), ("step", total)]:
-            lines.append(f"{part:<14}{1e3 * seconds / steps:>10.3f}{seconds / total:>8.1%}")
-        return "\n".join(lines)
-
 
 def _wait_for_device() -> None:
     if torch.cuda.is_available():
