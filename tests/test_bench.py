@@ -263,6 +263,7 @@ def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
         (["--workload", "random:requests=0"], "random:requests is 0"),
         (["--workload", "random:prompt=8,shared=9"], "shared is 9"),
         (["--workload", "W", "--workload", "W"], "the same name"),
+        (["--engines", "nanovllm", "transformers", "nanovllm"], "two of the engines are nanovllm"),
         (["--engines", "tgi"], "there is no engine 'tgi'; there are nanovllm, vllm"),
         (["--engines", "nanovllm:block_size"], "'block_size' in 'nanovllm:block_size' is not of the form"),
         (["--engines", "transformers", "--profile"], "--profile looks into this engine"),

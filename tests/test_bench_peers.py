@@ -130,6 +130,11 @@ def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
     assert played.arrivals[2] == pytest.approx(played.arrivals[0] + 0.3)
 
 
+def test_an_option_that_transformers_generate_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="no option 'batchsize'; there are dtype and batch_size"):
+        open_player("transformers", "unused", {"batchsize": 2}, 10)
+
+
 def test_batches_of_transformers_are_as_large_as_asked(tmp_path):
     workload = random_requests(requests=5, prompt=(2, 9), output=(1, 4), vocab=512)
     player = open_player("transformers", str(save_tiny(tmp_path / "model")), {"batch_size": 2}, 13)

@@ -15,7 +15,7 @@ from nanovllm.bench.processes import EngineSpec, Settings
 from nanovllm.cli_flags import add_model_flags, engine_options
 from nanovllm.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.workload_files import read_trace, write_trace
-from nanovllm.workload_specs import build
+from nanovllm.workload_specs import build, spelled
 from nanovllm.workloads import WORKLOADS, Workload, bursty, poisson
 
 
@@ -70,7 +70,7 @@ def add_bench_command(commands: Any) -> None:
 def _about(name: str) -> str:
     maker = WORKLOADS[name]
     parameters = inspect.signature(maker).parameters.values()
-    takes = " ".join(f"{parameter.name}={parameter.default}" for parameter in parameters).replace(", ", "-")
+    takes = " ".join(f"{parameter.name}={spelled(parameter.default)}" for parameter in parameters)
     first = inspect.getdoc(maker).splitlines()[0]  # type: ignore[union-attr]
     return first + (f"\n{'':<11}{takes}" if takes else "")
 
@@ -94,6 +94,9 @@ def _bench(options: argparse.Namespace) -> int:
     if options.tokenizer:
         given["tokenizer"] = options.tokenizer
     engines = [EngineSpec.parse(text, given) for text in options.engines]
+    labels = [engine.label for engine in engines]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"two of the engines are {max(labels, key=labels.count)}, and could not be told apart.")
     if options.profile and (others := [engine.label for engine in engines if engine.name != "nanovllm"]):
         raise ValueError(f"--profile looks into this engine, not into {others[0]}. Leave one of them out.")
     workloads = _workloads(options)

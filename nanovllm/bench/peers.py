@@ -106,6 +106,11 @@ class TransformersGenerate(_TransformersModel):
 
     takes_arrivals = False
 
+    def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
+        if unknown := sorted(options.keys() - {"dtype", "batch_size"}):
+            raise ValueError(f"there is no option {unknown[0]!r}; there are dtype and batch_size.")
+        super().__init__(model, options, longest)
+
     def prepare(self, workload: Workload) -> None:
         self._waiting: deque[tuple[int, TimedRequest]] = deque()
 

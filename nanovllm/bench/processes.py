@@ -18,7 +18,7 @@ from typing import Any
 import nanovllm
 from nanovllm.bench.players import PLAYERS, check_takes
 from nanovllm.workload_files import write_trace
-from nanovllm.workload_specs import parse_spec
+from nanovllm.workload_specs import parse_spec, spelled
 from nanovllm.workloads import Workload
 
 PACKAGE = Path(nanovllm.__file__).resolve().parent
@@ -50,7 +50,8 @@ class EngineSpec:
         if name not in PLAYERS:
             raise ValueError(f"there is no engine {name!r}; there are {', '.join(PLAYERS)}.")
         python = options.pop("python", None)
-        label = ":".join([name, *([",".join(f"{k}={v}" for k, v in options.items())] if options else [])])
+        told = ",".join(f"{key}={spelled(value)}" for key, value in options.items())
+        label = f"{name}:{told}" if told else name
         shared = base_options if name == "nanovllm" else {k: v for k, v in base_options.items() if k == "dtype"}
         package = PLAYERS[name][1]
         if python is None and importlib.util.find_spec(package) is None:
