@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanovllm import __version__
+from nanovllm import __version__, simulate_command
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.sampling_params import SamplingParams
@@ -96,21 +96,42 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=_bench)
 
+    calibrate = commands.add_parser(
+        "calibrate", help="measure steps for the simulator", allow_abbrev=False,
+        description="Measure the steps of an engine on this machine, and store what they cost for `nanovllm simulate`.",
+    )  # fmt: skip
+    simulate_command.add_calibrate_arguments(calibrate)
+    calibrate.set_defaults(run=lambda options: simulate_command.calibrate(options, _engine_options(options)))
+
+    simulate = commands.add_parser(
+        "simulate", help="replay a workload in virtual time", allow_abbrev=False,
+        description="Replay a workload in virtual time, with the costs that `nanovllm calibrate` measured.",
+    )  # fmt: skip
+    simulate_command.add_simulate_arguments(simulate)
+    simulate.set_defaults(run=lambda options: simulate_command.simulate(options, _engine_options(options)))
+    simulate.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
+    simulate.add_argument("--model", help="refuse a calibration of another")
+    _add_engine_flags(simulate)
+
     for command in (generate, chat):
         command.add_argument(
             "--timeout", type=float, metavar="SECONDS", help="end an answer after so long, with what there is of it"
         )
-    for command in (generate, chat, bench):
+    for command in (generate, chat, bench, calibrate):
         command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
         command.add_argument(
             "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
         )
         command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
-        if command is not bench:
+        if command in (generate, chat):
             group = command.add_argument_group("sampling options")
             _add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=NOT_FOR_CHAT if command is chat else ())
-        _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
+        _add_engine_flags(command)
     return parser
+
+
+def _add_engine_flags(command: argparse.ArgumentParser) -> None:
+    _add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
 
 
 def _count(text: str) -> int:
@@ -182,12 +203,18 @@ def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     return CLI_DEFAULTS | given
 
 
-def _open(options: argparse.Namespace) -> LLM:
-    from nanovllm import LLM  # waits for torch, so only once the arguments are known to be good
-
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, checked as far as they can be alone."""
     names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
     given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
     EngineConfig.from_options(**given)
+    return given
+
+
+def _open(options: argparse.Namespace) -> LLM:
+    given = _engine_options(options)
+    from nanovllm import LLM  # waits for torch, so only once the arguments are known to be good
+
     return LLM(options.model, tokenizer=options.tokenizer, **given)
 
 

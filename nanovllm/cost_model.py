@@ -172,7 +172,7 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
     matrix = np.asarray(rows, dtype=float)[keep] / times[keep, None]  # [num_samples, num_columns], relative
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
     # A rotation leaves all distances as they are, and as many rows as there are columns.
-    triangle = np.linalg.qr(np.column_stack([matrix / scale, np.ones(len(matrix))]), mode="r")
+    triangle = np.linalg.qr(np.column_stack([matrix / scale, np.ones(len(matrix))])).R
     matrix, goal = triangle[:, :-1], triangle[:, -1]
     num_columns = matrix.shape[1]
     best, least = np.zeros(num_columns), float(goal @ goal)
