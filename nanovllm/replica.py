@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from nanovllm.batch import ScheduledBatch
@@ -26,6 +26,7 @@ from nanovllm.step_records import StepHook, StepRecorder
 
 class _Launched(NamedTuple):
     batch: ScheduledBatch
+    num_samples: int
     schedule_time: float
     launch_time: float
     done: float  # when its tokens are there
@@ -126,17 +127,17 @@ class Replica:
         done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
         if cost_model.launch_blocks:
             self.now = done
-        self._in_flight.append(_Launched(batch, schedule_time, self.now - launched, done))
+        self._in_flight.append(_Launched(batch, shape.num_samples, schedule_time, self.now - launched, done))
         for entry in batch.prefills:
             request = self._requests[entry.sequence.request_id]
             if request.scheduled_time is None:
                 request.scheduled_time = start
 
     def _read(self) -> dict[str, RequestMetrics]:
-        batch, schedule_time, launch_time, done = self._in_flight.popleft()
+        batch, num_samples, schedule_time, launch_time, done = self._in_flight.popleft()
         waits = self.now
         read = max(waits, done)
-        advanced = self.scheduler.update(batch, [next(self._draw_token) for _ in batch.sampling])
+        advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
         update_time = self._cost_model.update.seconds(len(batch.entries))
         self.now = now = read + update_time
         ended = {}
