@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanovllm import __version__
+from nanovllm import __version__, simulate_command
 from nanovllm.bench.command import add_bench_command
-from nanovllm.cli_flags import add_flags, add_model_flags, engine_options
+from nanovllm.cli_flags import add_engine_flags, add_flags, add_model_flags, engine_options
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,6 +79,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--system", metavar="TEXT", help="a system prompt")
     chat.set_defaults(run=_chat)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure steps for the simulator", allow_abbrev=False,
+        description="Measure the steps of an engine on this machine, and store what they cost for `nanovllm simulate`.",
+    )  # fmt: skip
+    simulate_command.add_calibrate_arguments(calibrate)
+    add_model_flags(calibrate)
+    calibrate.set_defaults(run=lambda options: simulate_command.calibrate(options, engine_options(options)))
+
+    simulate = commands.add_parser(
+        "simulate", help="replay a workload in virtual time", allow_abbrev=False,
+        description="Replay a workload in virtual time, with the costs that `nanovllm calibrate` measured.",
+    )  # fmt: skip
+    simulate_command.add_simulate_arguments(simulate)
+    simulate.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
+    simulate.add_argument("--model", help="refuse a calibration of another")
+    add_engine_flags(simulate)
+    simulate.set_defaults(run=lambda options: simulate_command.simulate(options, engine_options(options)))
 
     for command in (generate, chat):
         command.add_argument(

@@ -22,6 +22,11 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
         "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
     )
     command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
+    add_engine_flags(command)
+
+
+def add_engine_flags(command: argparse.ArgumentParser) -> None:
+    """A flag for each of `EngineConfig`'s options."""
     add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
 
 

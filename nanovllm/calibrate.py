@@ -1,0 +1,229 @@
+"""Measures an engine's steps on this machine and fits a cost model to them.
+
+A scenario is some requests that make steps of many shapes: chunks, decodes, both. All scenarios run one after the
+other, several times, each with an empty prefix cache. The k-th step of one has the same shape every time, and the
+median of its times counts, so a disturbance is seen only if it hits the same step in most rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import transformers
+from torch import nn
+
+import nanovllm
+from nanovllm.batch import ScheduledBatch
+from nanovllm.calibration import Calibration
+from nanovllm.config import EngineConfig
+from nanovllm.cost_model import CostModel, StepSample, StepShape, fit
+from nanovllm.engine import Engine
+from nanovllm.loader import LoadedModel
+from nanovllm.opening import open_engine
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.step_records import StepRecord
+
+logger = logging.getLogger("nanovllm")
+
+# Prompt tokens of a scenario at most, which bounds its time: some seconds.
+MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 131_072}
+NUM_DECODES = 6  # steps of decodes in a scenario
+
+
+class Group(NamedTuple):
+    """So many equal requests, added once the scenario has made so many steps."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    after_steps: int = 0
+
+
+Scenario = tuple[Group, ...]
+
+
+class _NotingScheduler(Scheduler):
+    """Remembers the shape of every batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shapes: dict[int, StepShape] = {}
+
+    def schedule(self) -> ScheduledBatch | None:
+        batch = super().schedule()
+        if batch is not None:
+            self.shapes[batch.step_id] = StepShape.of(batch)
+        return batch
+
+
+def calibrate(
+    model: str | os.PathLike[str] | nn.Module,
+    *,
+    tokenizer: Any = None,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> Calibration:
+    """Measure an engine; takes a minute or two on a CPU.
+
+    Args:
+        repeats: how often each scenario is measured.
+        clock: the time in seconds.
+        options: as for `LLM`; without `overlap`, since steps are measured one by one.
+
+    Raises what `LLM` raises, and ValueError for options that cannot be measured.
+    """
+    if options.pop("overlap", None):
+        raise ValueError("steps are measured one by one; leave overlap out, and give it to the simulation instead.")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it must be at least 1.")
+    records: list[StepRecord] = []
+    engine = open_engine(model, tokenizer, records.append, options | {"overlap": False}, clock=clock)
+    try:
+        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+        plan = scenarios(engine.config)
+        _run(engine, plan[0], seed=0)  # the warm-up
+        rounds: list[list[StepSample]] = []
+        for number in range(1, repeats + 1):
+            logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
+            of_round: list[StepSample] = []
+            for scenario in plan:
+                records.clear()
+                _run(engine, scenario, seed=number)
+                of_round += _samples(records, scheduler.shapes)
+            rounds.append(of_round)
+        samples = list(_medians(rounds))
+        launch_blocks = engine.model_runner.device.type == "cpu"
+        cost_model = fit(samples, launch_blocks=launch_blocks)
+        name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
+        return _describe(engine, name, samples, cost_model)
+    finally:
+        engine.close()
+
+
+def scenarios(config: EngineConfig) -> list[Scenario]:
+    """What is run, as far as the engine's limits allow: the same for every engine with the same limits."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
+    counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
+    decodes: list[Scenario] = [
+        (Group(count, length, NUM_DECODES + 1),) for length in (16, 256, 1024) for count in counts
+    ]
+    prompts: list[Scenario] = [(Group(1, 2**power, 1),) for power in range(3, 13)]
+    prompts += [(Group(count, length, 1),) for count, length in ((4, 16), (16, 16), (64, 16), (8, 64), (4, 256))]
+    mixed: list[Scenario] = [
+        (Group(count, 64, NUM_DECODES + 1), Group(1, length, 2, after_steps=3))
+        for count in (4, 16, 48)
+        for length in (64, 256, 1024)
+    ]
+
+    def fits(scenario: Scenario) -> bool:
+        longest = max(group.num_prompt_tokens + group.num_output_tokens for group in scenario)
+        total = sum(
+            group.num_requests * -(-(group.num_prompt_tokens + group.num_output_tokens) // config.block_size)
+            for group in scenario
+        )
+        num_seqs = sum(group.num_requests for group in scenario)
+        is_small = total * config.block_size <= room and num_seqs <= config.max_num_seqs
+        return is_small and longest <= config.max_model_len
+
+    return [scenario for scenario in prompts + decodes + mixed if fits(scenario)]
+
+
+def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
+    r = random.Random(seed)
+    vocab_size = engine.model_runner.binding.model.get_input_embeddings().num_embeddings
+    engine.reset_prefix_cache()
+    groups = sorted(scenario, key=lambda group: group.after_steps)
+    num_added = num_steps = 0
+    while groups or engine.has_unfinished:
+        while groups and (groups[0].after_steps <= num_steps or not engine.has_unfinished):
+            group = groups.pop(0)
+            params = SamplingParams(temperature=0.0, max_tokens=group.num_output_tokens, ignore_eos=True)
+            for _ in range(group.num_requests):
+                prompt = [r.randrange(vocab_size) for _ in range(group.num_prompt_tokens)]
+                engine.add_request(f"calibration-{num_added}", prompt, params)
+                num_added += 1
+        engine.step()
+        num_steps += 1
+    for output in engine.outputs:
+        if output.error:
+            raise RuntimeError(output.error)
+    engine.outputs.clear()
+
+
+def _samples(records: list[StepRecord], shapes: dict[int, StepShape]) -> Iterator[StepSample]:
+    """Of one run; time between two steps in which nothing was added counts as the first one's update."""
+    for record, following in zip(records, [*records[1:], None], strict=True):
+        shape, update_time = shapes[record.step_id], record.update_time
+        if following is not None and following.num_prefill_tokens == 0:
+            in_step = following.schedule_time + following.execute_time + following.update_time
+            update_time += max(0.0, following.time - record.time - in_step)
+        yield StepSample(shape, record.schedule_time, record.execute_time, update_time)
+
+
+def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
+    for of_step in zip(*rounds, strict=True):
+        if len({sample.shape for sample in of_step}) != 1:
+            raise RuntimeError(f"the same requests made steps of different shapes: {of_step}")
+        yield StepSample(of_step[0].shape, *(median(sample[part] for sample in of_step) for part in (1, 2, 3)))
+
+
+def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
+    """Relative errors of the device's time: median, p90 and the largest."""
+    errors = sorted(abs(cost_model.device.seconds(s.shape) / s.execute_time - 1.0) for s in samples)
+    return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
+
+
+def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model: CostModel) -> Calibration:
+    config, runner = engine.config, engine.model_runner
+    device = runner.device.type
+    loaded = LoadedModel(runner.binding.model, None, is_live=runner.binding.is_live, identity=model)
+    hardware: dict[str, Any] = {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name(runner.device)
+    return Calibration(
+        model=model,
+        dtype=str(runner.binding.dtype).removeprefix("torch."),
+        device=device,
+        attention_backend=runner.attention_backend,
+        enforce_eager=config.enforce_eager,
+        cuda_graphs=config.cuda_graphs,
+        block_size=config.block_size,
+        max_position_embeddings=loaded.max_position_embeddings,
+        kv_token_bytes=runner.binding.cache_bytes(1),
+        kv_cache_bytes=config.num_kv_blocks * runner.binding.cache_bytes(config.block_size),
+        hardware=hardware,
+        versions={
+            "nanovllm": nanovllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        num_samples=len(samples),
+        residuals=residuals(samples, cost_model),
+        cost_model=cost_model,
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

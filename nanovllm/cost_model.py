@@ -1,0 +1,187 @@
+"""How long a step takes, from what it computes; fitted to measured steps with coefficients that are never negative."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+from nanovllm.batch import ScheduledBatch
+
+# Where the slope of the dense work may change: below, reading the weights decides, above it the arithmetic.
+KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class StepShape(NamedTuple):
+    """What a step's time depends on.
+
+    num_tokens: new tokens, all of which pass the dense layers.
+    num_decodes, num_chunks: sequences by the kind of their attention.
+    num_context_tokens: KV entries that the decodes read.
+    num_chunk_pairs: pairs of a query and a key that the chunks' attention multiplies.
+    num_samples: rows that reach the vocabulary projection and draw a token.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_chunks: int
+    num_context_tokens: int
+    num_chunk_pairs: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> StepShape:
+        num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
+        for _, start, size, samples, _, _ in batch.prefills:
+            num_tokens += size
+            num_pairs += size * start + size * (size + 1) // 2
+            num_samples += samples
+        context = sum([entry.start for entry in batch.entries[:num_decodes]]) + num_decodes
+        num_chunks = len(batch.entries) - num_decodes
+        return cls(num_tokens, num_decodes, num_chunks, context, num_pairs, num_samples)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_decodes + self.num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCost:
+    """Seconds of a step between its launch and its tokens.
+
+    fixed: of any step: the weights are read, the kernels started.
+    per_token_below, per_token_above: dense work of each new token up to the `knee`-th, and of each one behind it. Where
+        reading the weights bounds small steps the first is about 0, and both together are a floor and a slope.
+    per_decode, per_chunk: attention of one more sequence.
+    per_context_token: reading one token's K and V for a decode.
+    per_chunk_pair: one query with one key of a chunk.
+    per_sample: vocabulary projection and drawing, of a row.
+    """
+
+    knee: int
+    fixed: float = 0.0
+    per_token_below: float = 0.0
+    per_token_above: float = 0.0
+    per_decode: float = 0.0
+    per_chunk: float = 0.0
+    per_context_token: float = 0.0
+    per_chunk_pair: float = 0.0
+    per_sample: float = 0.0
+
+    def seconds(self, shape: StepShape) -> float:
+        return sum(map(mul, self.coefficients, _columns(shape, self.knee)))
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """In the order of `_columns`."""
+        return (
+            self.fixed,
+            self.per_token_below,
+            self.per_token_above,
+            self.per_decode,
+            self.per_chunk,
+            self.per_context_token,
+            self.per_chunk_pair,
+            self.per_sample,
+        )
+
+
+def _columns(shape: StepShape, knee: int) -> tuple[int, ...]:
+    """What the coefficients of `DeviceCost` multiply, in their order."""
+    below = min(shape.num_tokens, knee)
+    return (1, below, shape.num_tokens - below, *shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Seconds of the host's bookkeeping for a step, and more for each of its sequences."""
+
+    fixed: float = 0.0
+    per_sequence: float = 0.0
+
+    def seconds(self, num_sequences: int) -> float:
+        return self.fixed + self.per_sequence * num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step's parts.
+
+    schedule: deciding on it.
+    device: launching and computing it.
+    update: from its tokens' arrival to the beginning of the next step.
+    launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing.
+    """
+
+    schedule: HostCost
+    device: DeviceCost
+    update: HostCost
+    launch_blocks: bool = True
+
+
+class StepSample(NamedTuple):
+    """One step as it was measured; times in seconds."""
+
+    shape: StepShape
+    schedule_time: float
+    execute_time: float
+    update_time: float
+
+
+def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
+    """The cost model with the least squared relative errors.
+
+    Raises ValueError if there are fewer samples than coefficients.
+    """
+    if len(samples) < 10:
+        raise ValueError(f"{len(samples)} measured steps are too few to fit a cost model; at least 10 are needed.")
+    return CostModel(
+        schedule=_fit_host(samples, [sample.schedule_time for sample in samples]),
+        device=fit_device([sample.shape for sample in samples], [sample.execute_time for sample in samples]),
+        update=_fit_host(samples, [sample.update_time for sample in samples]),
+        launch_blocks=launch_blocks,
+    )
+
+
+def fit_device(shapes: Sequence[StepShape], seconds: Sequence[float]) -> DeviceCost:
+    """The coefficients and the knee with the least squared relative errors."""
+    fits = []
+    for knee in KNEES:
+        coefficients, error = non_negative_least_squares([_columns(shape, knee) for shape in shapes], seconds)
+        fits.append((error, DeviceCost(knee, *coefficients)))
+    return min(fits, key=lambda candidate: candidate[0])[1]
+
+
+def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
+    coefficients, _ = non_negative_least_squares([(1, sample.shape.num_sequences) for sample in samples], seconds)
+    return HostCost(*coefficients)
+
+
+def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:
+    """Coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / targets)², and that sum.
+
+    The best c is the plain least-squares solution over its own positive entries, so of the solutions over all subsets
+    of columns that came out positive it is the one with the least error. With at most eight columns there are few.
+    """
+    import numpy as np  # the only place that needs it
+
+    times = np.asarray(targets, dtype=float)
+    keep = times > 0.0
+    matrix = np.asarray(rows, dtype=float)[keep] / times[keep, None]  # [num_samples, num_columns], relative
+    scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
+    # A rotation leaves all distances as they are, and as many rows as there are columns.
+    triangle = np.linalg.qr(np.column_stack([matrix / scale, np.ones(len(matrix))])).R
+    matrix, goal = triangle[:, :-1], triangle[:, -1]
+    num_columns = matrix.shape[1]
+    best, least = np.zeros(num_columns), float(goal @ goal)
+    for size in range(1, num_columns + 1):
+        for columns in itertools.combinations(range(num_columns), size):
+            part = matrix[:, columns]
+            solution = np.linalg.lstsq(part, goal, rcond=None)[0]
+            misses = part @ solution - goal
+            if misses @ misses < least and (solution >= 0.0).all():
+                best, least = np.zeros(num_columns), float(misses @ misses)
+                best[list(columns)] = solution
+    return (best / scale).tolist(), least

@@ -1,0 +1,127 @@
+"""The cost model: what a batch's shape counts, and that a fit finds the costs that made the samples."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.cost_model import CostModel, DeviceCost, HostCost, StepSample, StepShape, fit, non_negative_least_squares
+from tests.scheduling import Loop, make_scheduler
+
+TRUE = CostModel(
+    HostCost(2e-5, 1e-6),
+    DeviceCost(
+        knee=32,
+        fixed=10e-3,
+        per_token_below=0.02e-3,
+        per_token_above=0.2e-3,
+        per_decode=0.05e-3,
+        per_chunk=0.3e-3,
+        per_context_token=4e-7,
+        per_chunk_pair=5e-8,
+        per_sample=0.03e-3,
+    ),
+    HostCost(3e-5, 2e-6),
+)
+
+
+def random_shape(r: random.Random) -> StepShape:
+    num_decodes, num_chunks = r.choice([0, 1, 2, 4, 8, 16, 32, 64]), r.choice([0, 1, 1, 2, 4, 8])
+    if num_decodes == num_chunks == 0:
+        num_chunks = 1
+    new = num_chunks * r.choice([8, 16, 32, 64, 128])
+    context, chunk_context = num_decodes * r.randint(1, 2000), r.choice([0, 0, 1024, 4096])
+    num_samples = num_decodes + r.randint(0, num_chunks)
+    return StepShape(num_decodes + new, num_decodes, num_chunks, context, new * (chunk_context + 20), num_samples)
+
+
+def sampled(shapes: list[StepShape], noise: float, seed: int = 0) -> list[StepSample]:
+    r = random.Random(seed)
+
+    def noisy(seconds: float) -> float:
+        return seconds * (1.0 + r.gauss(0.0, noise))
+
+    return [
+        StepSample(
+            shape,
+            noisy(TRUE.schedule.seconds(shape.num_sequences)),
+            noisy(TRUE.device.seconds(shape)),
+            noisy(TRUE.update.seconds(shape.num_sequences)),
+        )
+        for shape in shapes
+    ]
+
+
+def worst_error(fitted: CostModel, shapes: list[StepShape]) -> float:
+    return max(abs(fitted.device.seconds(shape) / TRUE.device.seconds(shape) - 1.0) for shape in shapes)
+
+
+def test_a_shape_counts_tokens_sequences_context_pairs_and_samples():
+    loop = Loop(make_scheduler(max_num_batched_tokens=16))
+    loop.add(range(6), max_tokens=9)
+    loop.add(range(100, 103), max_tokens=9)
+    first = loop.step()
+    loop.add(range(200, 220), max_tokens=9)
+    second = loop.step()
+    assert StepShape.of(first) == (9, 0, 2, 0, 6 * 7 // 2 + 3 * 4 // 2, 2)
+    # Two decodes read 7 and 4 tokens; 12 of the 20 prompt tokens fit in whole blocks of 4.
+    assert StepShape.of(second) == (14, 2, 1, 11, 12 * 13 // 2, 2)
+    assert StepShape.of(loop.step()) == (10, 2, 1, 13, 8 * 12 + 8 * 9 // 2, 3)
+
+
+def test_without_noise_the_fit_is_exact():
+    r = random.Random(1)
+    shapes = [random_shape(r) for _ in range(80)]
+    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=True)
+    assert fitted.device.coefficients == pytest.approx(TRUE.device.coefficients, rel=1e-6)
+    assert fitted.device.knee == TRUE.device.knee
+    assert (fitted.schedule.fixed, fitted.schedule.per_sequence) == pytest.approx((2e-5, 1e-6))
+    assert (fitted.update.fixed, fitted.update.per_sequence) == pytest.approx((3e-5, 2e-6))
+
+
+def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
+    r = random.Random(2)
+    fitted = fit(sampled([random_shape(r) for _ in range(200)], noise=0.05), launch_blocks=True)
+    assert worst_error(fitted, [random_shape(r) for _ in range(200)]) < 0.06
+    assert fitted.device.fixed == pytest.approx(TRUE.device.fixed, rel=0.1)
+    assert fitted.device.per_context_token == pytest.approx(TRUE.device.per_context_token, rel=0.1)
+
+
+def test_small_steps_weigh_as_much_as_large_ones():
+    # One large step is 30 % off; in absolute terms it would outweigh all the small ones.
+    r = random.Random(3)
+    shapes = [StepShape(n, n, 0, n * 100, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
+    samples = sampled(shapes, noise=0.01)
+    large = StepShape(4096, 0, 1, 0, 4096 * 2048, 1)
+    samples.append(StepSample(large, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
+    fitted = fit(samples, launch_blocks=True)
+    assert worst_error(fitted, r.sample(shapes, 10)) < 0.02
+
+
+def test_no_coefficient_is_ever_negative():
+    # Unconstrained, the second column would get -1.
+    coefficients, error = non_negative_least_squares([(1, 0), (1, 0.5), (1, 0.9)], [1.0, 0.5, 0.1])
+    assert coefficients[1] == 0.0
+    assert coefficients[0] > 0.0
+    assert error > 0.0
+
+
+def test_the_least_squares_minimum_is_no_worse_than_points_around_it():
+    r = random.Random(4)
+    rows = [[r.random() for _ in range(4)] for _ in range(30)]
+    targets = [r.uniform(0.5, 1.5) for _ in rows]
+
+    def error_at(coefficients: list[float]) -> float:
+        predicted = [sum(c * x for c, x in zip(coefficients, row, strict=True)) for row in rows]
+        return sum((p / t - 1.0) ** 2 for p, t in zip(predicted, targets, strict=True))
+
+    best, error = non_negative_least_squares(rows, targets)
+    assert error == pytest.approx(error_at(best))
+    for _ in range(300):
+        assert error_at([max(0.0, c + r.gauss(0.0, 0.05)) for c in best]) >= error - 1e-12
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="3 measured steps are too few"):
+        fit(sampled([StepShape(1, 1, 0, 1, 0, 1)] * 3, noise=0.0), launch_blocks=True)
