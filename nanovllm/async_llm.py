@@ -53,7 +53,9 @@ class AsyncLLM:
         self._intake = Intake(engine)
         self._mailroom = Mailroom()
         self._engine_loop = EngineLoop(engine, self._mailroom)
-        # Tokenising a long prompt would hold up the event loop; one thread, since tokenizers may not like several.
+        self._clock = engine.clock
+        self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
+        # Tokenising a long prompt would hold up the event loop.
         self._preparation = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanovllm-prepare")
         weakref.finalize(self, self._engine_loop.stop).atexit = False  # if it is forgotten without being closed
 
@@ -84,8 +86,8 @@ class AsyncLLM:
         RuntimeError once it is closed.
         """
         prepare = partial(
-            self._intake.prepare,
-            [prompt],
+            self._intake.prepare_one,
+            prompt,
             sampling_params,
             priority=priority,
             cache_salt=cache_salt,
@@ -104,14 +106,16 @@ class AsyncLLM:
         request_id = options.pop("request_id", None)
         output_kind = options.pop("output_kind", OutputKind.CUMULATIVE)
 
-        def prepare() -> list[PreparedRequest]:
-            return self._intake.prepare(self._intake.apply_chat_template([messages]), sampling_params, **options)
+        def prepare(*, arrival_time: float) -> PreparedRequest:
+            token_ids = self._intake.apply_chat_template_to(messages)
+            return self._intake.prepare_one(token_ids, sampling_params, arrival_time=arrival_time, **options)
 
         return self._generate(prepare, request_id, output_kind)
 
     async def _generate(
-        self, prepare: Callable[[], list[PreparedRequest]], request_id: str | None, output_kind: OutputKind | str
+        self, prepare: Callable[..., PreparedRequest], request_id: str | None, output_kind: OutputKind | str
     ) -> AsyncGenerator[RequestOutput, None]:
+        arrival_time = self._clock()
         if request_id is None:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str) or not request_id:
@@ -120,16 +124,24 @@ class AsyncLLM:
         if output_kind not in kinds:
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(kinds)}.")
         kind = OutputKind(output_kind)
-        (request,) = await self._prepare(prepare)
         stream = Stream(kind)
 
         def add(engine: Engine) -> None:
             request.add_to(engine, request_id, kind)
             self._mailroom.open(request_id, stream)
+            if self._preparing.get(request_id):
+                self._abort_in(engine, request_id)
 
+        if request_id in self._preparing:
+            raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
+        self._preparing[request_id] = False
         is_finished = False
         try:
-            await self._run(add)
+            try:
+                request = await self._prepare(partial(prepare, arrival_time=arrival_time))
+                await self._run(add)
+            finally:
+                del self._preparing[request_id]
             while not is_finished:
                 output = await stream.next()
                 is_finished = output.finished
@@ -139,6 +151,7 @@ class AsyncLLM:
                 self._abandon(request_id, stream)
 
     async def _prepare(self, prepare: Callable[[], Result]) -> Result:
+        self._engine_loop.check_process()
         try:
             future = self._preparation.submit(prepare)
         except RuntimeError:  # it is shut down
@@ -168,12 +181,21 @@ class AsyncLLM:
         """End a request now; its stream ends with finish_reason "abort" and what it had got. False if none runs."""
 
         def abort(engine: Engine) -> bool:
-            output = engine.abort(request_id)
-            if output is not None:
-                self._mailroom.deliver([output])
-            return output is not None
+            if self._abort_in(engine, request_id):
+                return True
+            if request_id not in self._preparing:
+                return False
+            self._preparing[request_id] = True  # it ends as soon as it is queued
+            return True
 
         return await self._run(abort)
+
+    def _abort_in(self, engine: Engine, request_id: str) -> bool:
+        """From the engine's thread."""
+        output = engine.abort(request_id)
+        if output is not None:
+            self._mailroom.deliver([output])
+        return output is not None
 
     # ------------------------------------------------------------------------------------------------------- state
 

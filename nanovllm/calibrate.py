@@ -200,7 +200,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         model=model,
         dtype=str(runner.binding.dtype).removeprefix("torch."),
         device=device,
-        attention_backend=runner.attention_backend,
+        attention_backend=runner.config.attention_backend,
         enforce_eager=config.enforce_eager,
         cuda_graphs=config.cuda_graphs,
         block_size=config.block_size,

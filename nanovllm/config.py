@@ -47,7 +47,8 @@ class EngineConfig:
     max_model_len: longest sequence in tokens, prompt and output together; at most the model's own limit.
     max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
     max_num_seqs: sequences that run at once.
-    max_queue: requests that may wait for one of these places; one more is refused (QueueFullError). None: no limit.
+    max_queue: unfinished requests (each sample is one) beyond max_num_seqs; one more is refused (QueueFullError). None:
+        no limit.
     priority_ageing_s: seconds since its arrival for which a request gains one level of priority, so that none starves;
         None or 0: none.
     block_size: tokens in a KV block: 16, 32, 64, 128 or 256.
@@ -108,7 +109,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory_bytes"):
             self._check_integer(name, low=1)
-        self._check_integer("max_queue", low=1)
+        self._check_integer("max_queue", low=0)
         self._check_integer("num_kv_blocks", low=2)
         for name in ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"):
             self._check_integer(name, low=1)

@@ -29,7 +29,7 @@ from nanovllm.request_checks import check_params, check_prompt, truncated
 from nanovllm.sampler import request_seed, sample_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.step_records import StepHook, StepRecorder
 
 
@@ -75,10 +75,11 @@ class Engine:
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
-        self._clock = clock
+        self.clock = clock
         self._recorder = StepRecorder(on_step)
         self._requests: dict[str, list[Request]] = {}  # one for each sample, in order of their index
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
+        self._failures: dict[Sequence, int] = {}  # failed steps in a row
         self._num_added = self._num_sequences = 0
         self._in_flight: deque[_LaunchedStep] = deque()  # launched, and not read yet
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
@@ -104,13 +105,17 @@ class Engine:
         binding = self.model_runner.binding
         check_params(params, vocab_size=self._vocab_size, tokenizer=self.tokenizer, binding=binding)
 
-    def check_queue(self, count: int = 1) -> None:
-        """Raise QueueFullError if there is no room for this many more requests."""
+    def check_queue(self, count: int) -> None:
+        """Raise QueueFullError if there is no room for this many more sequences, each sample being one."""
         limit, places = self.config.max_queue, self.config.max_num_seqs
-        if limit is not None and len(self._requests) + count > places + limit:
+        if limit is None:
+            return
+        num_unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
+        if num_unfinished + count > places + limit:
             raise QueueFullError(
-                f"{len(self._requests)} requests are unfinished; with {count} more there would be more than "
-                f"max_num_seqs ({places}) to run and max_queue ({limit}) to wait. Try again later, or raise max_queue."
+                f"{num_unfinished} requests (samples of one counted singly) are unfinished; with {count} more there "
+                f"would be more than max_num_seqs ({places}) to run and max_queue ({limit}) to wait. Try again later, "
+                "or raise max_queue."
             )
 
     def add_request(
@@ -123,7 +128,9 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         timeout: float | None = None,
+        arrival_time: float | None = None,
         output_kind: OutputKind = OutputKind.FINAL,
+        is_checked: bool = False,
     ) -> None:
         """Queue a request.
 
@@ -131,21 +138,24 @@ class Engine:
             request_id: names it in its outputs; no request that runs may have the same.
             priority: lower runs first.
             cache_salt: requests share prefixes only with those of the same salt.
-            timeout: seconds from now after which a step ends it with finish_reason "timeout".
+            timeout: seconds from its arrival after which a step ends it with finish_reason "timeout".
+            arrival_time: on the engine's clock; None for now.
             output_kind: unless FINAL, `step` gives an output each time it advances. An interrupt from the keyboard may
                 lose a DELTA or double it, so these are for threads that meet none.
+            is_checked: it has passed `check_request`.
 
         Raises ValueError or TypeError (see `check_request`), QueueFullError and EngineDeadError.
         """
         self.check_alive()
-        self.check_request(prompt_token_ids, params)
-        self.check_queue()
+        if not is_checked:
+            self.check_request(prompt_token_ids, params)
+        self.check_queue(params.n)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
-        prompt_token_ids = truncated(prompt_token_ids, params)
+        prompt_token_ids = list(truncated(prompt_token_ids, params))
         bad_words = spellings_of(params.bad_words, self.tokenizer)
         seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
-        now = self._clock()
+        now = self.clock() if arrival_time is None else arrival_time
         sequences = [
             Sequence(
                 request_id,
@@ -168,6 +178,7 @@ class Engine:
             Request(
                 sequence,
                 prompt,
+                prompt_token_ids,
                 self.tokenizer,
                 output_kind=output_kind,
                 deadline=deadline,
@@ -196,16 +207,16 @@ class Engine:
                 if not sample.sequence.is_finished:
                     self.scheduler.finish(sample.sequence, "abort")
             self._discard_if_idle()
-        return self._output_of(samples, self._clock())
+        return self._output_of(samples, self.clock())
 
     def give_up(self, failure: StepError, num_failed_steps: int) -> None:
-        """End with finish_reason "error" requests of a failed step that got no token in so many steps, all failed.
+        """End with finish_reason "error" requests of a failed step for which so many in a row have failed.
 
         Those that never got one are suspected first: only if there are none, the others end. See `outputs` for theirs.
         """
         with self._changing():
             requests = [self._requests[request_id] for request_id in failure.request_ids]
-            hopeless = [r for r in requests if any(sample.num_failed_steps >= num_failed_steps for sample in r)]
+            hopeless = [r for r in requests if any(self._failures.get(s.sequence, 0) >= num_failed_steps for s in r)]
             suspects = [r for r in hopeless if not any(sample.sequence.num_output_tokens for sample in r)]
             self._end(suspects or hopeless, "error", str(failure))
             self._discard_if_idle()
@@ -223,7 +234,10 @@ class Engine:
             self._end([self._requests[self._deadlines[0][1]]], "timeout")
 
     def _forget(self, request_id: str) -> None:
-        deadline = self._requests.pop(request_id)[0].deadline
+        samples = self._requests.pop(request_id)
+        deadline = samples[0].deadline
+        for sample in samples:
+            self._failures.pop(sample.sequence, None)
         if deadline is not None:
             self._deadlines.discard((deadline, request_id))
 
@@ -261,38 +275,41 @@ class Engine:
         """The step itself; returns the error that undid it, if one did, and the ids of the requests concerned."""
         if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
             self._drop_computed()
-        start = self._clock()
+        start = self.clock()
         self._end_overdue(start)
         if self._ended_unseen:
             self._collect(self._ended_unseen)
             return None
         batch = self.scheduler.schedule()
-        scheduled = self._clock()
+        scheduled = self.clock()
         try:
             if batch is not None:
                 pending = self.model_runner.execute(batch)
-                self._in_flight.append(_LaunchedStep(batch, pending, scheduled - start, self._clock() - scheduled))
+                self._in_flight.append(_LaunchedStep(batch, pending, scheduled - start, self.clock() - scheduled))
                 self._note_first_scheduled(batch, start)
                 if self.config.overlap and len(self._in_flight) == 1:
                     return None
             if not self._in_flight:
                 return None
             launched = self._in_flight[0]
-            waits = self._clock()
+            waits = self.clock()
             token_ids = launched.pending.result()
-            read = self._clock()
+            read = self.clock()
         except BaseException as error:
             # A launch that failed may have overwritten the tokens of the step before, so that one is undone too.
             first = self._in_flight[0].batch if self._in_flight else batch
             sequences = [] if first is None else self.scheduler.rollback(first)
             self._in_flight.clear()
             for sequence in sequences:
-                self._requests[sequence.request_id][sequence.index].num_failed_steps += 1
+                self._failures[sequence] = self._failures.get(sequence, 0) + 1
             return error, list(dict.fromkeys(sequence.request_id for sequence in sequences))
         self._in_flight.popleft()
+        if self._failures:
+            for entry in launched.batch.entries:
+                self._failures.pop(entry.sequence, None)
         launched.pending.report.record(launched.batch.sampling, token_ids)
         self._collect(self.scheduler.update(launched.batch, token_ids))
-        now = self._clock()
+        now = self.clock()
         execute_time = launched.launch_time + read - waits
         self._recorder.record(self.scheduler, launched.batch, now, launched.schedule_time, execute_time, now - read)
         self._discard_if_idle()
@@ -315,18 +332,22 @@ class Engine:
             self._in_flight.clear()
 
     def _collect(self, advanced: list[Sequence]) -> None:
-        now = self._clock()
+        now = self.clock()
+        requests: dict[str, list[Request]] = {}  # those that somebody may have to be told of
         for sequence in advanced:
-            sample = self._requests[sequence.request_id][sequence.index]
+            samples = self._requests[sequence.request_id]
+            sample = samples[sequence.index]
             try:
                 self._advance(sample, now)
             except Exception as error:
                 self._give_up_text(sample, error)
-        outputs = []
-        for request_id in dict.fromkeys(sequence.request_id for sequence in advanced):
-            samples = self._requests[request_id]
-            if samples[0].is_streamed or all(sample.sequence.is_finished for sample in samples):
-                outputs.append(self._output_of(samples, now))
+            if sample.is_streamed or sequence.status is SequenceStatus.FINISHED:
+                requests[sequence.request_id] = samples
+        outputs = [
+            self._output_of(samples, now)
+            for samples in requests.values()
+            if samples[0].is_streamed or all(sample.sequence.is_finished for sample in samples)
+        ]
         self.outputs.extend(outputs)
         for output in outputs:  # only now, so that an interrupt loses none (it may double one)
             if output.finished:
@@ -382,6 +403,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.block_manager)
         self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
         self._in_flight.clear()
+        self._failures.clear()
         self._ended_unseen = []
         deadlines = [(samples[0].deadline, request_id) for request_id, samples in self._requests.items()]
         self._deadlines = SortedList(entry for entry in deadlines if entry[0] is not None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,9 +20,11 @@ from nanovllm.streams import Mailroom
 logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
 
-# After so many failed steps in a row requests of theirs end with an error. Until then they are tried again, since what
+# After so many failed steps of theirs in a row requests end with an error. Until then they are tried again, since what
 # was missing may have been memory, for a moment.
 MAX_FAILED_STEPS = 3
+# Clients whose event loop was closed are looked for so often, in seconds.
+CLIENT_CHECK_SECONDS = 1.0
 # At the interpreter's exit the step that runs is waited for, but no longer than this.
 EXIT_SECONDS = 30.0
 
@@ -41,6 +45,8 @@ class EngineLoop:
         self._is_stopping = False
         self._has_ended = False
         self._cause: BaseException | None = None
+        self._last_look = time.monotonic()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
         self._thread.start()
@@ -49,6 +55,7 @@ class EngineLoop:
 
     def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
         """Run `call(engine)` before the next step; raises EngineDeadError or RuntimeError (closed) if there is none."""
+        self.check_process()
         future: Future[Result] = Future()
         with self._changes:
             if self._is_stopping or self._has_ended:
@@ -56,6 +63,13 @@ class EngineLoop:
             self._calls.append((future, call))
             self._changes.notify()
         return future
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child, which has no thread of the engine."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this AsyncLLM lives in process {self._process}, and a forked child cannot use it; build one there."
+            )
 
     def refusal(self) -> Exception:
         """A new exception for one caller: why nothing is run any more."""
@@ -93,6 +107,7 @@ class EngineLoop:
                         if self._engine.has_unfinished:
                             self._step()
                         call.step()
+                        self._look_for_clients()
             self._answer()
             self._abort([*self._engine.request_ids])  # stopped
         except BaseException as error:
@@ -133,6 +148,12 @@ class EngineLoop:
             outputs = list(self._engine.outputs)
             self._engine.outputs.clear()
             self._abort(self._mailroom.deliver(outputs))
+
+    def _look_for_clients(self) -> None:
+        now = time.monotonic()
+        if now - self._last_look > CLIENT_CHECK_SECONDS:
+            self._last_look = now
+            self._abort(self._mailroom.without_loop())
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -30,6 +30,7 @@ class PreparedRequest:
     priority: int
     cache_salt: str
     timeout: float | None  # seconds
+    arrival_time: float  # on the engine's clock
 
     def add_to(self, engine: Engine, request_id: str, output_kind: OutputKind) -> None:
         engine.add_request(
@@ -40,7 +41,9 @@ class PreparedRequest:
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout=self.timeout,
+            arrival_time=self.arrival_time,
             output_kind=output_kind,
+            is_checked=True,
         )
 
 
@@ -64,12 +67,39 @@ class Intake:
 
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
-        prompts = _as_prompts(prompts)
+        return self._prepare_each(
+            _as_prompts(prompts), sampling_params, priority, cache_salt, timeout, self._engine.clock()
+        )
+
+    def prepare_one(
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        *,
+        priority: Any = 0,
+        cache_salt: Any = "",
+        timeout: Any = None,
+        arrival_time: float | None = None,
+    ) -> PreparedRequest:
+        """The same for one prompt, which arrived at `arrival_time` on the engine's clock (None for now)."""
+        arrival_time = self._engine.clock() if arrival_time is None else arrival_time
+        (request,) = self._prepare_each([prompt], sampling_params, priority, cache_salt, timeout, arrival_time)
+        return request
+
+    def _prepare_each(
+        self,
+        prompts: list[Any],
+        sampling_params: Any,
+        priority: Any,
+        cache_salt: Any,
+        timeout: Any,
+        arrival_time: float,
+    ) -> list[PreparedRequest]:
         count = len(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         params = _one_each("sampling_params", sampling_params, SamplingParams, count)
-        priorities = _one_each("priority", priority, int, count)
+        priorities = [int(value) for value in _one_each("priority", priority, numbers.Integral, count)]
         salts = _one_each("cache_salt", cache_salt, str, count)
         timeouts = _one_each("timeout", timeout, numbers.Real | None, count)
         requests = []
@@ -84,9 +114,8 @@ class Intake:
                     raise
                 raise type(error)(f"prompt {number}: {error}") from error
             text = prompt if isinstance(prompt, str) else None
-            requests.append(
-                PreparedRequest(text, token_ids, params[number], priorities[number], salts[number], timeouts[number])
-            )
+            own = params[number], priorities[number], salts[number], timeouts[number]
+            requests.append(PreparedRequest(text, token_ids, *own, arrival_time))
         return requests
 
     def _tokenize(self, prompt: Any) -> list[int]:
@@ -102,24 +131,30 @@ class Intake:
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
     ) -> list[list[int]]:
         """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
-        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
-            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
             raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         for conversation in conversations:
-            is_list = isinstance(conversation, SequenceABC) and not isinstance(conversation, str)
-            if not is_list or not conversation or not all(map(_is_message, conversation)):
-                raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
-        return [self._apply_chat_template(conversation) for conversation in conversations]
+            _check_conversation(conversation)
+        return [self.apply_chat_template_to(conversation) for conversation in conversations]
 
-    def _apply_chat_template(self, conversation: Any) -> list[int]:
+    def apply_chat_template_to(self, conversation: Any) -> list[int]:
+        """The same for one conversation."""
+        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
+            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
+        _check_conversation(conversation)
         try:
             return list(
                 self._tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
             )
         except TemplateError as error:  # a template may demand an order of roles, say
             raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+
+
+def _check_conversation(conversation: Any) -> None:
+    is_list = isinstance(conversation, SequenceABC) and not isinstance(conversation, str)
+    if not is_list or not conversation or not all(map(_is_message, conversation)):
+        raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
 
 
 def _is_message(item: Any) -> bool:

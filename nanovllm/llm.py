@@ -57,6 +57,7 @@ class LLM:
         self.tokenizer = engine.tokenizer
         self._engine: Engine | None = engine
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that holds it
         self._request_numbers = itertools.count()
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
         self._inboxes: dict[str, list[RequestOutput]] = {}  # by request id: where the call that waits for it looks
@@ -88,7 +89,10 @@ class LLM:
         (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
         them all and raises.
         """
-        requests = self._prepare(prompts, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        prepared = Intake(self._open_engine()).prepare(
+            prompts, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
+        )
+        requests = {str(next(self._request_numbers)): request for request in prepared}
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = _rate_display(bar, self._open_engine())
@@ -130,19 +134,16 @@ class LLM:
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        requests = self._prepare([prompt], sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout)
-        return self._run(requests, OutputKind.CUMULATIVE)
+        request = Intake(self._open_engine()).prepare_one(
+            prompt, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
+        )
+        return self._run({str(next(self._request_numbers)): request}, OutputKind.CUMULATIVE)
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
     ) -> list[list[int]]:
         """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
         return Intake(self._open_engine()).apply_chat_template(messages)
-
-    def _prepare(self, prompts: Any, sampling_params: Any, **options: Any) -> dict[str, PreparedRequest]:
-        """The requests of one call by their ids, all of them checked before the first is queued."""
-        requests = Intake(self._open_engine()).prepare(prompts, sampling_params, **options)
-        return {str(next(self._request_numbers)): request for request in requests}
 
     def _run(
         self,
@@ -159,7 +160,7 @@ class LLM:
         unfinished = set(requests)
         try:
             with self._turn() as engine:
-                engine.check_queue(len(requests))
+                engine.check_queue(sum(request.params.n for request in requests.values()))
                 for request_id, request in requests.items():
                     self._inboxes[request_id] = inbox
                     request.add_to(engine, request_id, output_kind)
@@ -200,10 +201,24 @@ class LLM:
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
         """The engine, for this thread alone."""
-        with self._lock:
+        with self._own_lock():
             engine = self._open_engine()
             self._abort_abandoned()
             yield engine
+
+    @contextmanager
+    def _own_lock(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "this LLM was called from within one of its own steps, by on_step or a logits processor, and would "
+                "wait for itself for ever. Take note of what is wanted there, and call it after the step."
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     def _abort_abandoned(self) -> None:
         """End the requests that nobody waits for any more; nothing to do for those that have ended."""
@@ -241,7 +256,7 @@ class LLM:
 
     def close(self) -> None:
         """End all requests, free the caches and let go of the model; closing again does nothing."""
-        with self._lock:
+        with self._own_lock():
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,17 +18,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.cpp import CppAttention
-from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
-from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.layout import BatchLayout, build_layout
-from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.attention_choice import AttentionChoice
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
-from nanovllm.direct_executor import AttentionForm, DirectExecutor
+from nanovllm.config import EngineConfig
+from nanovllm.direct_executor import DirectExecutor
 from nanovllm.errors import DeviceError
 from nanovllm.graph_executor import GraphExecutor, workspace_bytes
-from nanovllm.kernels import KernelBuildError, Kernels, has_matrix_tiles, load_kernels
+from nanovllm.kernels import has_matrix_tiles
 from nanovllm.logprobs import PromptRows, StepReport
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampler import Sampler
@@ -89,18 +84,15 @@ class ModelRunner:
         self.binding = binding
         self.device = binding.device
         self.config = config
-        self.may_compile = self._may_compile()
-        self.kernels: Kernels | None = None
-        self.attention_backend = self._choose_backend()
-        self.config = config = replace(
-            config, cuda_graphs=self._may_capture(), attention_backend=self.attention_backend
-        )
-        self.sampler = Sampler(compiles=self._uses_graph_executor)
+        self._choice = choice = AttentionChoice.of(binding, config)
+        captures = choice.captures(config, self.device)
+        self.config = config = replace(config, cuda_graphs=captures, attention_backend=choice.backend)
+        self.sampler = Sampler(compiles=choice.uses_graphs)
         self._structure = binding.structure() if binding.is_live else 0
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its place
         self._executor: DirectExecutor | GraphExecutor
-        if self._uses_graph_executor and not binding.is_live:
+        if choice.uses_graphs and not binding.is_live:
             binding.merge_linears()
         block_bytes = binding.cache_bytes(config.block_size)
         longest = config.max_model_len
@@ -114,8 +106,8 @@ class ModelRunner:
             )  # fmt: skip
         binding.allocate_caches(config.num_kv_blocks * config.block_size)
         self._executor = self._make_executor()
-        if self.may_compile and self.kernels is None:
-            logger.warning("compiling the layers for attention_backend=%r: some seconds", self.attention_backend)
+        if choice.compiles and choice.kernels is None:
+            logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
             self.warm_up()
         elif self.device.type == "cpu" and not binding.is_live:
@@ -129,98 +121,17 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _may_compile(self) -> bool:
-        if self.config.enforce_eager:
-            logger.warning("enforce_eager: nothing is compiled; layers run eagerly, attention is 'sdpa'")
-            return False
-        missing = _missing_compiler(self.device)
-        if missing is None:
-            return True
-        backend = self.config.attention_backend
-        if backend in ("flex", "flash", "cpp"):
-            raise ValueError(
-                f"attention_backend={backend!r} needs {missing}, and none was found. Install g++ or clang++ (or name "
-                "one in the environment variables CC and CXX), or use attention_backend='sdpa'."
-            )
-        logger.warning("%s was not found: nothing is compiled; layers run eagerly, attention is 'sdpa'", missing)
-        return False
-
-    def _choose_backend(self) -> str:
-        """What was measured fastest on the device, as far as it can be had; docs/tuning.md has the figures."""
-        wanted = self.config.attention_backend
-        if wanted == "auto":
-            wanted = "sdpa" if not self.may_compile else "flex" if self.device.type == "cuda" else "cpp"
-        if wanted == "flash":
-            missing = self._missing_for_flash()
-            if missing is not None:
-                raise ValueError(f"attention_backend='flash' cannot be had: {missing}. Use 'auto' or 'flex'.")
-            keep_compiled_kernels()
-        if wanted == "cpp":
-            try:
-                self.kernels = self._load_kernels()
-            except (KernelBuildError, ValueError) as error:
-                if self.config.attention_backend == "cpp":
-                    raise ValueError(f"attention_backend='cpp' cannot be had: {error}") from error
-                logger.warning("attention is 'sdpa', since the C++ kernels cannot be had: %s", error)
-                return "sdpa"
-        return wanted
-
-    def _missing_for_flash(self) -> str | None:
-        layer = self.binding.layers[0]
-        missing = missing_for_flash(self.device, layer.dtype, layer.head_dim)
-        if missing is None and self.config.block_size != FLASH_BLOCK_SIZE:
-            return f"it works on blocks of {FLASH_BLOCK_SIZE} tokens, and block_size is {self.config.block_size}"
-        return missing
-
-    @property
-    def _uses_graph_executor(self) -> bool:
-        return self.attention_backend in ("flex", "flash") and self.device.type == "cuda"
-
-    def _may_capture(self) -> bool:
-        wanted = self.config.cuda_graphs
-        if wanted and not self._uses_graph_executor:
-            raise ValueError(
-                f"cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex', and this engine has "
-                f"{self.attention_backend!r} on {self.device}. Leave it out."
-            )
-        return self._uses_graph_executor if wanted is None else wanted
-
-    def _load_kernels(self) -> Kernels:
-        layer = self.binding.layers[0]
-        if self.device.type != "cpu":
-            raise ValueError(f"they run on a CPU, and the model is on {self.device}.")
-        return load_kernels(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
-
     def _make_executor(self) -> DirectExecutor | GraphExecutor:
-        if self._uses_graph_executor:
+        if self._choice.uses_graphs:
             return GraphExecutor(self.binding, self.config, self.sampler)
-        form = self._make_form(self.attention_backend)
+        form = self._choice.form(self.binding, self.config)
         return DirectExecutor(self.binding, form, self.config.block_size, self.sampler)
-
-    def _make_form(self, backend: str) -> AttentionForm:
-        config, layer = self.config, self.binding.layers[0]
-        if backend == "flex":
-            return FlexAttention(
-                num_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-                num_groups=layer.num_heads // layer.num_kv_heads,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                device=self.device,
-            )
-        page_bytes = self.binding.cache_bytes(config.block_size) // len(self.binding.layers)
-        if backend == "cpp" and self.kernels is not None:
-            return CppAttention(
-                self.kernels,
-                num_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-                page_bytes=page_bytes,
-            )
-        return SdpaAttention(config.block_size, page_bytes, layer.dtype, self.device)
 
     def _pack_weights(self) -> None:
         """A CPU's way, in place of compiled layers: faster, and ready at once."""
-        kernels = None if self.kernels is None or has_matrix_tiles(self.kernels.dtype) else self.kernels
+        kernels = self._choice.kernels
+        if kernels is not None and has_matrix_tiles(kernels.dtype):
+            kernels = None
 
         def run_batches() -> None:
             """At both ends of the positions, since a layer may compute something else far from the beginning."""
@@ -256,7 +167,7 @@ class ModelRunner:
         entries = [self._dummy_entry(start, 1)] * (config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
         self.binding.allocate_caches(2 * block_size)
-        form = _NoAttention() if self._uses_graph_executor else self._make_form("sdpa")
+        form = _NoAttention() if self._choice.uses_graphs else self._choice.form(self.binding, config, uncompiled=True)
         self._executor = DirectExecutor(self.binding, form, block_size, self.sampler)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -266,7 +177,7 @@ class ModelRunner:
         self.binding.release_caches()
         self._in_flight = {}
         torch.cuda.empty_cache()
-        return peak + (workspace_bytes(self.binding, config) if self._uses_graph_executor else 0)
+        return peak + (workspace_bytes(self.binding, config) if self._choice.uses_graphs else 0)
 
     def warm_up(self) -> None:
         """Compile what steps need, in a step with a chunk and one of decodes, so that no request waits for it."""
@@ -299,7 +210,7 @@ class ModelRunner:
         DeviceError if the device failed, and whatever else the model raises.
         """
         layout = build_layout(
-            batch.entries, self.config.block_size, self._in_flight, longest_first=self._uses_graph_executor
+            batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
         with _device_errors():
             self._keep_order()
@@ -346,13 +257,6 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
-    """Where the user set none: what the form that they want works on; None for the device's default."""
-    layer = binding.layers[0]
-    can_use_flash = missing_for_flash(binding.device, layer.dtype, layer.head_dim) is None
-    return FLASH_BLOCK_SIZE if config.attention_backend == "flash" and can_use_flash else None
-
-
 class _NoAttention:
     """For measuring what the rest of a step takes."""
 
@@ -375,17 +279,3 @@ def _device_errors() -> Iterator[None]:
         if not is_of_device or isinstance(error, torch.OutOfMemoryError):
             raise
         raise DeviceError(str(error)) from error
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile needs on this device and does not find; None if it has all."""
-    if device.type == "cuda":  # Triton builds its launchers in C
-        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
-        return None if any(shutil.which(name) for name in names) else "a C compiler"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return None if shutil.which(get_cpp_compiler()) else "a C++ compiler"
-    except (InvalidCxxCompiler, RuntimeError, OSError):
-        return "a C++ compiler"

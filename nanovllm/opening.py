@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from nanovllm import loader
+from nanovllm.attention_choice import preferred_block_size
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.garbage import collector_paused
 from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
-from nanovllm.model_runner import ModelRunner, preferred_block_size
+from nanovllm.model_runner import ModelRunner
 from nanovllm.step_records import StepHook
 
 

@@ -65,7 +65,8 @@ class RequestMetrics:
     mean_itl, max_itl: time between two tokens of a sample (inter-token latency), in seconds; None with fewer than two.
     itls: all of them, one by one, once it has ended, with the engine option `record_itl`.
 
-    Of several samples, what is counted is counted for all, and times are the first or the last of any.
+    Of several samples, generated tokens and preemptions are those of all, tokens of the prompt those of the first, and
+    times the first or the last of any.
     """
 
     arrival_time: float

@@ -22,6 +22,7 @@ class Request:
         self,
         sequence: Sequence,
         prompt: str | None,
+        prompt_token_ids: list[int],
         tokenizer: Any,
         *,
         output_kind: OutputKind = OutputKind.FINAL,
@@ -31,11 +32,11 @@ class Request:
         self.sequence = sequence
         self.prompt = prompt
         self.output_kind = output_kind
+        self.is_streamed = output_kind is not OutputKind.FINAL
         self.deadline = deadline
         self.scheduled_time: float | None = None
-        self.num_failed_steps = 0  # since its last token
         self.num_seen_tokens = 0  # generated tokens of which all was taken note
-        self._prompt_token_ids = sequence.token_ids.tolist()  # one list for all of its outputs
+        self._prompt_token_ids = prompt_token_ids  # one list for all samples and outputs
         self._tokenizer = tokenizer
         self._skips_special = sequence.params.skip_special_tokens
         self._stop = sequence.params.stop
@@ -44,6 +45,7 @@ class Request:
         # Text behind this may be the beginning of a stop string that the next tokens complete.
         self._hold_back = 0 if self._shows_stop else max((len(stop) for stop in self._stop), default=1) - 1
         self._stopped_at: int | None = None
+        self._text_given_up = ""
         self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
@@ -51,10 +53,6 @@ class Request:
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
         self._read(0)
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.output_kind is not OutputKind.FINAL
 
     def _read(self, num_tokens: int) -> None:
         """Begin the text with the first `num_tokens` generated tokens, if somebody reads along or it may end it."""
@@ -83,7 +81,6 @@ class Request:
             if self._itls is not None:
                 self._itls.append(itl)
         self._last_token_time = now
-        self.num_failed_steps = 0
         if self._incremental is None:
             return None
         searched = len(self._incremental.text)
@@ -99,7 +96,9 @@ class Request:
         return stop
 
     def give_up_text(self, error: Exception) -> None:
-        """The tokenizer failed: the request ends with its tokens alone."""
+        """The tokenizer failed: the request ends with all its tokens, and of the text with what was shown."""
+        if self._incremental is not None and self.is_streamed:
+            self._text_given_up = self._incremental.text[: max(0, len(self._incremental.text) - self._hold_back)]
         self._tokenizer = self._incremental = None
         self.sequence.error = (
             f"request {self.sequence.request_id!r}: the tokenizer could not decode its tokens "
@@ -133,7 +132,7 @@ class Request:
             num_cached_tokens=sequence.num_cached_tokens,
             metrics=self._metrics(),
             error=sequence.error,
-            prompt_logprobs=sequence.prompt_logprobs,
+            prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -158,7 +157,7 @@ class Request:
     def _text(self) -> str:
         """The text so far; of a stream it never changes what it was before, but goes on."""
         if self._tokenizer is None:
-            return ""
+            return self._text_given_up
         if self._stopped_at is not None and self._incremental is not None:
             return self._incremental.text[: self._stopped_at]
         if self._incremental is None or (self.sequence.is_finished and not self.is_streamed):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-6
 COLD_TEMPERATURE = 0.02
 MAX_SEED = 2**64 - 1
-MAX_SAMPLES = 2**14  # of one request: all of them are queued at once
+MAX_SAMPLES = 1024  # of one request: all of them are queued at once
 
 # From the tokens so far (prompt and output) and the logits of the next one, [vocab_size] float32 on the model's device,
 # to logits of the same shape; it may change those that it was given.
@@ -166,7 +166,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether top_k, top_p or min_p leave unlikely tokens out."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property

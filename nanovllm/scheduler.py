@@ -367,7 +367,7 @@ class Scheduler:
         if answer == NOTHING_LEFT:
             sequence.error = sequence.error or (
                 f"{request}: no token is left to draw after {count} tokens: allowed_token_ids, bad_words, min_tokens "
-                "and logits_processors together forbid every one; allow at least one"
+                "and logits_processors (or their NaN or +infinity) together forbid every one; allow at least one"
             )
         else:
             sequence.error = (

@@ -92,6 +92,11 @@ class Mailroom:
                 streams.append(stream)
         return self._wake(streams)
 
+    def without_loop(self) -> list[str]:
+        """The ids of streams whose event loop is closed."""
+        with self._lock:
+            return [request_id for request_id, stream in self._streams.items() if stream.loop.is_closed()]
+
     def end(self, refusal: Callable[[], Exception]) -> None:
         """End every stream; each reader is given an exception of its own."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -239,14 +240,14 @@ async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other
 async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatch):
     async with open_llm() as llm:
         is_tokenising, may_go_on = threading.Event(), threading.Event()
-        prepare = llm._intake.prepare
+        prepare = llm._intake.prepare_one
 
         def slow(*arguments: Any, **options: Any) -> Any:
             is_tokenising.set()
             may_go_on.wait(10)
             return prepare(*arguments, **options)
 
-        monkeypatch.setattr(llm._intake, "prepare", slow)
+        monkeypatch.setattr(llm._intake, "prepare_one", slow)
         task = asyncio.create_task(collect(llm.generate([5] * 40, ENDLESS)))
         await asyncio.to_thread(is_tokenising.wait, 10)
         task.cancel()
@@ -349,6 +350,95 @@ async def test_a_timeout_ends_a_stream_that_runs_and_one_that_waits():
         await assert_idle_and_whole(llm)
 
 
+class SlowTokenizer:
+    """Takes its time to encode; `is_busy` tells the others that it has begun."""
+
+    def __init__(self, seconds: float) -> None:
+        self._tokenizer, self._seconds = tiny_tokenizer(), seconds
+        self.is_busy = threading.Event()
+
+    def __call__(self, text: str) -> Any:
+        self.is_busy.set()
+        time.sleep(self._seconds)
+        return self._tokenizer(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@bounded
+async def test_times_and_timeouts_count_from_the_call_and_not_from_when_the_prompt_is_ready():
+    async with AsyncLLM(tiny_model(), tokenizer=SlowTokenizer(0.2), **OPTIONS) as llm:
+        streams = [collect(llm.generate("the sea", GREEDY, timeout=t)) for t in (None, 0.3)]
+        (*_, patient), (*_, hasty) = await asyncio.gather(*streams)
+        assert patient.metrics.queue_time >= 0.2 and patient.metrics.ttft >= 0.2
+        assert hasty.outputs[0].finish_reason == "timeout"  # its prompt is ready after 0.4 s
+        await assert_idle_and_whole(llm)
+
+
+@bounded
+async def test_a_request_can_be_aborted_while_its_prompt_is_prepared():
+    tokenizer = SlowTokenizer(0.3)
+    async with AsyncLLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm:
+        stream = asyncio.create_task(collect(llm.generate("the sea", ENDLESS, request_id="early")))
+        await asyncio.to_thread(tokenizer.is_busy.wait)
+        with pytest.raises(ValueError, match="'early' is being prepared"):
+            await anext(llm.generate([5], GREEDY, request_id="early"))
+        assert await llm.abort("early")
+        (output,) = await stream
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
+        assert not await llm.abort("early")
+        await assert_idle_and_whole(llm)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system knows no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_is_refused_and_does_not_wait_for_ever():
+    llm = open_llm()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        status = 1
+        try:
+            asyncio.run(asyncio.wait_for(llm.stats(), 5.0))
+        except RuntimeError as error:
+            status = 0 if "forked child" in str(error) else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    asyncio.run(llm.close())
+
+
+@bounded
+async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_nothing_to_tell_yet(monkeypatch):
+    monkeypatch.setattr("nanovllm.engine_loop.CLIENT_CHECK_SECONDS", 0.01)
+    async with open_llm() as llm:
+
+        def leave() -> None:
+            loop = asyncio.new_event_loop()
+            stream = llm.generate([5] * 20, ENDLESS, output_kind="final")
+            task = loop.create_task(anext(stream))
+
+            async def begun() -> None:
+                while not (await llm.stats()).num_running:
+                    await asyncio.sleep(0.001)
+
+            loop.run_until_complete(begun())
+            task._log_destroy_pending = False
+            loop.close()
+            abandoned.append((task, stream))  # still referred to, so that nothing else ends it
+
+        abandoned: list[Any] = []
+        await asyncio.to_thread(leave)
+
+        async def is_idle() -> bool:
+            stats = await llm.stats()
+            return stats.num_running == stats.num_used_blocks == 0
+
+        assert await comes_true(is_idle)
+        assert (await llm.stats()).num_output_tokens < 400
+
+
 @bounded
 async def test_a_full_queue_refuses_and_takes_again_later():
     async with open_llm(max_num_seqs=1, max_queue=1) as llm:
@@ -377,6 +467,7 @@ async def test_a_full_queue_refuses_and_takes_again_later():
         ([VOCAB_SIZE], {}, "vocabulary"),
         ([5] * 512, {}, "max_model_len"),
         (["one", "two"], {}, "whole numbers"),
+        (5, {}, "a string or a list of token ids"),
         ([5], {"sampling_params": "greedy"}, "SamplingParams"),
         ([5], {"priority": 1.5}, "priority"),
         ([5], {"timeout": 0}, "timeout"),
@@ -396,7 +487,9 @@ async def test_bad_input_raises_before_anything_is_queued(prompt, options, named
         await assert_idle_and_whole(llm)
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [5], [[]], [{"role": "user"}]], ids=str)
+@pytest.mark.parametrize(
+    "messages", [[], "hello", [5], [[]], [{"role": "user"}], {"role": "user", "content": "hello"}], ids=str
+)
 @bounded
 async def test_a_bad_conversation_is_refused(messages):
     async with open_llm() as llm:
@@ -434,6 +527,21 @@ async def test_a_step_that_fails_now_and_then_is_tried_again_and_nobody_can_tell
         assert await asyncio.gather(*streams) == answers(prompts)
         assert (await llm.stats()).num_failed_steps == 4
         await assert_idle_and_whole(llm)
+
+
+@bounded
+async def test_steps_that_fail_here_and_there_end_no_long_prompt(monkeypatch):
+    prompt = random_prompts(1, low=300, high=300)[0]
+    async with open_llm(max_num_batched_tokens=32, max_num_seqs=4) as llm:
+        numbers = iter(range(1, 10_000))
+
+        def fail_sometimes(batch: Any) -> None:
+            if next(numbers) in (2, 3, 6, 7, 10, 11):
+                raise RuntimeError("out of memory, for a moment")
+
+        in_engine_steps(llm, monkeypatch, fail_sometimes)
+        assert await answer(llm.generate(prompt, GREEDY)) == answers([prompt])[0]
+        assert (await llm.stats()).num_failed_steps == 6
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -531,6 +639,8 @@ async def test_a_tokenizer_that_cannot_decode_one_answer_hurts_no_neighbour(monk
             first, second, third = [outputs[-1] for outputs in await asyncio.gather(*streams)]
             assert second.outputs[0].finish_reason == "error"
             assert "piece id is out of range" in second.error
+            if kind == "cumulative":  # what was shown is not taken back
+                assert second.outputs[0].text and expected[1][1].startswith(second.outputs[0].text)
             assert [o.outputs[0].finish_reason for o in (first, third)] == ["length", "length"]
         await assert_idle_and_whole(llm)
 

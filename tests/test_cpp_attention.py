@@ -170,14 +170,14 @@ def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
     """Loaded from a folder, so with packed weights; in float32."""
     folder = save_tiny(tmp_path / family, family)
     with LLM(folder, **OPTIONS) as llm:
-        assert llm._engine.model_runner.attention_backend == "cpp"
+        assert llm._engine.model_runner.config.attention_backend == "cpp"
         assert tokens(llm) == by_transformers(tiny_model(family))
 
 
 def test_a_live_module_is_not_packed_and_its_new_weights_count():
     model = tiny_model()
     with LLM(model, **OPTIONS) as llm:
-        assert llm._engine.model_runner.attention_backend == "cpp"
+        assert llm._engine.model_runner.config.attention_backend == "cpp"
         assert tokens(llm) == by_transformers(model)
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
@@ -224,7 +224,7 @@ def test_another_processor_gets_a_kernel_of_its_own(empty_cache, monkeypatch):
 def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(empty_cache, monkeypatch, caplog):
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-no-such-flag"))
     with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS, max_num_seqs=4) as llm:
-        assert llm._engine.model_runner.attention_backend == "sdpa"
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
     assert any("no-such-flag" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match="no-such-flag"):
         LLM(tiny_model(), attention_backend="cpp", **OPTIONS)
@@ -235,14 +235,14 @@ def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(tmp_path
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS) as llm:
-        assert llm._engine.model_runner.attention_backend == "sdpa"
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
     assert any(str(tmp_path / "file") in record.message for record in caplog.records)
 
 
 def test_a_dtype_that_the_kernel_does_not_serve_is_named(caplog):
     model = tiny_model().half()
     with caplog.at_level(logging.WARNING), LLM(model, **OPTIONS) as llm:
-        assert llm._engine.model_runner.attention_backend == "sdpa"
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
     assert any("float16" in record.message for record in caplog.records)
     with pytest.raises(ValueError, match=r"attention_backend='cpp'.*float16"):
         LLM(model, attention_backend="cpp", **OPTIONS)

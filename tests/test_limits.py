@@ -198,6 +198,18 @@ def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
         assert len(llm.generate([PROMPT] * 3, LONG, use_tqdm=False)) == 3
 
 
+def test_each_sample_takes_a_place_in_the_queue(clock):
+    engine = open_with(clock, max_num_seqs=2, max_queue=0)
+    with pytest.raises(QueueFullError, match="with 3 more"):
+        engine.add_request("three", PROMPT, SamplingParams(n=3, max_tokens=3))
+    engine.add_request("two", PROMPT, SamplingParams(n=2, max_tokens=3))
+    with pytest.raises(QueueFullError):
+        engine.add_request("one", PROMPT, LONG)
+    assert {output.request_id for output in outputs_of(engine)} == {"two"}
+    engine.add_request("one", PROMPT, LONG)
+    assert engine.stats().num_waiting == 1
+
+
 def test_without_max_queue_there_is_no_limit(clock):
     engine = open_with(clock, max_num_seqs=1)
     for number in range(300):
@@ -208,7 +220,7 @@ def test_without_max_queue_there_is_no_limit(clock):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_queue": 0}, {"max_queue": 1.5}, {"max_queue": True},
+        {"max_queue": -1}, {"max_queue": 1.5}, {"max_queue": True},
         {"priority_ageing_s": -1}, {"priority_ageing_s": 1e-9}, {"priority_ageing_s": math.nan},
         {"priority_ageing_s": math.inf}, {"priority_ageing_s": "1"}, {"priority_ageing_s": True}, {"record_itl": 1},
     ],

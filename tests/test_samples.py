@@ -199,9 +199,7 @@ def test_a_sample_that_fails_leaves_its_siblings_alone():
         assert after == (before[:2] if odd else before)
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (2**14 + 1, ValueError), (1.0, TypeError), (True, TypeError)]
-)
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1025, ValueError), (1.0, TypeError), (True, TypeError)])
 def test_what_is_no_number_of_samples_is_refused(value, error):
     with pytest.raises(error, match=r"n (is|must be)"):
         SamplingParams(n=value)

@@ -98,6 +98,18 @@ def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog
     assert logged.exc_info is not None
 
 
+def test_a_hook_that_calls_its_own_engine_is_told_so_and_hangs_nobody():
+    holder: list[LLM] = []
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=lambda _: holder[0].stats(), **OPTIONS) as llm:
+        holder.append(llm)
+        (output,) = llm.generate([5, 6, 7], params(), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 12
+        assert "from within one of its own steps" in str(llm.stats().hook_error)
+        own = SamplingParams(max_tokens=3, logits_processors=lambda _, row: llm.stats() and row)
+        (output,) = llm.generate([5, 6, 7], own, use_tqdm=False)
+        assert "from within one of its own steps" in str(output.error)
+
+
 def test_a_hook_that_is_interrupted_loses_nothing():
     def hook(record: StepRecord) -> None:
         if record.step_id == 3:
