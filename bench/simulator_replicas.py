@@ -72,11 +72,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             own_tokens=options.own,
             output_tokens=options.output,
         )
-        for policy, make_route in POLICIES.items():
+        for policy in options.policies:
             if num_replicas == 1 and policy != "round-robin":
                 continue  # there is nothing to choose
             begin = time.process_time()
-            simulation = simulate(workload, config, cost_model, num_replicas=num_replicas, route=make_route())
+            simulation = simulate(workload, config, cost_model, num_replicas=num_replicas, route=POLICIES[policy]())
             took, figures = time.process_time() - begin, simulation.figures()
             rows.append({"replicas": num_replicas, "policy": policy, "took": took} | figures)
             milliseconds = [1e3 * figures[name][key] for name in ("ttft", "itl") for key in ("p50", "p99")]
@@ -119,6 +119,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64, 1024])
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=32, help="for each replica")
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second, for each replica")
     parser.add_argument("--prompts", type=int, default=32, help="different system prompts")

@@ -115,6 +115,11 @@ class BlockManager:
             parent = entry.prefix_id
         return hits
 
+    def may_hold(self, sequence: Sequence, index: int) -> bool:
+        """False if `lookup` would surely end before block `index`; one look instead of one for each block."""
+        end = (len(sequence.token_ids) - 1) // self.block_size
+        return index < end and self._block_hash(sequence, index) in self._entries
+
     def claim(self, sequence: Sequence, blocks: list[int]) -> None:
         """Append blocks found by `lookup` to the sequence's table: pinned before anything else is allocated."""
         for block in blocks:

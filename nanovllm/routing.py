@@ -52,11 +52,16 @@ def prefix_aware() -> Route:
         loads = [load_of(replica) for replica in replicas]
         limit = OVERLOAD_FACTOR * min(loads) + OVERLOAD_MARGIN
 
-        def preference(index: int) -> tuple[int, int, int]:
-            hits = replicas[index].scheduler.block_manager.lookup(sequence)
-            return (-len(hits), loads[index], (index - first) % len(replicas))
-
-        return min((index for index, load in enumerate(loads) if load <= limit), key=preference)
+        in_order = sorted(
+            (index for index, load in enumerate(loads) if load <= limit),
+            key=lambda index: (loads[index], (index - first) % len(replicas)),
+        )
+        best, most = in_order[0], 0
+        for index in in_order:
+            manager = replicas[index].scheduler.block_manager
+            if manager.may_hold(sequence, most) and (num_hits := len(manager.lookup(sequence))) > most:
+                best, most = index, num_hits
+        return best
 
     return route
 

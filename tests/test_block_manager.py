@@ -615,3 +615,13 @@ def test_check_integrity_names_a_sequence_that_was_left_out():
     manager, sequences = corrupt("none")
     with pytest.raises(RuntimeError, match="reference counts differ"):
         manager.check_integrity(sequences[:1])
+
+
+def test_one_look_rules_out_prefixes_that_a_lookup_would_not_find():
+    manager = make_manager(8)
+    release(manager, computed(manager, list(range(8))))
+    for length in range(1, 14):
+        sequence = make_sequence(range(length))
+        found = len(manager.lookup(sequence))
+        assert [manager.may_hold(sequence, index) for index in range(4)] == [index < found for index in range(4)]
+    assert not manager.may_hold(make_sequence([9] * 9), 0)
