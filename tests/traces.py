@@ -1,13 +1,23 @@
-"""Reads a trace as its format says, apart from the package's own reader, and checks what must hold of every trace."""
+"""Reads a trace as its format says, apart from the package's own reader, checks what must hold of every trace, and
+simulates large ones."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+from nanovllm.step_records import StepRecorder
+from nanovllm.tracing import TraceWriter
 
 REQUESTS = 2
 
@@ -94,3 +104,45 @@ def check(trace: Trace) -> None:
         tokens = [span.arguments["tokens"] for span in spans if span.state in ("prefill", "decode")]
         assert sum(tokens) == sum(step["decode"] + step["prefill"] for step in trace.steps)
         assert sum(chunk.arguments["cached"] for chunk in chunks) == sum(step["cached"] for step in trace.steps)
+
+
+def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
+    """Trace a scheduler whose tokens nobody computes, under a load that preempts; returns the number of steps."""
+    rng = random.Random(seed)
+    config = EngineConfig(
+        max_model_len=2048,
+        max_num_batched_tokens=512,
+        max_num_seqs=48,
+        num_kv_blocks=260,
+        max_num_partial_prefills=4,
+        max_long_partial_prefills=2,
+        long_prefill_token_threshold=256,
+    )
+    scheduler = Scheduler(config, BlockManager(config.num_kv_blocks, 64))
+    shared, now, next_arrival, num_added = [7] * 256, 0.0, 0.0, 0
+    with TraceWriter(path) as trace:
+        trace.begin(config)
+        recorder = StepRecorder(None, trace)
+        while num_added < num_requests or scheduler.has_unfinished:
+            while num_added < num_requests and (next_arrival <= now or not scheduler.has_unfinished):
+                prompt = shared * (rng.random() < 0.3) + [rng.randrange(50_000) for _ in range(rng.randrange(20, 700))]
+                params = SamplingParams(max_tokens=rng.randrange(50, 600), ignore_eos=True)
+                sequence = Sequence(
+                    f"request-{num_added}", prompt, params, arrival=num_added, max_model_len=2048, arrival_time=now
+                )
+                scheduler.add(sequence)
+                recorder.note_added([sequence])
+                num_added += 1
+                next_arrival = now + rng.expovariate(40)
+            start = now
+            batch = scheduler.schedule()
+            assert batch is not None
+            execute = 0.004 + 2e-5 * batch.num_tokens
+            now += 2e-4 + execute
+            advanced = scheduler.update(batch, [7] * len(batch.sampling))
+            recorder.note_ended(advanced, now + 5e-5)
+            now += 1e-4
+            recorder.record(scheduler, batch, now, start, 2e-4, execute, 1e-4)
+            recorder.tell()
+            now += 3e-5
+    return scheduler.stats.num_steps
