@@ -32,8 +32,10 @@ def open_engine(
     """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
-    if trace is not None and not isinstance(trace, TraceWriter):
-        raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
+    if trace is not None:
+        if not isinstance(trace, TraceWriter):
+            raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
+        trace.check_unused()
     config = EngineConfig.from_options(**options)
     with collector_paused():
         loaded = loader.load(model, tokenizer, config)
@@ -48,7 +50,7 @@ def open_engine(
         )
     model_runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
     if trace is not None:
-        trace.begin(limits)
+        trace.begin(model_runner.config)
     return Engine(
         model_runner,
         tokenizer=loaded.tokenizer,

@@ -1,7 +1,7 @@
 """Writes a run to a file as a trace that ui.perfetto.dev, chrome://tracing and `nanovllm timeline` open.
 
-The file is a JSON array of events, one a line. Nothing is kept but the state of the requests that are unfinished, and
-lines for at most a second; a file that was cut short lacks the end of the array, which these readers do not mind.
+The file is a JSON array of events, one a line. Nothing is kept but the state of unfinished requests and what happened in
+the last moments. A file that was cut short lacks the end of the array, which these readers do not mind.
 
 Each sample of a request is a lane, always in one state; a state lasts until the next one begins::
 
@@ -35,8 +35,9 @@ WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "
 ENGINE, REQUESTS = 1, 2
 STEPS, SCHEDULING = 1, 2
 
-_FLUSH_SECONDS = 1.0
-_FLUSH_LINES = 4096
+# Often enough that no step waits long for the text of those before it.
+_FLUSH_SECONDS = 0.2
+_FLUSH_ITEMS = 256
 
 # One step: a slice with two slices within, one of scheduling beside them, and counters.
 _STEP = ",\n".join(
@@ -69,11 +70,16 @@ class _Lane:
     num_preemptions: int = 0
 
 
+# Events of a request, and steps with their begin: they become text when they are written, many at once.
+_Events = list[dict[str, Any]]
+_Step = tuple[StepRecord, float]
+
+
 class _Output(NamedTuple):
-    """Lines that are to stand behind the first `size` bytes of the file."""
+    """What is to stand behind the first `size` bytes of the file."""
 
     size: int
-    lines: list[str]
+    items: list[_Events | _Step]
 
 
 def _microseconds(seconds: float) -> int:
@@ -108,10 +114,15 @@ class TraceWriter:
             self._write({"name": "thread_name", "ph": "M", "pid": ENGINE, "tid": thread, "args": {"name": name}})
         self._flush()
 
+    def check_unused(self) -> None:
+        """Raise ValueError if it belongs to an engine already, or is closed."""
+        if self._budget or self._file.closed:
+            raise ValueError(
+                f"the trace {str(self.path)!r} belongs to another engine or is closed; open another TraceWriter."
+            )
+
     def begin(self, config: EngineConfig) -> None:
-        """Belong to an engine of this configuration; ValueError if it belongs to one already."""
-        if self._budget:
-            raise ValueError(f"the trace {str(self.path)!r} belongs to another engine; open another TraceWriter.")
+        """Belong to an engine of this configuration, in which nothing is left open."""
         self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
 
     def follow(self, news: News) -> None:
@@ -129,7 +140,7 @@ class TraceWriter:
                     self._step(record, batch)
                 news.steps.popleft()
             self._end_all(news, before=math.inf)
-            if self._now - self._last_flush > _FLUSH_SECONDS or len(self._output.lines) > _FLUSH_LINES:
+            if self._now - self._last_flush > _FLUSH_SECONDS or len(self._output.items) > _FLUSH_ITEMS:
                 self._last_flush = self._now
                 self._flush()
 
@@ -211,7 +222,7 @@ class TraceWriter:
         self._decoding = decoding
         self._num_steps += 1
         self._now = self._last_end = record.time
-        self._write_step(record, begin)
+        self._output.items.append((record, begin))
 
     def _change_states(self, begin: float, step_id: int, batch: ScheduledBatch) -> None:
         lanes = self._lanes
@@ -247,7 +258,7 @@ class TraceWriter:
         lane = self._lanes.get(sequence)
         return self._add(sequence) if lane is None and not sequence.is_finished else lane
 
-    def _write_step(self, record: StepRecord, begin: float) -> None:
+    def _step_lines(self, record: StepRecord, begin: float) -> str:
         num_blocks, budget = self._num_blocks, self._budget
         times = (begin, record.time, record.start_time, max(begin, record.start_time + record.schedule_time))
         begin_us, end, start, execute_begin = map(_microseconds, times)
@@ -278,23 +289,28 @@ class TraceWriter:
             "update_begin": update_begin,
             "update_dur": end - update_begin,
         }
-        self._output.lines.append(_STEP % values)
+        return _STEP % values
 
     # ------------------------------------------------------------------------------------------------------ file
 
     def _write(self, *events: dict[str, Any]) -> None:
         """All of the events or, if an interrupt comes, none."""
-        self._output.lines.append(",\n".join([json.dumps(event, separators=(",", ":")) for event in events]))
+        self._output.items.append([*events])
 
     def _flush(self, end: bytes = b"") -> None:
         """Write whole lines. An interrupt before the last statement lets the next call write the same again."""
-        size, lines = self._output
+        size, items = self._output
+        lines = [_event_lines(item) if isinstance(item, list) else self._step_lines(*item) for item in items]
         data = b"".join([(b",\n" if size or number else b"[\n") + line.encode() for number, line in enumerate(lines)])
         self._file.seek(size)
         written = memoryview(data + end)
         while written:
             written = written[self._file.write(written) :]
         self._output = _Output(size + len(data), [])
+
+
+def _event_lines(events: _Events) -> str:
+    return ",\n".join([json.dumps(event, separators=(",", ":")) for event in events])
 
 
 def _begin(lane: _Lane, state: str, time: float, arguments: dict[str, Any]) -> dict[str, Any]:

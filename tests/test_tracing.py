@@ -353,4 +353,16 @@ def test_what_is_no_writer_is_refused_before_the_model_is_loaded():
 
 def test_a_writer_serves_one_engine(path):
     with TraceWriter(path) as trace, open_llm(trace), pytest.raises(ValueError, match="another engine"):
-        open_llm(trace)
+        LLM("/no/such/model", trace=trace)
+    with pytest.raises(ValueError, match="is closed"):
+        LLM("/no/such/model", trace=trace)
+
+
+def test_limits_that_the_engine_chose_itself_are_in_the_trace(path):
+    """The number of blocks follows from the memory, and is known only once the model is open."""
+    memory = {"num_kv_blocks": None, "kv_cache_memory_bytes": 2**21}
+    options = {name: value for name, value in (OPTIONS | memory).items() if value is not None}
+    with TraceWriter(path) as trace, LLM(tiny_model(), trace=trace, **options) as llm:
+        llm.generate([5, 6, 7], params(2), use_tqdm=False)
+        blocks, budget = llm.stats().num_blocks, llm.config.max_num_batched_tokens
+    assert {(step["blocks"], step["budget"]) for step in traces.read(path).steps} == {(blocks, budget)}
