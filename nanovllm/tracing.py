@@ -1,7 +1,7 @@
 """Writes a run to a file as a trace that ui.perfetto.dev, chrome://tracing and `nanovllm timeline` open.
 
-The file is a JSON array of events, one a line. Nothing is kept but the state of unfinished requests and what happened in
-the last moments. A file that was cut short lacks the end of the array, which these readers do not mind.
+The file is a JSON array of events, one a line. Nothing is kept but the state of unfinished requests and what happened
+in the last moments. A file that was cut short lacks the end of the array, which these readers do not mind.
 
 Each sample of a request is a lane, always in one state; a state lasts until the next one begins::
 
