@@ -34,7 +34,7 @@ def save_png(run: Run, title: str, path: str | os.PathLike[str]) -> None:
 def _draw_lanes(axes: Any, run: Run) -> None:
     from matplotlib.collections import PolyCollection
 
-    half = 0.4 if len(run.lanes) <= 100 else 0.5
+    half, seam = (0.4, 0.6) if len(run.lanes) <= 100 else (0.5, 0.0)
     for number, state in enumerate(STATES):
         corners = [
             [(start / 1e6, y - half), (end / 1e6, y - half), (end / 1e6, y + half), (start / 1e6, y + half)]
@@ -42,13 +42,20 @@ def _draw_lanes(axes: Any, run: Run) -> None:
             for kind, start, end, _ in lane.spans
             if kind == number
         ]
-        axes.add_collection(PolyCollection(corners, facecolors=COLORS[state], label=state))
+        axes.add_collection(
+            PolyCollection(corners, facecolors=COLORS[state], edgecolors="white", linewidths=seam, label=state)
+        )
     axes.set_ylim(len(run.lanes) - 0.5, -0.5)
     axes.set_xlim(0, run.end / 1e6)
     if len(run.lanes) <= 60:
         axes.set_yticks(range(len(run.lanes)), [lane.name[:24] for lane in run.lanes], fontsize=6)
     axes.set_ylabel("requests")
-    axes.legend(loc="upper right", fontsize=7, ncols=len(STATES))
+    _add_legend(axes)
+
+
+def _add_legend(axes: Any) -> None:
+    """Above the axes, where it hides nothing."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=7, ncols=len(STATES), frameon=False, borderpad=0)
 
 
 def _column(run: Run, name: str) -> list[int]:
@@ -66,7 +73,7 @@ def _draw_tokens(axes: Any, run: Run) -> None:
     axes.axhline(max(_column(run, "budget")), color="black", linewidth=0.8, linestyle="--", label="budget")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens a step")
-    axes.legend(loc="upper right", fontsize=7, ncols=4)
+    _add_legend(axes)
 
 
 def _draw_blocks(axes: Any, run: Run) -> None:
@@ -75,4 +82,4 @@ def _draw_blocks(axes: Any, run: Run) -> None:
     axes.axhline(max(_column(run, "blocks")), color="black", linewidth=0.8, linestyle="--", label="blocks")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("blocks")
-    axes.legend(loc="upper right", fontsize=7, ncols=2)
+    _add_legend(axes)
