@@ -34,7 +34,8 @@ def save_png(run: Run, title: str, path: str | os.PathLike[str]) -> None:
 def _draw_lanes(axes: Any, run: Run) -> None:
     from matplotlib.collections import PolyCollection
 
-    half, seam = (0.4, 0.6) if len(run.lanes) <= 100 else (0.5, 0.0)
+    are_tall = len(run.lanes) <= 100
+    half = 0.4 if are_tall else 0.5
     for number, state in enumerate(STATES):
         corners = [
             [(start / 1e6, y - half), (end / 1e6, y - half), (end / 1e6, y + half), (start / 1e6, y + half)]
@@ -42,6 +43,7 @@ def _draw_lanes(axes: Any, run: Run) -> None:
             for kind, start, end, _ in lane.spans
             if kind == number
         ]
+        seam = 0.4 if are_tall and state == "prefill" else 0.0  # between one chunk and the next
         axes.add_collection(
             PolyCollection(corners, facecolors=COLORS[state], edgecolors="white", linewidths=seam, label=state)
         )
