@@ -5,18 +5,22 @@ extra_info holds microseconds per running request and step, or per block.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm.step_records import StepHook, StepRecorder
+from nanovllm.tracing import TraceWriter
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096
@@ -90,10 +94,40 @@ def test_record_of_a_step(benchmark: BenchmarkFixture, num_running: int, hook: S
     batch = scheduler.schedule()
 
     def record() -> None:
-        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0)
+        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0, 0.0)
         recorder.tell()
 
     report_per(benchmark, "step", 1, record)
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["steady", "a request comes and one ends in each"])
+@pytest.mark.parametrize("num_running", NUM_RUNNING)
+def test_trace_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, num_running: int, changes: bool):
+    """What a `TraceWriter` costs: the record is built, and its lines are formatted and written."""
+    scheduler = decoding(num_running, num_waiting=1100 if changes else 0)
+    with TraceWriter(tmp_path / "out.json") as trace:
+        trace.begin(scheduler.config)
+        recorder = StepRecorder(None, trace)
+        recorder.note_added([*scheduler.running, *scheduler.waiting])
+        recorder.tell()
+        times = itertools.count(1)
+
+        def prepare() -> tuple[tuple[ScheduledBatch, list[Sequence]], dict[str, object]]:
+            oldest = scheduler.running[0]
+            if changes:
+                scheduler.finish(oldest, "length")
+            batch = scheduler.schedule()
+            scheduler.update(batch, [7] * len(batch.sampling))
+            return (batch, [oldest]), {}
+
+        def record(batch: ScheduledBatch, ended: list[Sequence]) -> None:
+            time = next(times) * 0.01
+            recorder.note_ended(ended, time)
+            recorder.record(scheduler, batch, time, time - 0.01, 0.0001, 0.009, 0.0001)
+            recorder.tell()
+
+        benchmark.pedantic(record, setup=prepare, rounds=1000, warmup_rounds=0)
+    benchmark.extra_info["us per step"] = round(benchmark.stats.stats.median * 1e6, 3)
 
 
 @pytest.mark.parametrize("num_blocks", [8, 63])

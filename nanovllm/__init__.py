@@ -22,6 +22,7 @@ _HOMES = {
     "EngineStats": "nanovllm.outputs",
     "OutputKind": "nanovllm.outputs",
     "StepRecord": "nanovllm.step_records",
+    "TraceWriter": "nanovllm.tracing",
     "ModelLoadError": "nanovllm.loader",
     "UnsupportedModelError": "nanovllm.model_probe",
     "StepError": "nanovllm.errors",
@@ -45,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "StepError",
     "StepRecord",
+    "TraceWriter",
     "UnsupportedModelError",
 ]
 
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, OutputKind, RequestMetrics, RequestOutput
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.step_records import StepRecord
+    from nanovllm.tracing import TraceWriter
 
 
 def __getattr__(name: str) -> Any:

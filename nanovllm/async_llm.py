@@ -24,6 +24,7 @@ from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_records import StepHook
 from nanovllm.streams import Mailroom, Stream
+from nanovllm.tracing import TraceWriter
 
 Result = TypeVar("Result")
 
@@ -32,8 +33,8 @@ class AsyncLLM:
     """A model with its engine in a thread, for asyncio.
 
     Args:
-        model, tokenizer, on_step, **options: as for `LLM`, with the same errors. Loading takes seconds and blocks;
-            where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
+        model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
+            blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
     every open stream and every later call raises EngineDeadError, whose cause is the error. docs/async.md says more.
@@ -45,9 +46,10 @@ class AsyncLLM:
         *,
         tokenizer: Any = None,
         on_step: StepHook | None = None,
+        trace: TraceWriter | None = None,
         **options: Any,
     ) -> None:
-        engine = open_engine(model, tokenizer, on_step, options)
+        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
         self._intake = Intake(engine)

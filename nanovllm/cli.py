@@ -1,4 +1,4 @@
-"""The command `nanovllm`: generate, chat and bench, with every engine and sampling option as a flag."""
+"""The command `nanovllm`: its subcommands, with every engine and sampling option as a flag."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+    from nanovllm.tracing import TraceWriter
 
 # A small model's answers are best and repeatable without sampling, and a command should end by itself.
 CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
@@ -72,7 +74,19 @@ def _parser() -> argparse.ArgumentParser:
         "--priority", type=int, default=0, metavar="INT", help="lower runs first; of jsonl requests that have none"
     )
     generate.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help="show a progress bar")
+    generate.add_argument(
+        "--trace", metavar="FILE", help="write what every request and step does to FILE; see `nanovllm timeline`"
+    )
     generate.set_defaults(run=_generate)
+
+    timeline = commands.add_parser(
+        "timeline", help="draw a trace", description="Draw what --trace wrote.", allow_abbrev=False
+    )
+    timeline.add_argument("trace", metavar="TRACE", help="a file that --trace wrote")
+    timeline.add_argument("-o", "--output", metavar="FILE", help="write a page of HTML that needs nothing else")
+    timeline.add_argument("--plot", metavar="FILE", help="write a picture (PNG); needs matplotlib, the extra `plot`")
+    timeline.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
+    timeline.set_defaults(run=_timeline)
 
     chat = commands.add_parser(
         "chat", help="talk to the model", description="Talk; /reset forgets, /exit leaves.", allow_abbrev=False
@@ -117,11 +131,11 @@ def _sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     return CLI_DEFAULTS | given
 
 
-def _open(options: argparse.Namespace) -> LLM:
+def _open(options: argparse.Namespace, trace: TraceWriter | None = None) -> LLM:
     given = engine_options(options)
     from nanovllm import LLM  # waits for torch, so only once the arguments are known to be good
 
-    return LLM(options.model, tokenizer=options.tokenizer, **given)
+    return LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)
 
 
 # -------------------------------------------------------------------------------------------------------- generate
@@ -141,10 +155,26 @@ def _generate(options: argparse.Namespace) -> int:
             raise ValueError(f"request {number}: {error}") from error
         if not options.json and (params[-1].logprobs is not None or params[-1].prompt_logprobs is not None):
             raise ValueError("log-probabilities are shown with --json only. Add it, or leave --logprobs out.")
-    with _open(options) as llm:
-        prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
-        progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
-        outputs = llm.generate(prompts, params, priority=priorities, timeout=timeouts, use_tqdm=progress)
+    with _tracing(options.trace) as trace:
+        with _open(options, trace) as llm:
+            prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
+            progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
+            outputs = llm.generate(prompts, params, priority=priorities, timeout=timeouts, use_tqdm=progress)
+        _print_outputs(options, requests, outputs)  # before the trace is closed, which may fail
+    return int(any(output.error for output in outputs))
+
+
+def _tracing(path: str | None) -> AbstractContextManager[TraceWriter | None]:
+    if path is None:
+        return nullcontext()
+    from nanovllm.tracing import TraceWriter
+
+    return TraceWriter(path)
+
+
+def _print_outputs(
+    options: argparse.Namespace, requests: list[tuple[Any, dict[str, Any]]], outputs: list[RequestOutput]
+) -> None:
     for (given, _), output in zip(requests, outputs, strict=True):
         for completion in output.outputs:
             if options.json:
@@ -154,7 +184,6 @@ def _generate(options: argparse.Namespace) -> int:
     for output in outputs:
         if output.error:
             print(f"nanovllm: error: {output.error}", file=sys.stderr)
-    return int(any(output.error for output in outputs))
 
 
 def _as_prompt(llm: LLM, given: Any, *, chat: bool) -> Any:
@@ -258,6 +287,23 @@ def _ranked(report: TokenLogprobs) -> Iterator[dict[str, Any]]:
 
 def _seconds(start: float, end: float | None) -> float | None:
     return None if end is None else round(end - start, 6)
+
+
+# -------------------------------------------------------------------------------------------------------- timeline
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    from nanovllm import timeline, timeline_plot
+
+    if options.output is None and options.plot is None:
+        raise ValueError("say what to write: -o run.html for a page, --plot run.png for a picture, or both.")
+    run, title = timeline.read_trace(options.trace), Path(options.trace).name
+    if options.output is not None:
+        Path(options.output).write_text(timeline.to_html(run, title), encoding="utf-8")
+    if options.plot is not None:
+        timeline_plot.save_png(run, title, options.plot)
+    print(timeline.summary(run))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------ chat

@@ -30,7 +30,7 @@ from nanovllm.sampler import request_seed, sample_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence, SequenceStatus
-from nanovllm.step_records import StepHook, StepRecorder
+from nanovllm.step_records import StepHook, StepRecorder, Tracer
 
 
 class _LaunchedStep(NamedTuple):
@@ -38,6 +38,7 @@ class _LaunchedStep(NamedTuple):
 
     batch: ScheduledBatch
     pending: PendingTokens
+    start_time: float
     schedule_time: float
     launch_time: float
 
@@ -52,6 +53,7 @@ class Engine:
         eos_token_ids: end a request unless it ignores them.
         model_identity: what the prefix hashes begin with.
         on_step: called after each step that was read, from within `step`.
+        tracer: told of every request and step, likewise.
         clock: the time in seconds; never goes back.
     """
 
@@ -64,6 +66,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         model_identity: str,
         on_step: StepHook | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config: EngineConfig = model_runner.config
@@ -76,7 +79,7 @@ class Engine:
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
         self.clock = clock
-        self._recorder = StepRecorder(on_step)
+        self._recorder = StepRecorder(on_step, tracer)
         self._requests: dict[str, list[Request]] = {}  # one for each sample, in order of their index
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._failures: dict[Sequence, int] = {}  # failed steps in a row
@@ -187,6 +190,7 @@ class Engine:
             for sequence in sequences
         ]
         with self._changing():
+            self._recorder.note_added(sequences)
             self._num_added += 1
             self._num_sequences += params.n
             self._requests[request_id] = samples
@@ -207,7 +211,10 @@ class Engine:
                 if not sample.sequence.is_finished:
                     self.scheduler.finish(sample.sequence, "abort")
             self._discard_if_idle()
-        return self._output_of(samples, self.clock())
+            now = self.clock()
+            self._recorder.note_ended([sample.sequence for sample in samples], now)
+        self._recorder.tell()
+        return self._output_of(samples, now)
 
     def give_up(self, failure: StepError, num_failed_steps: int) -> None:
         """End with finish_reason "error" requests of a failed step for which so many in a row have failed.
@@ -285,7 +292,9 @@ class Engine:
         try:
             if batch is not None:
                 pending = self.model_runner.execute(batch)
-                self._in_flight.append(_LaunchedStep(batch, pending, scheduled - start, self.clock() - scheduled))
+                self._in_flight.append(
+                    _LaunchedStep(batch, pending, start, scheduled - start, self.clock() - scheduled)
+                )
                 self._note_first_scheduled(batch, start)
                 if self.config.overlap and len(self._in_flight) == 1:
                     return None
@@ -310,8 +319,15 @@ class Engine:
         launched.pending.report.record(launched.batch.sampling, token_ids)
         self._collect(self.scheduler.update(launched.batch, token_ids))
         now = self.clock()
-        execute_time = launched.launch_time + read - waits
-        self._recorder.record(self.scheduler, launched.batch, now, launched.schedule_time, execute_time, now - read)
+        self._recorder.record(
+            self.scheduler,
+            launched.batch,
+            now,
+            launched.start_time,
+            launched.schedule_time,
+            launched.launch_time + read - waits,
+            now - read,
+        )
         self._discard_if_idle()
         return None
 
@@ -343,6 +359,7 @@ class Engine:
                 self._give_up_text(sample, error)
             if sample.is_streamed or sequence.status is SequenceStatus.FINISHED:
                 requests[sequence.request_id] = samples
+        self._recorder.note_ended(advanced, now)
         outputs = [
             self._output_of(samples, now)
             for samples in requests.values()

@@ -24,6 +24,7 @@ from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_records import StepHook
+from nanovllm.tracing import TraceWriter
 
 
 class LLM:
@@ -36,6 +37,7 @@ class LLM:
             takes prompts as token ids only.
         on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
             not called again.
+        trace: writes what every request and step does to a file; close it after the LLM.
         **options: see `EngineConfig`.
 
     Raises TypeError for an unknown option (naming the near ones), ValueError for options that contradict each other or
@@ -51,9 +53,10 @@ class LLM:
         *,
         tokenizer: Any = None,
         on_step: StepHook | None = None,
+        trace: TraceWriter | None = None,
         **options: Any,
     ) -> None:
-        engine = open_engine(model, tokenizer, on_step, options)
+        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._engine: Engine | None = engine
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from nanovllm.model_binding import ModelBinding
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
 from nanovllm.step_records import StepHook
+from nanovllm.tracing import TraceWriter
 
 
 def open_engine(
@@ -26,11 +27,16 @@ def open_engine(
     on_step: StepHook | None,
     options: dict[str, Any],
     *,
+    trace: TraceWriter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
+    if trace is not None:
+        if not isinstance(trace, TraceWriter):
+            raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
+        trace.check_unused()
     config = EngineConfig.from_options(**options)
     with collector_paused():
         loaded = loader.load(model, tokenizer, config)
@@ -43,12 +49,16 @@ def open_engine(
             f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
             f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
         )
+    model_runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
+    if trace is not None:
+        trace.begin(model_runner.config)
     return Engine(
-        ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None),
+        model_runner,
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         model_identity=loaded.identity,
         on_step=on_step,
+        tracer=trace,
         clock=clock,
     )

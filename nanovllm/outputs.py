@@ -144,7 +144,7 @@ class EngineStats:
 
     recent_*: over the last 1,000 steps. recent_hit_rate is hits over queries, recent_budget_use the share of
         max_num_batched_tokens that steps spent; None where there was none of what they divide by.
-    hook_error: why `on_step` is not called any more.
+    hook_error: why `on_step` is not called any more, or the trace not written.
     """
 
     num_running: int

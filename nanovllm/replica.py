@@ -27,6 +27,7 @@ from nanovllm.step_records import StepHook, StepRecorder
 class _Launched(NamedTuple):
     batch: ScheduledBatch
     num_samples: int
+    start: float
     schedule_time: float
     launch_time: float
     done: float  # when its tokens are there
@@ -127,14 +128,14 @@ class Replica:
         done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
         if cost_model.launch_blocks:
             self.now = done
-        self._in_flight.append(_Launched(batch, shape.num_samples, schedule_time, self.now - launched, done))
+        self._in_flight.append(_Launched(batch, shape.num_samples, start, schedule_time, self.now - launched, done))
         for entry in batch.prefills:
             request = self._requests[entry.sequence.request_id]
             if request.scheduled_time is None:
                 request.scheduled_time = start
 
     def _read(self) -> dict[str, RequestMetrics]:
-        batch, num_samples, schedule_time, launch_time, done = self._in_flight.popleft()
+        batch, num_samples, start, schedule_time, launch_time, done = self._in_flight.popleft()
         waits = self.now
         read = max(waits, done)
         advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
@@ -148,7 +149,7 @@ class Replica:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]
         execute_time = launch_time + read - waits
-        self._recorder.record(self.scheduler, batch, now, schedule_time, execute_time, update_time)
+        self._recorder.record(self.scheduler, batch, now, start, schedule_time, execute_time, update_time)
         self._recorder.tell()
         if not self._requests and self._in_flight:
             self.scheduler.discard(self._in_flight[0].batch)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.outputs import EngineStats
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
 
@@ -20,7 +22,8 @@ RECENT_STEPS = 1000
 class StepRecord:
     """One step that was read.
 
-    time: when, in seconds on the engine's clock.
+    time, start_time: when it was read and all was done with it, and when its scheduling began, in seconds on the
+        engine's clock.
     num_sequences: sequences in the step.
     num_decode_tokens, num_prefill_tokens: the tokens that it computed, one for each decode, and of chunks.
     num_cached_tokens: tokens that it found in the prefix cache instead.
@@ -31,6 +34,7 @@ class StepRecord:
 
     step_id: int
     time: float
+    start_time: float
     num_sequences: int
     num_decode_tokens: int
     num_prefill_tokens: int
@@ -46,16 +50,38 @@ class StepRecord:
 StepHook = Callable[[StepRecord], None]
 
 
-class StepRecorder:
-    """Knows the counters of recent steps, and calls the hook.
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a tracer has not heard of yet: sequences that came, steps, and sequences that ended with their times."""
 
-    A hook that raises is logged with its traceback and not called again, since a tool that watches must not end the
+    added: deque[Sequence] = field(default_factory=deque)
+    steps: deque[tuple[StepRecord, ScheduledBatch]] = field(default_factory=deque)
+    ended: deque[tuple[Sequence, float]] = field(default_factory=deque)
+
+
+class Tracer(Protocol):
+    """Follows every sequence of an engine; `TraceWriter` is one."""
+
+    def follow(self, news: News) -> None:
+        """Take from the news what was taken note of, so that an interrupt loses nothing."""
+
+
+class StepRecorder:
+    """Knows the counters of recent steps, and calls those who watch.
+
+    One that raises is logged with its traceback and not called again, since a tool that watches must not end the
     requests that it watches; `EngineStats.hook_error` goes on saying so.
+
+    Args:
+        hook: is given each step's record.
+        tracer: is told of every sequence too.
     """
 
-    def __init__(self, hook: StepHook | None) -> None:
+    def __init__(self, hook: StepHook | None, tracer: Tracer | None = None) -> None:
         self._hook = hook
-        self._untold: StepRecord | None = None
+        self._tracer = tracer
+        self._untold: deque[StepRecord] = deque()
+        self._news = News()
         self._hook_error: str | None = None
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
@@ -65,6 +91,7 @@ class StepRecorder:
         scheduler: Scheduler,
         batch: ScheduledBatch,
         time: float,
+        start_time: float,
         schedule_time: float,
         execute_time: float,
         update_time: float,
@@ -79,12 +106,13 @@ class StepRecorder:
                 counters.prefix_cache_hits,
             )
         )
-        if self._hook is None:
+        if self._hook is None and self._tracer is None:
             return
         prefills = batch.prefills
-        self._untold = StepRecord(
+        record = StepRecord(
             batch.step_id,
             time,
+            start_time,
             len(batch.entries),
             batch.num_decodes,
             sum([entry.num_new_tokens for entry in prefills]),
@@ -96,18 +124,40 @@ class StepRecorder:
             execute_time,
             update_time,
         )
+        if self._hook is not None:
+            self._untold.append(record)
+        if self._tracer is not None:
+            self._news.steps.append((record, batch))
+
+    def note_added(self, sequences: list[Sequence]) -> None:
+        """Take note of sequences that begin to wait; `tell` passes them on."""
+        if self._tracer is not None:
+            self._news.added.extend(sequences)
+
+    def note_ended(self, sequences: list[Sequence], time: float) -> None:
+        """Take note of those among the sequences that have ended by this time; `tell` passes them on."""
+        if self._tracer is not None:
+            self._news.ended.extend([(sequence, time) for sequence in sequences if sequence.is_finished])
 
     def tell(self) -> None:
-        """Call the hook with the step that it has not heard of, if there is one."""
-        record, self._untold = self._untold, None
-        if record is None or self._hook is None:
-            return
-        try:
-            self._hook(record)
-        except Exception as error:
-            self._hook = None
-            self._hook_error = f"{type(error).__name__}: {error}"
-            logger.exception("on_step raised after step %d; it is not called again", record.step_id)
+        """Call hook and tracer with what they have not heard of."""
+        if self._tracer is not None:
+            try:
+                self._tracer.follow(self._news)
+            except Exception as error:
+                self._tracer, self._news = None, News()
+                self._note_error(error, "the trace could not be written; it ends here")
+        while self._untold and self._hook is not None:
+            record = self._untold.popleft()
+            try:
+                self._hook(record)
+            except Exception as error:
+                self._hook = None
+                self._note_error(error, f"on_step raised after step {record.step_id}; it is not called again")
+
+    def _note_error(self, error: Exception, message: str) -> None:
+        self._hook_error = f"{type(error).__name__}: {error}"
+        logger.exception(message)
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """A snapshot of the engine."""

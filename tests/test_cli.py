@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import nanovllm
-from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm import LLM, EngineConfig, SamplingParams, TraceWriter
 from nanovllm.cli import NOT_FOR_CHAT, main
 from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.engine import Engine
+from tests import traces
 from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--max-model-len", "256"]
@@ -398,6 +400,51 @@ def test_without_a_command_the_usage_is_shown(capsys):
         main([])
     assert caught.value.code == 2
     assert "usage: nanovllm" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------- trace
+
+
+def test_trace_writes_what_the_run_did_and_the_answers_stay_the_same(run, tmp_path):
+    plain = run("generate", "one", "two", *SHORT)
+    assert run("generate", "one", "two", "--trace", str(tmp_path / "out.json"), *SHORT)[:2] == plain[:2]
+    trace = traces.read(tmp_path / "out.json")
+    assert list(trace.names.values()) == ["0", "1"]
+    assert [trace.total(name, "decode", "tokens") for name in ("0", "1")] == [5, 5]
+
+
+def test_an_interrupted_run_leaves_a_whole_trace(run, tmp_path, monkeypatch):
+    steps = iter(range(3))
+
+    def interrupted(self):
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step(self)
+
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert run("generate", "one", "two", "--trace", str(tmp_path / "out.json"), *SHORT)[0] == 130
+    trace = traces.read(tmp_path / "out.json")
+    assert [trace.lane(name)[-1].arguments["reason"] for name in ("0", "1")] == ["abort", "abort"]
+    assert len(trace.steps) == 3
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.llm.LLM.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert_refused(run("generate", "one", "--trace", str(tmp_path / "nowhere" / "out.json")), "nowhere")
+
+
+def test_a_disk_that_fills_up_costs_the_trace_and_not_the_answers(run, tmp_path, monkeypatch):
+    def fill_up(self, config):
+        begin(self, config)
+        self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+
+    begin = TraceWriter.begin
+    monkeypatch.setattr(TraceWriter, "begin", fill_up)
+    plain = run("generate", "one", *SHORT)
+    status, out, err = run("generate", "one", "--trace", str(tmp_path / "out.json"), *SHORT)
+    assert (status, out) == (2, plain[1])
+    assert "No space left" in err
 
 
 # --------------------------------------------------------------------------------------------------------- every option

@@ -130,7 +130,7 @@ POOLS = {
 
 
 def composition(record: StepRecord) -> StepRecord:
-    return replace(record, time=0.0, schedule_time=0.0, execute_time=0.0, update_time=0.0)
+    return replace(record, time=0.0, start_time=0.0, schedule_time=0.0, execute_time=0.0, update_time=0.0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
