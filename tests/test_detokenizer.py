@@ -191,7 +191,7 @@ def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind) -> list[C
     """What a request that draws these tokens shows after each of them, up to its end."""
     params = SamplingParams(stop=stop, max_tokens=len(token_ids))
     sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
-    request = Request(sequence, None, tokenizer(), output_kind=kind)
+    request = Request(sequence, None, [5], tokenizer(), output_kind=kind)
     shown = []
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
