@@ -155,28 +155,10 @@ class Engine:
         self.check_queue(params.n)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
-        prompt_token_ids = list(truncated(prompt_token_ids, params))
-        bad_words = spellings_of(params.bad_words, self.tokenizer)
-        seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
         now = self.clock() if arrival_time is None else arrival_time
-        sequences = [
-            Sequence(
-                request_id,
-                prompt_token_ids,
-                params,
-                arrival=self._num_sequences + index,
-                arrival_time=now,
-                max_model_len=self.config.max_model_len,
-                priority=priority,
-                cache_salt=cache_salt,
-                eos_token_ids=self._eos_token_ids,
-                seed=sample_seed(seed, index),
-                index=index,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
         deadline = None if timeout is None else now + timeout
+        prompt_token_ids = list(truncated(prompt_token_ids, params))
+        sequences = self._samples_of(request_id, prompt_token_ids, params, now, priority, cache_salt)
         samples = [
             Request(
                 sequence,
@@ -198,6 +180,36 @@ class Engine:
                 self._deadlines.add((deadline, request_id))
             for sequence in sequences:
                 self.scheduler.add(sequence)
+
+    def _samples_of(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int,
+        cache_salt: str,
+    ) -> list[Sequence]:
+        """A new request's sequences, one for each sample."""
+        bad_words = spellings_of(params.bad_words, self.tokenizer)
+        seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
+        return [
+            Sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                arrival=self._num_sequences + index,
+                arrival_time=arrival_time,
+                max_model_len=self.config.max_model_len,
+                priority=priority,
+                cache_salt=cache_salt,
+                eos_token_ids=self._eos_token_ids,
+                seed=sample_seed(seed, index),
+                index=index,
+                bad_words=bad_words,
+            )
+            for index in range(params.n)
+        ]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns what it had got, or None if no such request runs."""

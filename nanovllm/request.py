@@ -140,18 +140,18 @@ class Request:
         first, last, num_gaps = self._first_token_time, self._last_token_time, sequence.num_output_tokens - 1
         mean_itl = (last - first) / num_gaps if first is not None and last is not None and num_gaps > 0 else None
         return RequestMetrics(
-            sequence.arrival_time,
-            self.scheduled_time,
-            first,
-            last,
-            self._finished_time,
-            sequence.num_prompt_tokens,
-            sequence.num_cached_tokens,
-            sequence.num_output_tokens,
-            sequence.num_preemptions,
-            mean_itl,
-            self._max_itl,
-            self._itls if sequence.is_finished else None,
+            arrival_time=sequence.arrival_time,
+            scheduled_time=self.scheduled_time,
+            first_token_time=first,
+            last_token_time=last,
+            finished_time=self._finished_time,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            num_preemptions=sequence.num_preemptions,
+            mean_itl=mean_itl,
+            max_itl=self._max_itl,
+            itls=self._itls if sequence.is_finished else None,
         )
 
     def _text(self) -> str:

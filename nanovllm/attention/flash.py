@@ -14,8 +14,6 @@ import torch
 
 from nanovllm.config import FLASH_BLOCK_SIZE
 
-BLOCK_SIZE = FLASH_BLOCK_SIZE
-
 
 def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What keeps the FLASH backend from a model's chunks, in words; None if nothing does."""
@@ -24,7 +22,7 @@ def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it knows bfloat16 and float16, and the model is in {str(dtype).removeprefix('torch.')}"
     if not 96 < head_dim <= 128:  # others have tiles that are not 128 by 128
-        return f"its tiles fit pages of {BLOCK_SIZE} for heads of 104 to 128, and the model's have {head_dim}"
+        return f"its tiles fit pages of {FLASH_BLOCK_SIZE} for heads of 104 to 128, and the model's have {head_dim}"
     try:
         is_there = find_spec("flash_attn.cute") is not None
     except ImportError:
