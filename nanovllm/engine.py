@@ -403,7 +403,8 @@ class Engine:
     def _advance(self, request: Request, now: float) -> None:
         """Let the request read its new token, if it got one, and end it if that completes a stop string."""
         sequence = request.sequence
-        if request.num_seen_tokens == sequence.num_output_tokens:
+        num_tokens = sequence.num_output_tokens
+        if request.num_seen_tokens == num_tokens:
             return
         stop = request.advance(now)
         if stop is not None:
@@ -412,7 +413,7 @@ class Engine:
                 sequence.finish_reason = "stop"
             else:
                 self.scheduler.finish(sequence, "stop")
-        request.num_seen_tokens = sequence.num_output_tokens
+        request.num_seen_tokens = num_tokens
 
     # ---------------------------------------------------------------------------------------------------- state
 
