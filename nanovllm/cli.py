@@ -19,6 +19,7 @@ from nanovllm.prompt_files import read_requests
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate_command import add_calibrate_command, add_simulate_command
 from nanovllm.timeline_command import add_timeline_command
+from nanovllm.tune.command import add_tune_command
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         add_calibrate_command,
         add_simulate_command,
         add_timeline_command,
+        add_tune_command,
     ):
         add_command(commands)
     return parser

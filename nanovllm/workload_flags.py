@@ -12,13 +12,19 @@ from nanovllm.workload_specs import build, spelled
 from nanovllm.workloads import WORKLOADS, Workload, bursty, poisson
 
 
-def add_workload_flags(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Which requests; several: any number of workloads and traces instead of one."""
-    more = "; again for another" if several else ""
+def add_workload_flags(
+    parser: argparse.ArgumentParser, *, several: bool = False, default: str | None = "random"
+) -> None:
+    """Which requests.
+
+    Args:
+        several: any number of workloads and traces instead of one.
+        default: what the help says about that; None if one has to be named.
+    """
+    more = ("; again for another" if several else "") + (f" (default {default})" if default else "")
     parser.add_argument(
         "--workload", action="append", default=[], metavar="NAME[:KEY=VALUE,...]",
-        help=f"a workload, with its parameters if it has any, such as random:requests=8,prompt=100-1024{more} "
-        "(default random)",
+        help=f"a workload, with its parameters if it has any, such as random:requests=8,prompt=100-1024{more}",
     )  # fmt: skip
     parser.add_argument("--trace", action="append", default=[], metavar="FILE", help="a workload from a trace file")
     parser.add_argument("--seed", type=int, metavar="INT", help="of workloads that are drawn, and of arrivals")
