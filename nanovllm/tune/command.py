@@ -151,7 +151,7 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
     """Run the sweep; False if it was interrupted."""
     options = question.options
     model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
-    planned = num_measurements(sweep.rounds, sweep.repeats)
+    planned, names = num_measurements(sweep.rounds, sweep.repeats), question.resolver.varying(sweep.settings)
     with (
         tempfile.TemporaryDirectory(prefix="nanovllm-tune-") as name,
         tqdm(total=planned, desc="measured", unit="setting", disable=None) as bar,
@@ -159,7 +159,7 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
 
         def progress(setting: Setting, share: float, runs: list[Run] | None) -> None:
             bar.update()
-            bar.write(report.line(setting, share, runs), file=sys.stderr)
+            bar.write(report.line(setting, names, share, runs), file=sys.stderr)
 
         settings = Settings(model, warm_ups=options.warm_ups, verbose=options.verbose)
         fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})

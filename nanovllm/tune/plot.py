@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from nanovllm.tune.report import SHORT, Outcome
-from nanovllm.tune.settings import SWEPT, Setting
+from nanovllm.tune.report import Outcome, spelled
+from nanovllm.tune.settings import Setting
 
 
 def can_plot() -> bool:
@@ -15,13 +15,18 @@ def can_plot() -> bool:
 
 
 def save_plot(outcome: Outcome, path: Path) -> None:
+    """Write the picture as PNG."""
+    draw(outcome).savefig(path, format="png")
+
+
+def draw(outcome: Outcome) -> Any:
     """Draw each setting on the largest share that it came to; those on the whole workload are in colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=110)
     axes = figure.subplots()
     latest = outcome.latest()
-    varying = [name for name in SWEPT if len({standing.setting.options[name] for _, standing in latest}) > 1]
+    varying = outcome.resolver.varying(outcome.sweep.settings)
     for share, standing in reversed(latest):
         points = [point for point in standing.points if point["itl"]]
         x = [1e3 * point["itl"]["p99"] for point in points]
@@ -41,7 +46,7 @@ def save_plot(outcome: Outcome, path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_title(f"{outcome.question['model']}, {outcome.question['workload']['name']}", fontsize=9)
     axes.legend(fontsize=7, loc="best", title="grey: given up on a share of the workload", title_fontsize=7)
-    figure.savefig(path)
+    return figure
 
 
 def _mark_chosen(axes: Any, outcome: Outcome) -> None:
@@ -56,5 +61,4 @@ def _mark_chosen(axes: Any, outcome: Outcome) -> None:
 
 
 def _name(setting: Setting, varying: list[str], outcome: Outcome) -> str:
-    told = ", ".join(f"{SHORT[name]} {setting.options[name]}" for name in varying)
-    return told + (" (the defaults)" if setting == outcome.sweep.settings[0] else "")
+    return spelled(setting.options, varying) + (" (the defaults)" if setting == outcome.sweep.settings[0] else "")

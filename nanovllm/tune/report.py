@@ -11,7 +11,7 @@ from nanovllm.bench.report import aligned
 from nanovllm.tune.goals import TIMES, Goal
 from nanovllm.tune.halving import Sweep
 from nanovllm.tune.ranking import EQUAL, Run, Standing
-from nanovllm.tune.settings import SWEPT, Resolver, Setting
+from nanovllm.tune.settings import Resolver, Setting
 
 MOST_REFUSED = 5  # rows of settings that the engine refuses by their numbers alone
 SHORT = {
@@ -61,8 +61,9 @@ def table(outcome: Outcome) -> str:
     tried = [*measured, *sweep.failures]
     if not tried:
         return "nothing was measured"
-    varying = [name for name in SWEPT if len({setting.options[name] for setting in tried}) > 1]
-    common = ", ".join(f"{name} {tried[0].options[name]}" for name in SWEPT if name not in varying)
+    varying = outcome.resolver.varying(sweep.settings)
+    told = outcome.resolver.told(sweep.settings[0])
+    common = ", ".join(f"{name} {value}" for name, value in told.items() if name not in varying)
     columns = ["share", "rate", "tokens/s", "TTFT ms p50/p99", "ITL ms p50/p99", "goals"]
     if outcome.predicted:
         columns[3:3] = ["predicted"]
@@ -75,10 +76,10 @@ def table(outcome: Outcome) -> str:
         rows.append([mark, *own, *_figures(outcome, share, standing), _kept(outcome.goals, standing) + note])
     lines = [aligned(rows)]
     lines += [
-        f"   {_spelled(setting.options, varying)}: failed: {_short(why)}" for setting, why in sweep.failures.items()
+        f"   {spelled(setting.options, varying)}: failed: {_short(why)}" for setting, why in sweep.failures.items()
     ]
     lines += [
-        f"   {_spelled(options, list(options))}: refused: {why}" for options, why in outcome.refused[:MOST_REFUSED]
+        f"   {spelled(options, list(options))}: refused: {why}" for options, why in outcome.refused[:MOST_REFUSED]
     ]
     if len(outcome.refused) > MOST_REFUSED:
         lines.append(f"   and {len(outcome.refused) - MOST_REFUSED} more combinations that are refused")
@@ -99,9 +100,9 @@ def _figures(outcome: Outcome, share: float, standing: Standing) -> Iterator[str
         yield _tails(expected["itl"]) if expected else "-"
 
 
-def line(setting: Setting, share: float, runs: list[Run] | None) -> str:
-    """A measurement in one line, as it comes; None for one that failed."""
-    told = f"{_spelled(setting.options, list(SWEPT[:3]))}, {share:.3g} of the workload: "
+def line(setting: Setting, names: list[str], share: float, runs: list[Run] | None) -> str:
+    """A measurement in one line, as it comes, with the options that are named; None for one that failed."""
+    told = f"{spelled(setting.options, names)}, {share:.3g} of the workload: "
     if runs is None:
         return told + "failed"
     return told + "; ".join(map(_run, runs))
@@ -124,7 +125,8 @@ def _kept(goals: list[Goal], standing: Standing) -> str:
     return ", ".join(missed) or "kept"
 
 
-def _spelled(options: dict[str, int], names: list[str]) -> str:
+def spelled(options: dict[str, int], names: list[str]) -> str:
+    """The named options in few words."""
     return ", ".join(f"{SHORT[name]} {options[name]}" for name in names) or "the only setting"
 
 

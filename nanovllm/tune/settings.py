@@ -39,7 +39,7 @@ class Candidates:
     """What a sweep has to choose from.
 
     settings: all that the engine accepts, no two of them the same; the first is what it does when nobody says anything.
-    refused: values that contradict one another, and what the engine says to them.
+    refused: values that contradict one another, and what the engine says to them; for each reason the first such.
     """
 
     settings: list[Setting]
@@ -66,26 +66,40 @@ class Resolver:
         )
         return Setting(tuple(getattr(config, name) for name in SWEPT))
 
-    def flags(self, setting: Setting) -> str:
-        """The flags that make a setting; limits of partial prefills that follow from the others are left out."""
+    def told(self, setting: Setting) -> dict[str, int]:
+        """The options that make a setting; limits of partial prefills that follow from the others are left out."""
         told = dict(itertools.islice(setting.options.items(), 3))
         for name, value in itertools.islice(setting.options.items(), 3, None):
             if self.resolve(told).options[name] != value:
                 told[name] = value
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in told.items())
+        return told
+
+    def flags(self, setting: Setting) -> str:
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.told(setting).items())
+
+    def varying(self, settings: Sequence[Setting]) -> list[str]:
+        """The options in which settings differ, less those that follow from the others."""
+        told = {name for setting in settings for name in self.told(setting)}
+        return [name for name in SWEPT if name in told and len({setting.options[name] for setting in settings}) > 1]
 
     def candidates(self, values: Values) -> Candidates:
-        """Every combination of values; an option with one value has it in the first setting too."""
+        """Every combination of values; an option with one value has it in the first setting too.
+
+        Raises ValueError for a value that no combination makes good.
+        """
+        for name, of in values.items():
+            for value in of:
+                EngineConfig.from_options(**_given({name: value}))
         pinned = {name: of[0] for name, of in values.items() if len(of) == 1}
         settings = {self.resolve(_given(pinned)): None}
-        refused = []
+        refused: dict[str, dict[str, int]] = {}
         for combination in itertools.product(*values.values()):
             options = _given(dict(zip(values, combination, strict=True)))
             try:
                 settings[self.resolve(options)] = None
             except ValueError as error:
-                refused.append((options, str(error)))
-        return Candidates(list(settings), refused)
+                refused.setdefault(str(error), options)
+        return Candidates(list(settings), [(options, reason) for reason, options in refused.items()])
 
 
 def _given(options: dict[str, int | None]) -> dict[str, int]:
