@@ -325,8 +325,8 @@ def test_the_advice_names_flags_and_numbers():
     assert lines[0] == "recommended: --max-num-batched-tokens 512 --max-num-seqs 16 --block-size 64"
     assert lines[1] == (
         "because: 450 tokens/s is the most of 2 settings measured on the whole workload that keep ITL p99 <= 40 ms "
-        "(30 ms) and TTFT p99 <= 500 ms (100 ms); the defaults have 500 (-10.0% for it), and miss the "
-        "goals (ITL p99 +25%)"
+        "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
+        "(ITL p99 +25%)"
     )
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
 
@@ -344,8 +344,8 @@ def test_settings_with_as_many_tokens_are_called_equal():
     assert "--max-num-batched-tokens 256" in lines[0]
     assert "the 2 with most tokens/s differ by less than 2%; it is furthest from the limits" in lines[1]
     arriving = {of: told | {"rate": 4.0} for of, told in runs.items()}
-    assert "all of them keep up with the arrivals" in report.advice(outcome_of(arriving, ITL_40))
-    assert "keep up" not in report.advice(outcome_of(runs, ITL_40))
+    assert "a higher --rate would show more" in report.advice(outcome_of(arriving, ITL_40))
+    assert "--rate" not in report.advice(outcome_of(runs, ITL_40))
 
 
 def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
@@ -554,6 +554,14 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     assert "off by at most 0% on tokens/s, p99 between tokens by 0%" in out
     result = json.loads((tmp_path / "t" / "result.json").read_text())
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
+
+
+def test_what_the_simulator_refuses_for_every_setting_is_told_and_not_measured(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    arguments = ["--simulate", str(tmp_path / "costs.json"), "--max-model-len", "32"]
+    status, out, err = tune(*arguments)
+    assert (status, out, engines.options) == (2, "", [])
+    assert "no setting can be simulated: request 0 has 40 prompt tokens" in err
 
 
 def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune):

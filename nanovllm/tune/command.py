@@ -107,10 +107,13 @@ def _forecast(question: Question) -> Forecast:
     settings = sample(question.candidates.settings, MOST_SIMULATED)
     assert question.calibration is not None
     with tqdm(total=len(settings), desc="simulated", unit="setting", disable=None) as bar:
-        return forecast(
+        made = forecast(
             question.calibration, settings, question.workloads, question.fixed, model=question.options.model,
             after_each=bar.update,
         )  # fmt: skip
+    if not made.runs:
+        raise ValueError(f"no setting can be simulated: {next(iter(made.refused.values()))}")
+    return made
 
 
 def _sweep(question: Question, predicted: Forecast) -> Sweep:

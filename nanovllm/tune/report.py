@@ -154,8 +154,7 @@ def advice(outcome: Outcome) -> str:
 
 def _reason(outcome: Outcome, finalists: list[Standing]) -> str:
     best, goals = finalists[0], outcome.goals
-    rate = "" if best.best["rate"] is None else f" at {best.best['rate']:g} requests/s"
-    told = f"{best.tokens_per_second:.0f} tokens/s{rate}"
+    told = _rate_of(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
     if not best.keeps_goals:
         worst = max(goals, key=lambda goal: goal.excess(best.best))
@@ -182,8 +181,14 @@ def _against_defaults(outcome: Outcome, best: Standing) -> str:
     if defaults is None:
         return "; the defaults could not be measured"
     ratio = best.tokens_per_second / defaults.tokens_per_second - 1.0
-    missed = "" if defaults.keeps_goals else f", and miss the goals ({_kept(outcome.goals, defaults)})"
-    return f"; the defaults have {defaults.tokens_per_second:.0f} ({ratio:+.1%} for it){missed}"
+    missed = "" if defaults.keeps_goals else f", which miss the goals ({_kept(outcome.goals, defaults)})"
+    than = f"{abs(ratio):.1%} {'more' if ratio >= 0.0 else 'less'} than the defaults ({_rate_of(defaults)})"
+    return f"; {than}{missed}"
+
+
+def _rate_of(standing: Standing) -> str:
+    arrivals = "" if standing.best["rate"] is None else f" at {standing.best['rate']:g} requests/s"
+    return f"{standing.tokens_per_second:.0f} tokens/s{arrivals}"
 
 
 def _milliseconds(goal: Goal, standing: Standing) -> str:
@@ -199,7 +204,10 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
         yield f"{told}; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first"
     fastest = [max(s.points, key=lambda p: p["rate"] or 0.0)["output_tokens_per_second"] for s in finalists]
     if best.best["rate"] is not None and len(finalists) > 1 and min(fastest) >= (1.0 - EQUAL) * max(fastest):
-        yield "all of them keep up with the arrivals; a higher --rate would show what differs"
+        yield (
+            f"at the highest rate of arrival all of them differ by less than {EQUAL:.0%}: the arrivals bound "
+            "them, and a higher --rate would show more, or the machine does"
+        )
     if outcome.predicted:
         yield _accuracy(outcome, finalists)
 
