@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ def add_bench_command(commands: Any) -> None:
         help="unmeasured plays before each (default 1)",
     )
     bench.add_argument("--profile", action="store_true", help="show where the time of this engine's steps goes")
+    bench.add_argument(
+        "--record", metavar="FILE",
+        help="write what every request and step of the measured run does to FILE; see `nanovllm timeline`",
+    )  # fmt: skip
     bench.add_argument("--json", metavar="FILE", help="write all figures to FILE, or to standard output if it is -")
     add_model_flags(bench)
     bench.set_defaults(run=_bench)
@@ -71,6 +76,8 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(f"two of the engines are {max(labels, key=labels.count)}, and could not be told apart.")
     if options.profile and (others := [engine.label for engine in engines if engine.name != "nanovllm"]):
         raise ValueError(f"--profile looks into this engine, not into {others[0]}. Leave one of them out.")
+    if options.record and (labels[1:] or engines[0].name != "nanovllm" or options.repeats > 1):
+        raise ValueError("--record is of one run of this engine. Leave other engines and --repeats out.")
     workloads = several_workloads(options)
     if len({workload.name for workload in workloads}) < len(workloads):
         raise ValueError("two workloads have the same name, and their results could not be told apart.")
@@ -83,7 +90,10 @@ def _bench(options: argparse.Namespace) -> int:
         for workload in workloads:
             processes.check_takes(engine.name, workload)
     model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
-    settings = Settings(model, options.repeats, options.warm_ups, options.profile, options.verbose)
+    settings = Settings(
+        model, options.repeats, options.warm_ups, options.profile, options.record and os.path.abspath(options.record),
+        options.verbose,
+    )  # fmt: skip
 
     def after_run(result: dict[str, Any]) -> None:
         if options.json and options.json != "-":

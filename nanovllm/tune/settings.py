@@ -124,7 +124,7 @@ def default_values(device: str, fixed: dict[str, Any], *, longest_prompt: int, m
         "max_num_batched_tokens": budgets,
         "max_num_seqs": [number for number in num_seqs if number <= enough],
         "block_size": block_sizes,
-        "max_num_partial_prefills": (None, 1, 16) if are_long else (None,),
+        "max_num_partial_prefills": (None, 16) if are_long else (None,),
         "max_long_partial_prefills": (None, 4) if are_long else (None,),
         "long_prefill_token_threshold": (None,),
     }
