@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
+import hypothesis
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +86,7 @@ def test_values_that_cannot_differ_are_not_tried():
     assert max(tried(wide=True)["max_num_batched_tokens"]) == 4096
 
 
+@hypothesis.settings(deadline=None)
 @given(st.integers(16, 5000), st.integers(1, 300), st.sampled_from([16, 32, 64]), st.integers(1, 9), st.integers(1, 9))
 def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, partial, long):
     resolver = Resolver("cpu", {})
@@ -206,6 +211,7 @@ def sweep_of(runs: dict[Setting, dict], *, goals=(), smallest: float = 0.0, repe
     return Sweep(list(runs), list(goals), rounds_for(len(runs), smallest), repeats)
 
 
+@hypothesis.settings(deadline=None)
 @given(st.permutations(range(20)), st.lists(st.sampled_from([0.01, 0.03, 0.05, 0.09]), min_size=20, max_size=20),
        st.sampled_from([0.0, 0.3, 1.0]))  # fmt: skip
 def test_where_shares_tell_the_truth_halving_finds_what_trying_everything_finds(order, itls, smallest):
@@ -601,6 +607,21 @@ def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tu
     assert told[0] == 2 and "leave goals on ITL out" in told[2]
 
 
+def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
+    """Run a command as a process of its own until it is told to end; its status, its output, and the processes that it had."""
+    command = [sys.executable, "-m", "nanovllm.cli", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children: list[psutil.Process] = []
+    for line in process.stderr:
+        if "tokens/s" in line:
+            while not children:  # the next measurement's process
+                children = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()  # as Ctrl-C, but the child does not hear of it
+            break
+    out, _ = process.communicate()
+    return process.returncode, out, children
+
+
 def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys):
     folder = str(save_tiny(tmp_path / "model"))
     arguments = [
@@ -608,7 +629,13 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
         "--max-num-seqs", "4", "--block-size", "16,64", "--repeats", "1", "--warm-ups", "0", "--enforce-eager",
         "--max-model-len", "128", "--num-kv-blocks", "8", "--output", str(tmp_path / "t"),
     ]  # fmt: skip
+    status, out, children = ended_after_one_measurement(["tune", "--model", folder, *arguments])
+    assert status == 130 and "interrupted; what was measured is in " in out and " all " in out
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    before = (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()
+    assert len(before) == 2 and '"runs"' in before[1]
     assert main(["tune", "--model", folder, *arguments]) == 0
+    assert (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()[:2] == before
     told = capsys.readouterr()
     assert "block 16: failed: the KV cache of 8 blocks of 16 tokens" in told.out and told.out.count("failed") == 1
     assert "recommended: --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 64" in told.out

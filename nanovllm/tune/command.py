@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -166,9 +167,12 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
 
         settings = Settings(model, warm_ups=options.warm_ups, verbose=options.verbose)
         fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else a kill would leave an engine behind
         try:
             sweep.run(Measurer(question.workloads, fixed, settings, journal, Path(name), progress))
         except KeyboardInterrupt:
             return False
+        finally:
+            signal.signal(signal.SIGTERM, before)
         bar.total = bar.n  # what failed was not measured again
     return True
