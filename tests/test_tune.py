@@ -608,7 +608,7 @@ def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tu
 
 
 def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
-    """Run a command as a process of its own until it is told to end; its status, its output, and the processes that it had."""
+    """Run a command and tell it to end; its status, its output, and the processes that it had started."""
     command = [sys.executable, "-m", "nanovllm.cli", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children: list[psutil.Process] = []
@@ -627,7 +627,8 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
     arguments = [
         "--workload", "random:requests=4,prompt=40,output=6,vocab=512", "--max-num-batched-tokens", "128",
         "--max-num-seqs", "4", "--block-size", "16,64", "--repeats", "1", "--warm-ups", "0", "--enforce-eager",
-        "--max-model-len", "128", "--num-kv-blocks", "8", "--output", str(tmp_path / "t"),
+        "--max-model-len", "128", "--num-kv-blocks", "8", "--device", "cpu",
+        "--output", str(tmp_path / "t"),
     ]  # fmt: skip
     status, out, children = ended_after_one_measurement(["tune", "--model", folder, *arguments])
     assert status == 130 and "interrupted; what was measured is in " in out and " all " in out
