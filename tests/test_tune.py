@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import hypothesis
@@ -616,6 +617,7 @@ def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[ps
         if "tokens/s" in line:
             while not children:  # the next measurement's process
                 children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.5)  # it is up, and not just on its way
             process.terminate()  # as Ctrl-C, but the child does not hear of it
             break
     out, _ = process.communicate()
