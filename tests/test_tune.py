@@ -551,6 +551,12 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
     assert len(engines.options) == measured
 
 
+def test_contradictions_are_told_of_values_that_were_asked_for(engines, tune):
+    assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
+    out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
+    assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
+
+
 def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     workload = ["--workload", "random:requests=24,prompt=300,output=20"]
