@@ -14,6 +14,7 @@ from nanovllm.tune.ranking import EQUAL, Run, Standing
 from nanovllm.tune.settings import Resolver, Setting
 
 MOST_REFUSED = 5  # rows of settings that the engine refuses by their numbers alone
+DISTURBED = 0.1  # a larger spread between measurements of one setting is worth a warning
 SHORT = {
     "max_num_batched_tokens": "budget", "max_num_seqs": "seqs", "block_size": "block",
     "max_num_partial_prefills": "partial", "max_long_partial_prefills": "long",
@@ -199,9 +200,13 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
     best = finalists[0]
     rates = spread_of(outcome, best)
     if len(rates) > 1:
-        share = (max(rates) - min(rates)) / min(rates)
-        told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {share:.1%} apart"
+        told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {_spread(rates):.1%} apart"
         yield f"{told}; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first"
+    if (apart := max(_apart(outcome, standing) for standing in finalists)) > DISTURBED:
+        yield (
+            f"the same setting came out up to {apart:.0%} apart when it was measured again: something else used the "
+            "machine, and what differs by less means nothing; measure again, with another --output, when it is idle"
+        )
     fastest = [max(s.points, key=lambda p: p["rate"] or 0.0)["output_tokens_per_second"] for s in finalists]
     if best.best["rate"] is not None and len(finalists) > 1 and min(fastest) >= (1.0 - EQUAL) * max(fastest):
         yield (
@@ -210,6 +215,16 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
         )
     if outcome.predicted:
         yield _accuracy(outcome, finalists)
+
+
+def _apart(outcome: Outcome, standing: Standing) -> float:
+    """The largest spread of a setting's tokens a second, over its rates of arrival."""
+    repeats = outcome.sweep.results[standing.setting][1.0]
+    return max(_spread([run["output_tokens_per_second"] for run in runs]) for runs in zip(*repeats, strict=True))
+
+
+def _spread(rates: list[float]) -> float:
+    return (max(rates) - min(rates)) / min(rates)
 
 
 def spread_of(outcome: Outcome, standing: Standing) -> list[float]:
