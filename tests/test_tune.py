@@ -19,7 +19,7 @@ from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.simulator import simulate
-from nanovllm.tune import command, measuring, plot, report
+from nanovllm.tune import command, measuring, plot, report, result
 from nanovllm.tune.forecast import forecast
 from nanovllm.tune.goals import Goal
 from nanovllm.tune.halving import MeasurementError, Round, Sweep, num_measurements, rounds_for
@@ -335,6 +335,8 @@ def test_the_advice_names_flags_and_numbers():
         "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
         "(ITL p99 +25%)"
     )
+    alone = report.advice(outcome_of(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
+    assert "of 3 settings measured on the whole workload it alone keeps ITL p99 <= 25 ms (20 ms), with 400" in alone
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
 
 
@@ -394,15 +396,13 @@ def test_predictions_stand_beside_what_was_measured():
 
 def test_the_result_holds_every_measurement_and_the_recommendation():
     runs = {setting(1024): run(500), setting(256): run(400)}
-    result = json.loads(json.dumps(report.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
-    first, second = result["settings"]
+    told = json.loads(json.dumps(result.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
+    first, second = told["settings"]
     assert [m["repeat"] for m in first["measurements"]] == [0, 1, 2] and first["config"] == {"a": 1}
     assert first["measurements"][0]["runs"][0]["output_tokens_per_second"] == 500
     assert second["failed"] == "out of memory" and second["measurements"] == []
-    assert result["recommended"]["options"]["max_num_batched_tokens"] == 1024 and result["goals"] == [
-        "ITL p99 <= 40 ms"
-    ]
-    assert result["environment"] == {"torch": "2"} and result["question"]["model"] == "m"
+    assert told["recommended"]["options"]["max_num_batched_tokens"] == 1024 and told["goals"] == ["ITL p99 <= 40 ms"]
+    assert told["environment"] == {"torch": "2"} and told["question"]["model"] == "m"
 
 
 def test_the_picture_has_a_curve_for_each_setting_and_marks_the_chosen_point(tmp_path):

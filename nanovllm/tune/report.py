@@ -1,10 +1,9 @@
-"""What came of a sweep: a table, a recommendation with its reason, and all of it as JSON."""
+"""What came of a sweep, to be read: a table, and a recommendation with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from nanovllm.bench.report import aligned
@@ -150,10 +149,11 @@ def advice(outcome: Outcome) -> str:
     best = finalists[0]
     flags = outcome.resolver.flags(best.setting)
     verdict = "recommended" if best.keeps_goals else "no setting keeps the goals; the nearest"
-    return "\n".join([f"{verdict}: {flags}", f"because: {_reason(outcome, finalists)}", *_remarks(outcome, finalists)])
+    return "\n".join([f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}", *_remarks(outcome, finalists)])
 
 
-def _reason(outcome: Outcome, finalists: list[Standing]) -> str:
+def reason(outcome: Outcome, finalists: list[Standing]) -> str:
+    """Why the first of the finalists, in one sentence of numbers."""
     best, goals = finalists[0], outcome.goals
     told = _rate_of(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
@@ -165,13 +165,18 @@ def _reason(outcome: Outcome, finalists: list[Standing]) -> str:
         )
     keeping = [standing for standing in finalists if standing.keeps_goals]
     equal = [s for s in keeping if s.tokens_per_second >= (1.0 - EQUAL) * max(k.tokens_per_second for k in keeping)]
-    whole = f"of {len(keeping)} settings measured on the whole workload" + (f" that keep {limits}" if goals else "")
-    if len(equal) > 1:
+    kept = f" that keep {limits}" if goals else ""
+    if len(keeping) == 1 < len(finalists):
+        told = f"of {len(finalists)} settings measured on the whole workload it alone keeps {limits}, with {told}"
+    elif len(equal) > 1:
         by = "is furthest from the limits" if goals else "has the lowest p99 between tokens"
-        reason = f"{told}, and {whole} the {len(equal)} with most tokens/s differ by less than {EQUAL:.0%}; it {by}"
+        told = (
+            f"{told}, and of {len(keeping)} settings measured on the whole workload{kept} the {len(equal)} with most "
+            f"tokens/s differ by less than {EQUAL:.0%}; it {by}"
+        )
     else:
-        reason = f"{told} is the most {whole}"
-    return reason + _against_defaults(outcome, best)
+        told = f"{told} is the most of {len(keeping)} settings measured on the whole workload{kept}"
+    return told + _against_defaults(outcome, best)
 
 
 def _against_defaults(outcome: Outcome, best: Standing) -> str:
@@ -243,56 +248,3 @@ def _accuracy(outcome: Outcome, finalists: list[Standing]) -> str:
                 tails.append(abs(expected["itl"]["p99"] / point["itl"]["p99"] - 1.0))
     worst = f", p99 between tokens by {max(tails):.0%}" if tails else ""
     return f"forecasts of {len(rates)} runs were off by at most {max(rates, default=0.0):.0%} on tokens/s{worst}"
-
-
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """All of it: what was asked, on which machine, every measurement, and the recommendation."""
-    sweep, finalists = outcome.sweep, outcome.sweep.finalists()
-    return {
-        "time": datetime.now().isoformat(timespec="seconds"),
-        "question": outcome.question,
-        "environment": outcome.environment,
-        "goals": [str(goal) for goal in outcome.goals],
-        "rounds": [round_._asdict() for round_ in sweep.rounds],
-        "repeats": sweep.repeats,
-        "default": sweep.settings[0].options,
-        "recommended": _recommended(outcome, finalists) if finalists else None,
-        "settings": [_setting(outcome, setting) for setting in sweep.settings],
-        "predicted": [
-            {"options": setting.options, "runs": standing.points} for setting, standing in outcome.predicted.items()
-        ],
-        "refused": [{"options": options, "reason": reason} for options, reason in outcome.refused],
-    }
-
-
-def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
-    best = finalists[0]
-    return {
-        "options": best.setting.options,
-        "flags": outcome.resolver.flags(best.setting),
-        "keeps_goals": best.keeps_goals,
-        "reason": _reason(outcome, finalists),
-        "tokens_per_second_of_repeats": spread_of(outcome, best),
-    }
-
-
-def _setting(outcome: Outcome, setting: Setting) -> dict[str, Any]:
-    measurements = [
-        {"share": share, "repeat": repeat, "runs": [_without(run, "environment", "config") for run in runs]}
-        for share, repeats in outcome.sweep.results.get(setting, {}).items()
-        for repeat, runs in enumerate(repeats)
-    ]
-    config = next((runs[0]["config"] for of in outcome.sweep.results.get(setting, {}).values() for runs in of), None)
-    return {
-        "options": setting.options,
-        "config": config,
-        "measurements": measurements,
-        "failed": outcome.sweep.failures.get(setting),
-    }
-
-
-def _without(run: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if name not in names}
