@@ -193,5 +193,5 @@ def install(app: FastAPI) -> None:
 def _fields_of(request: Request) -> list[str]:
     """The fields of the body that a request's endpoint takes."""
     body = getattr(request.scope.get("route"), "body_field", None)
-    fields = getattr(getattr(body, "field_info", None), "annotation", None)
-    return list(getattr(fields, "model_fields", ()))
+    model = getattr(getattr(body, "field_info", None), "annotation", None)
+    return [] if model is None else model.names()
