@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import openai
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.cli import main
 from nanovllm.errors import DeviceError
+from nanovllm.model_runner import ModelRunner
 from tests.serving import MODEL, Serving, bounded, comes_true, offline, raw_stream, serving
 from tests.tiny_models import save_tiny
 
@@ -342,34 +344,23 @@ def test_a_process_that_is_told_to_stop_cuts_off_what_does_not_end_and_exits_wit
         process.stderr.close()
 
 
-def test_a_process_whose_engine_dies_exits_with_1(tmp_path):
-    """The whole command, with an executor that meets a device error in its tenth step."""
-    script = f"""
-    import sys
-    from nanovllm.cli import main
-    from nanovllm.errors import DeviceError
-    from nanovllm.model_runner import ModelRunner
+def test_a_command_whose_engine_dies_ends_with_1(tmp_path, monkeypatch, caplog):
+    steps, execute = iter(range(10)), ModelRunner.execute
 
-    execute, steps = ModelRunner.execute, iter(range(10))
-
-    def dying(self, batch):
+    def dying(self: ModelRunner, batch: Any) -> Any:
         if next(steps, None) is None:
             raise DeviceError("gone")
         return execute(self, batch)
 
-    ModelRunner.execute = dying
-    sys.exit(main(["serve", "--model", {str(save_tiny(tmp_path / "tiny"))!r}, "--port", "0", "--enforce-eager",
-                   "--block-size", "16", "--num-kv-blocks", "129"]))
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        url = next(line for line in process.stderr if "running on" in line).split("running on ")[1].split(" ")[0]
-        answer = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60.0)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-        assert process.wait(30.0) == 1
-    finally:
-        process.kill()
-        process.stderr.close()
+    monkeypatch.setattr(ModelRunner, "execute", dying)
+    folder = save_tiny(tmp_path / "tiny")
+    options = ["--port", "0", "--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129"]
+    statuses: list[int] = []
+    command = threading.Thread(target=lambda: statuses.append(main(["serve", "--model", str(folder), *options])))
+    command.start()
+    comes_true(lambda: "running on" in caplog.text)
+    url = caplog.text.split("running on ")[1].split(" ")[0]
+    answer = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60.0)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    command.join(60.0)
+    assert statuses == [1]

@@ -110,6 +110,8 @@ async def respond(
         job = make_job(state, request, body)
     except (TypeError, ValueError) as error:
         raise errors.from_engine(error, body.names()) from error
+    if state.settings.log_prompts:
+        logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
     try:
         if job.body.stream:
             chunks = _chunks(state, job)
