@@ -93,7 +93,7 @@ def serving(
         running.stop()  # closes the engine too
 
 
-def comes_true(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -107,11 +107,11 @@ def offline() -> LLM:
 
 
 def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as one that pytest runs; a minute is far more than any of them needs."""
+    """An async test as one that pytest runs; two minutes are far more than any of them needs."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 60.0))
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 120.0))
 
     return run
 
