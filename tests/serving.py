@@ -73,16 +73,29 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    settings: dict[str, Any] | None = None, *, model: Any = None, tokenizer: Any = None, **options: Any
+    settings: dict[str, Any] | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    send_buffer: int | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
-    """A server of a tiny model; it is stopped at the end, and must end."""
+    """A server of a tiny model; it is stopped at the end, and must end.
+
+    Args:
+        send_buffer: bytes that the system keeps of what a client has not read.
+    """
     hooks = StepHooks()
     model = tiny_model() if model is None else model
     engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), on_step=hooks, **(OPTIONS | options))
     own = ServerSettings(port=0, served_model_name=MODEL, **({"drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own, hooks)
     server = server_of(app, engine, own)
-    thread = threading.Thread(target=server.run, daemon=True)
+    listeners = None
+    if send_buffer is not None:  # which connections inherit
+        listeners = [socket.create_server(("127.0.0.1", 0))]
+        listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    thread = threading.Thread(target=server.run, args=(listeners,), daemon=True)
     thread.start()
     comes_true(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
