@@ -11,7 +11,8 @@ from starlette.responses import Response
 from nanovllm import __version__
 from nanovllm.errors import EngineDeadError
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
-from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest, as_template_message
+from nanovllm.server.messages import as_template_message
+from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
 

@@ -5,17 +5,17 @@ Ranges of sampling options are checked by `SamplingParams`, here only what has a
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.server.messages import ChatMessage, Tool, as_template_message
+from nanovllm.server.strict import NO_CONSTRAINTS, Strict
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
-NO_CONSTRAINTS = "answers cannot be constrained to a form yet"
 # Options that are `SamplingParams`' under the same name.
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -29,30 +29,6 @@ _NOT_FOR_TEMPLATES = {
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
 }  # fmt: skip
-
-
-class Strict(BaseModel):
-    """Takes what it knows and nothing else."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields of OpenAI's that are refused unless they hold one of these values, and why.
-    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The fields that errors may name."""
-        return [*cls.model_fields, *cls.refused]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        rest = dict(given)
-        for name, (harmless, reason) in cls.refused.items():
-            if name in rest and rest.pop(name) not in harmless:
-                raise ValueError(f"{name} is not supported: {reason}.")
-        return rest
 
 
 class StreamOptions(Strict):
@@ -111,7 +87,7 @@ class SamplingFields(Strict):
 class CompletionRequest(SamplingFields):
     """The body of /v1/completions."""
 
-    refused = {
+    refused: ClassVar = {
         "suffix": ((None, ""), "the engine completes prompts at their end only"),
         "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
         "best_of": ((None, 1), "samples are not ranked; use n"),
@@ -139,85 +115,10 @@ class CompletionRequest(SamplingFields):
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-Content = str | list[TextPart]
-
-
-class FunctionCall(Strict):
-    name: str
-    arguments: str
-
-
-class ToolCall(Strict):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class SystemMessage(Strict):
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(Strict):
-    role: Literal["user"]
-    content: Content
-    name: str | None = None
-
-
-class AssistantMessage(Strict):
-    refused = {
-        "refusal": ((None,), "a model's refusals are text here"),
-        "audio": ((None,), "the engine has text alone"),
-        "annotations": ((None, []), "the engine has text alone"),
-        "function_call": ((None,), "it was replaced by tool_calls"),
-    }
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ToolMessage(Strict):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-    name: str | None = None
-
-
-ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-
-
-class Function(Strict):
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _check_strict(cls, strict: bool | None) -> bool | None:
-        if strict:
-            raise ValueError(f"true is not supported: {NO_CONSTRAINTS}.")
-        return strict
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: Function
-
-
 class ChatRequest(SamplingFields):
     """The body of /v1/chat/completions."""
 
-    refused = {
+    refused: ClassVar = {
         "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
         "parallel_tool_calls": ((None, True), NO_CONSTRAINTS),
         "functions": ((None,), "it was replaced by tools"),
@@ -295,23 +196,6 @@ class ChatRequest(SamplingFields):
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
         return [as_template_message(message) for message in self.messages]
-
-
-def as_template_message(message: Any) -> dict[str, Any]:
-    """Text parts joined by line breaks, "developer" as "system", arguments of calls as objects and not as JSON."""
-    given = message.model_dump(exclude_none=True)
-    content = given.get("content")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    given["content"] = content if content is not None else ""
-    if given["role"] == "developer":
-        given["role"] = "system"
-    for call in given.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError as error:
-            raise ValueError(f"messages: the arguments of tool call {call['id']!r} are not JSON ({error}).") from error
-    return given
 
 
 class TokenizeRequest(Strict):
