@@ -407,6 +407,8 @@ class Engine:
         if request.num_seen_tokens == num_tokens:
             return
         stop = request.advance(now)
+        if num_tokens == 1:
+            self._recorder.note_first_token(now - sequence.arrival_time)
         if stop is not None:
             sequence.stop_reason = stop
             if sequence.is_finished:  # its last token by length, or a stop token, completed the string
