@@ -80,7 +80,7 @@ def test_times_of_a_step_are_those_of_its_parts():
 def test_each_sequence_tells_once_when_its_first_token_came(overlap, budget):
     """Also those whose last chunk is a single token, and those that were preempted before or after it."""
     records: list[StepRecord] = []
-    prompts = random_prompts(7, low=40, high=50) + [[7], [5] * 49, [6] * 65]
+    prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
     options = {"overlap": overlap, "max_num_batched_tokens": budget, "max_num_seqs": 4, "num_kv_blocks": 14}
     with open_llm(records, **options, max_model_len=160) as llm:
         outputs = llm.generate(prompts, params(), use_tqdm=False)
