@@ -17,6 +17,7 @@ from nanovllm import __version__, simulate_command
 from nanovllm.bench.command import add_bench_command
 from nanovllm.cli_flags import add_engine_flags, add_flags, add_model_flags, engine_options
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.command import add_serve_command
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=leave_out)
         add_model_flags(command)
     add_bench_command(commands)
+    add_serve_command(commands)
     return parser
 
 
