@@ -105,6 +105,7 @@ $("pause").addEventListener("click", () => {
 
 function askForKey() {
   const had = sessionStorage.getItem(KEY_PLACE) !== null;
+  $("change_key").hidden = false;
   $("key_text").textContent = (had ? "The server does not accept this key." : "This server asks for an API key.")
     + " It is kept in this tab until it is closed.";
   if (!$("key_dialog").open) $("key_dialog").showModal();
@@ -141,5 +142,6 @@ $("theme").addEventListener("click", () => {
   localStorage.setItem(THEME_PLACE, document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   applyTheme();
 });
+$("change_key").hidden = sessionStorage.getItem(KEY_PLACE) === null;
 new ResizeObserver(redraw).observe(document.querySelector("main"));
 feed.run();

@@ -55,6 +55,7 @@ class Feed {
   constructor({ onState, onHello, onLook }) {
     Object.assign(this, { onState, onHello, onLook });
     this.failures = 0;
+    this.isDead = false;
     this.wake = () => {};
   }
 
@@ -82,7 +83,7 @@ class Feed {
         clearTimeout(timer);
         timer = setTimeout(() => abort.abort(), SILENCE_MS);
         if (name === "hello") this.onHello(JSON.parse(data));
-        if (name === "look") { this.failures = 0; this.onState("live"); this.onLook(JSON.parse(data)); }
+        if (name === "look") { this.failures = 0; this.isDead = false; this.onState("live"); this.onLook(JSON.parse(data)); }
         if (name === "end") return this.ended(JSON.parse(data).reason);
       }
       return this.lost();
@@ -97,12 +98,14 @@ class Feed {
   pause() { return PATIENCE_MS[Math.min(this.failures++, PATIENCE_MS.length - 1)]; }
 
   lost() {
-    this.onState("lost", "The server cannot be reached; trying again.");
+    this.onState(...(this.isDead ? ["dead", "The engine has died, and the server with it; trying to reach it again."]
+                                 : ["lost", "The server cannot be reached; trying again."]));
     return this.pause();
   }
 
   ended(reason) {
-    if (reason === "dead") this.onState("dead", "The engine has died; the server's log says why. No request is answered.");
+    this.isDead = reason === "dead";
+    if (this.isDead) this.onState("dead", "The engine has died; the server's log says why. No request is answered.");
     else if (reason === "closed") this.onState("unavailable", "The server is shutting down.");
     else this.onState("unavailable", "The server cannot look at the engine any more; its log says why.");
     return this.pause();

@@ -4,7 +4,7 @@
 
     thread of the engine                         event loop
     step, hook: append to the last 1,000         one task, while somebody watches:
-    between two steps: take_snapshot  ◀───────── inspect, 10 times a second or less, for 1 % of the engine's time at most
+    between two steps: take_snapshot  ◀───────── inspect, 10 times a second at most, for 1 % of its time
                                       ─────────▶ publish ──▶ watchers: what each has not been told yet
 
 A watcher has no queue: one that reads slowly skips snapshots, and misses steps only once 1,000 more have passed.
@@ -13,16 +13,16 @@ A watcher has no queue: one that reads slowly skips snapshots, and misses steps 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineDeadError
 from nanovllm.server.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot
+from nanovllm.server.sse import compact, event
 from nanovllm.step_records import RECENT_STEPS, StepRecord
 
 INTERVAL_SECONDS = 0.1  # between two snapshots
@@ -34,9 +34,9 @@ KEEP_ALIVE_SECONDS = 5.0  # a connection on which nothing comes may be taken for
 logger = logging.getLogger("nanovllm")
 
 
-def event(name: str, data: dict[str, Any]) -> str:
+def named_event(name: str, data: dict[str, Any]) -> bytes:
     """A server-sent event."""
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return f"event: {name}\n".encode() + event(compact(data))
 
 
 class _Look:
@@ -46,7 +46,8 @@ class _Look:
         self.snapshot = snapshot
         self.last_step = snapshot.steps[-1].step_id if snapshot.steps else -1
         self._zero = zero
-        self._messages: dict[tuple[int, bool], str] = {}
+        self._messages: dict[tuple[int, bool], bytes] = {}
+        self.pool: dict[str, Any]
         if before is not None and before.usage == self.usage:
             self.pool = before.pool
             self.is_idle = before.last_step == self.last_step and not (snapshot.num_running or snapshot.num_waiting)
@@ -58,7 +59,7 @@ class _Look:
     def usage(self) -> tuple[bytes, bytes]:
         return self.snapshot.num_holders, self.snapshot.findable
 
-    def message(self, last_step: int, knows_pool: bool) -> str:
+    def message(self, last_step: int, knows_pool: bool) -> bytes:
         """For a watcher who was told of this step last."""
         if (last_step, knows_pool) not in self._messages:
             steps = self.snapshot.steps
@@ -72,7 +73,7 @@ class _Look:
                 "counters": self.snapshot.counters,
                 "pool": None if knows_pool else self.pool,
             }
-            self._messages[last_step, knows_pool] = event("look", data)
+            self._messages[last_step, knows_pool] = named_event("look", data)
         return self._messages[last_step, knows_pool]
 
 
@@ -100,16 +101,12 @@ class LiveFeed:
     def is_full(self) -> bool:
         return self._num_watchers >= MAX_WATCHERS
 
-    def close(self) -> None:
-        """End every watcher's stream, as the server must before it ends."""
-        self._end("closed")
-
-    async def watch(self) -> AsyncIterator[str]:
+    async def watch(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: "hello" first, then "look" as things change, and "end" with a reason if nothing more can
-        come ("dead", "closed" or "failed")."""
+        come: the engine is "dead" or "closed", or looking at it "failed"."""
         self._num_watchers += 1
         try:
-            yield event("hello", self._about)
+            yield named_event("hello", self._about)
             last_step, pool, shown = -1, None, None
             while True:
                 published = self._published  # before the look, so that none is missed
@@ -118,12 +115,12 @@ class LiveFeed:
                     yield look.message(last_step, look.pool is pool)
                     last_step, pool, shown = look.last_step, look.pool, look
                 if self._end_reason is not None:
-                    yield event("end", {"reason": self._end_reason})
+                    yield named_event("end", {"reason": self._end_reason})
                     return
                 try:
                     await asyncio.wait_for(published.wait(), KEEP_ALIVE_SECONDS)
                 except TimeoutError:
-                    yield ": the engine is within a long step\n\n"
+                    yield b": the engine is within a long step\n\n"
         finally:
             self._num_watchers -= 1
             if not self._num_watchers:
