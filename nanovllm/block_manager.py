@@ -87,8 +87,8 @@ class BlockManager:
         return sum(entry is not None for entry in self._entry_of)
 
     def usage(self) -> tuple[bytes, bytes]:
-        """For each block, the null block included, a byte: how many sequences hold it (255: or more), and another that is
-        1 if its content can be found. Without a loop in Python, since pools may have 100,000 blocks."""
+        """Two bytes for each block, the null block included: how many sequences hold it (255 for more than that), and 1
+        if its content can be found. Without a loop in Python, since pools may have 100,000 blocks."""
         try:
             num_holders = bytes(self._ref_counts)
         except ValueError:  # a count that no byte can hold

@@ -47,6 +47,7 @@ function draw() {
   poolMap.draw(shown, colors);
   requestTable.draw(shown);
   drawControls(shown, step);
+  drawTotals(stepHistory.newest);
 }
 
 function drawState() {
@@ -71,6 +72,14 @@ function drawControls({ steps, index, isLive, about }, step) {
   const text = step ? readout(step, isLive, about) : "no step yet";
   $("readout").textContent = text;
   cursor.setAttribute("aria-valuetext", text);
+}
+
+function drawTotals(newest) {
+  if (!newest) return;
+  const { steps, failed_steps, output_tokens, preemptions, evictions, cache_queries, cache_hits } = newest.counters;
+  $("totals").textContent = `Since the start: ${count(steps)} steps, ${count(failed_steps)} failed; ${count(output_tokens)} `
+    + `tokens generated; ${count(cache_hits)} of ${count(cache_queries)} prompt tokens cached; ${count(evictions)} blocks `
+    + `evicted; ${count(preemptions)} preemptions.`;
 }
 
 function readout(step, isLive, about) {

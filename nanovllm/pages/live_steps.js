@@ -60,7 +60,7 @@ class StepsChart {
     this.drawOverview(colors);
   }
 
-  scale(height) { return (amount) => Math.sqrt(amount / this.most) * height; }
+  scale(height) { return (amount) => (amount ? Math.max(1, Math.round(Math.sqrt(amount / this.most) * height)) : 0); }
 
   drawBars(colors) {
     const { canvas, view } = this, width = canvas.clientWidth, height = canvas.clientHeight;
