@@ -14,11 +14,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from nanovllm.errors import EngineDeadError, QueueFullError
+from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
 
 RETRY_AFTER_SECONDS = 1
+TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Kinds of JSON that pydantic's messages name in Python's words.
 _KINDS = {"valid dictionary": "JSON object", "valid list": "JSON array"}
@@ -125,6 +126,8 @@ def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
             return queue_full()
         case EngineDeadError():
             return engine_dead()
+        case PromptTooLongError():
+            return ApiError(400, str(error), code=TOO_LONG)
         case TypeError() | ValueError():
             return ApiError(400, str(error), param=_named(str(error), known))
         case _:
@@ -193,5 +196,5 @@ def install(app: FastAPI) -> None:
 def _fields_of(request: Request) -> list[str]:
     """The fields of the body that a request's endpoint takes."""
     body = getattr(request.scope.get("route"), "body_field", None)
-    fields = getattr(getattr(body, "field_info", None), "annotation", None)
-    return list(getattr(fields, "model_fields", ()))
+    model = getattr(getattr(body, "field_info", None), "annotation", None)
+    return [] if model is None else model.names()

@@ -109,7 +109,9 @@ async def respond(
     try:
         job = make_job(state, request, body)
     except (TypeError, ValueError) as error:
-        raise errors.from_engine(error, list(type(body).model_fields)) from error
+        raise errors.from_engine(error, body.names()) from error
+    if state.settings.log_prompts:
+        logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
     try:
         if job.body.stream:
             chunks = _chunks(state, job)
@@ -201,7 +203,7 @@ async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
     except Exception as error:
         if state.admission.is_draining:
             raise errors.shutting_down() from error  # the engine was closed
-        raise errors.from_engine(error, list(type(job.body).model_fields)) from error
+        raise errors.from_engine(error, job.body.names()) from error
     finally:
         watch.end()
 

@@ -93,12 +93,11 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(0.1)
         if self._engine.is_dead:
             logger.error("the engine has failed; the server ends")
-            self.exit_code = 1
             await asyncio.sleep(LAST_SECONDS)
-            return
-        logger.info("stopping: %d answers are open", self._admission.num_open)
-        if not await self._wait_until_idle(self._drain_timeout):
-            logger.warning("%d answers are cut off", self._admission.num_open)
+        else:
+            logger.info("stopping: %d answers are open", self._admission.num_open)
+            if not await self._wait_until_idle(self._drain_timeout):
+                logger.warning("%d answers are cut off", self._admission.num_open)
         await self._engine.close()
         await self._wait_until_idle(LAST_SECONDS)
         self.exit_code = int(self._engine.is_dead)

@@ -38,6 +38,11 @@ class Strict(BaseModel):
     # Fields of OpenAI's that are refused unless they hold one of these values, and why.
     refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields that errors may name."""
+        return [*cls.model_fields, *cls.refused]
+
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
@@ -117,11 +122,14 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
 
-    @field_validator("prompt")
+    @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, prompt: Any) -> Any:
-        if not prompt:
+        if prompt in ("", []):
             raise ValueError("it is empty; a prompt needs at least one token.")
+        kinds = set(map(type, prompt)) if isinstance(prompt, list) else {type(prompt)}
+        if kinds not in ({str}, {int}, {list}):
+            raise ValueError("it must be a string, a list of token ids, or a list of strings or of lists of token ids.")
         return prompt
 
     @property

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.default_model import DEFAULT_MODEL
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import SamplingFields
@@ -51,7 +51,7 @@ class ServerState:
                 400,
                 f"{param} has {len(prompt)} characters, and the server takes {limit}. Shorten it.",
                 param=param,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
