@@ -238,7 +238,7 @@ def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
         reached.append(page.evaluate("() => document.activeElement.id"))
     wanted = ["theme", "new_chat", "conversation", "question", "max_tokens", "temperature", "send", "cursor", "pause",
               "back", "table"]  # fmt: skip
-    assert [name for name in reached if name in wanted] == wanted
+    assert [name for name in reached if name in wanted][: len(wanted)] == wanted
     unnamed = page.evaluate(
         """() => [...document.querySelectorAll("button, input, textarea")]
             .filter((one) => !(one.textContent || one.ariaLabel || one.labels?.length)).map((one) => one.id)"""

@@ -100,6 +100,9 @@ class StepsChart {
     context.fillStyle = colors.hover;
     context.fillRect(0, 0, width, height);
     if (!steps.length) return;
+    const { first, end } = this.range;
+    context.strokeStyle = colors.faint;
+    context.strokeRect(toX(first) - 2.5, 0.5, Math.max(4, toX(end - 1) - toX(first) + 5), height - 1);
     const slot = Math.max(1, Math.ceil((width - THUMB) / steps.length));
     const columns = new Map(); // of the steps within one pixel, the one with most tokens
     steps.forEach((step, index) => {
@@ -108,8 +111,5 @@ class StepsChart {
     });
     for (const [x, step] of columns)
       stackBar(context, x, slot, height, toHeight, STACK.map((name) => [step[name], colors[name]]));
-    const { first, end } = this.range;
-    context.strokeStyle = colors.faint;
-    context.strokeRect(toX(first) - 2.5, 0.5, Math.max(4, toX(end - 1) - toX(first) + 5), height - 1);
   }
 }
