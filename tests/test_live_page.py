@@ -91,6 +91,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     expect(said).not_to_be_empty()
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     expect(page.locator("#requests .state")).to_have_text(re.compile("prefill|decode"))
+    expect(page.locator("#requests .own")).to_contain_text("yours")
     short = len(said.inner_text())
     expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
     comes_true(lambda: step(page) > before + 50)
