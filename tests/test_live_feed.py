@@ -214,6 +214,17 @@ async def test_who_reads_slowly_skips_looks_and_misses_no_step(still):
 
 
 @bounded
+async def test_a_watcher_hears_that_the_connection_lives_while_a_step_is_long(still, monkeypatch):
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(still, "inspect", lambda look: asyncio.sleep(60))
+    feed = LiveFeed(still, {})
+    async with aclosing(feed.watch()) as watch:
+        assert parsed(await anext(watch))[0] == "hello"
+        for _ in range(3):
+            assert (await anext(watch)).startswith(b": ")
+
+
+@bounded
 async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
     waits: list[float] = []
     sleep = asyncio.sleep

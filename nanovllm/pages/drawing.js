@@ -23,9 +23,10 @@ function followTheme(chosen, onChange) {
 /** A context whose unit is a CSS pixel, on a canvas cleared and as large as it is shown. */
 function fitCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
+  const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   return context;

@@ -145,9 +145,9 @@ class Tiles {
   draw(view, colors) {
     for (const tile of this.tiles) {
       const { value, more, ...rest } = tile.figureOf.read(view);
-      tile.number.textContent = value[0];
-      tile.unit.textContent = value[1];
-      tile.more.textContent = more;
+      setText(tile.number, value[0]);
+      setText(tile.unit, value[1]);
+      setText(tile.more, more);
       tile.shown = { ...rest, steps: view.steps };
       drawSparkline(tile.canvas, rest, view, colors[tile.figureOf.color], colors);
     }

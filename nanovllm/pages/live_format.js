@@ -1,12 +1,14 @@
 // ---------------------------------------------------------------------------------------------------- numbers as text
 
+const NOT_OPEN = "this page was not open at this step";
 const $ = (id) => document.getElementById(id);
 
-function count(value) { return Math.round(value).toLocaleString("en"); }
+const BY_DIGITS = [0, 1, 2].map(
+  (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
 
-function decimals(value, digits) {
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-}
+function decimals(value, digits) { return BY_DIGITS[digits].format(value); }
+
+function count(value) { return decimals(Math.round(value), 0); }
 
 /** Three significant digits or so. */
 function figure(value) { return value < 9.995 ? decimals(value, 2) : value < 99.95 ? decimals(value, 1) : count(value); }
@@ -27,6 +29,9 @@ function age(us) {
 }
 
 function percent(share) { return share < 0.0995 ? decimals(100 * share, 1) : count(100 * share); }
+
+/** Give an element this text, without work for the browser if it has it. */
+function setText(shown, text) { if (shown.textContent !== text) shown.textContent = text; }
 
 /** A new element with a class and text. */
 function element(tag, className = "", text = "") {

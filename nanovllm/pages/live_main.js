@@ -54,10 +54,11 @@ function drawState() {
   const { connection, notice } = state;
   const name = connection === "live" && stepHistory.isPaused ? "paused" : connection;
   $("state").dataset.state = name;
-  $("state").textContent = { dead: "engine dead", refused: "API key needed", lost: "not connected" }[name] ?? name;
+  setText($("state"), { dead: "engine dead", refused: "API key needed", lost: "not connected" }[name] ?? name);
+  $("engine").classList.toggle("stale", connection !== "live"); // what is shown is the last that was heard
   $("notice").hidden = !notice;
-  $("notice").textContent = notice || "";
-  $("model").textContent = stepHistory.about ? `${stepHistory.about.model} · ${stepHistory.about.version}` : "";
+  setText($("notice"), notice || "");
+  setText($("model"), stepHistory.about ? `${stepHistory.about.model} · ${stepHistory.about.version}` : "");
 }
 
 function drawControls({ steps, index, isLive, about }, step) {
@@ -70,16 +71,16 @@ function drawControls({ steps, index, isLive, about }, step) {
   $("back").disabled = index <= 0;
   $("forth").disabled = isLive || index >= steps.length - 1;
   const text = step ? readout(step, isLive, about) : "no step yet";
-  $("readout").textContent = text;
+  setText($("readout"), text);
   cursor.setAttribute("aria-valuetext", text);
 }
 
 function drawTotals(newest) {
   if (!newest) return;
   const { steps, failed_steps, output_tokens, preemptions, evictions, cache_queries, cache_hits } = newest.counters;
-  $("totals").textContent = `Since the start: ${count(steps)} steps, ${count(failed_steps)} failed; ${count(output_tokens)} `
+  setText($("totals"), `Since the start: ${count(steps)} steps, ${count(failed_steps)} failed; ${count(output_tokens)} `
     + `tokens generated; ${count(cache_hits)} of ${count(cache_queries)} prompt tokens cached; ${count(evictions)} blocks `
-    + `evicted; ${count(preemptions)} preemptions.`;
+    + `evicted; ${count(preemptions)} preemptions.`);
 }
 
 function readout(step, isLive, about) {
@@ -132,7 +133,7 @@ $("key_form").addEventListener("submit", (event) => {
 
 // --------------------------------------------------------------------------------------------------------------- looks
 
-const LEGEND = [["decode", "decode"], ["prefill", "prefill"], ["cached", "cached, free of charge"],
+const LEGEND = [["decode", "decode"], ["prefill", "prefill"], ["cached", "cached, not computed"],
                 ["limit", "token budget (√ scale)"]];
 for (const [name, text] of LEGEND) {
   const item = element("span", "", text);

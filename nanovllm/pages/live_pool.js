@@ -1,7 +1,7 @@
 // ---------------------------------------------------------------------------------------------------------- block pool
 
 const KINDS = ["free", "cached", "in use", "shared"];
-const MOST_CELL = 18, MAP_HEIGHT = 220;
+const MOST_CELL = 18, MAP_HEIGHT = 200;
 
 /** A cell for each block, or for several; then the cell is filled as far as they are. */
 class PoolMap {
@@ -23,8 +23,8 @@ class PoolMap {
 
   draw({ look, about, isLive }, colors) {
     const pool = look?.pool;
-    this.note.textContent = this.noteOn(pool, look, about, isLive);
-    this.counts.forEach((number, kind) => { number.textContent = pool ? count(pool.total[kind]) : "–"; });
+    setText(this.note, this.noteOn(pool, look, about, isLive));
+    this.counts.forEach((number, kind) => { setText(number, pool ? count(pool.total[kind]) : "–"); });
     const numCells = pool ? pool.counts.length / 3 : 0, width = this.canvas.clientWidth;
     if (!numCells || !width) {
       fitCanvas(this.canvas, width, this.canvas.clientHeight);
@@ -47,7 +47,7 @@ class PoolMap {
   }
 
   noteOn(pool, look, about, isLive) {
-    if (!pool) return isLive ? "" : "not watched at this step";
+    if (!pool) return isLive ? "" : NOT_OPEN;
     const per = pool.blocks_per_cell;
     const cells = per === 1 ? "a cell is a block" : `a cell is ${count(per)} blocks`;
     return `${cells} of ${count(about.block_size)} tokens` + (isLive ? "" : `; after step ${count(look.step)}`);

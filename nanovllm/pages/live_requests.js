@@ -10,9 +10,9 @@ class RequestTable {
 
   draw({ look, isLive, steps, index }) {
     const requests = look?.requests ?? [];
-    this.note.textContent = this.noteOn(look, isLive);
+    setText(this.note, this.noteOn(look, isLive));
     if (!requests.length) {
-      this.empty(look || !steps[index] ? "none" : "not watched at this step");
+      this.empty(look || !steps[index] ? "none" : NOT_OPEN);
       return;
     }
     if (this.rows.length === 0) this.body.replaceChildren();
@@ -53,15 +53,16 @@ class RequestTable {
     const { id, sample, computed, known, prompt, cached, preemptions } = request;
     const isOwn = this.own.has(id);
     row.className = isOwn ? "own" : "";
-    row.title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} generated, `
+    const title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} generated, `
       + `preempted ${count(preemptions)} times`;
-    cells[0].textContent = (isOwn ? "yours" : shortId(id)) + (sample ? `#${sample}` : "");
-    state.textContent = request.state;
-    row.style.setProperty("--swatch", `var(--${request.state})`);
-    fill.style.width = 100 * Math.min(1, computed / known) + "%";
-    number.textContent = `${count(computed)} / ${count(known)}`;
-    cells[3].textContent = count(cached);
-    cells[4].textContent = age(request.age_us);
+    if (row.title !== title) row.title = title;
+    setText(cells[0], (isOwn ? "yours" : shortId(id)) + (sample ? `#${sample}` : ""));
+    if (state.textContent !== request.state) row.style.setProperty("--swatch", `var(--${request.state})`);
+    setText(state, request.state);
+    fill.style.width = Math.round(100 * Math.min(1, computed / known)) + "%";
+    setText(number, `${count(computed)} / ${count(known)}`);
+    setText(cells[3], count(cached));
+    setText(cells[4], age(request.age_us));
   }
 }
 
