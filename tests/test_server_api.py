@@ -340,6 +340,14 @@ def test_bad_input_is_refused_by_name(running, path, body, param, named):
     assert named in error["message"]
 
 
+def test_options_that_leave_no_token_to_draw_are_the_clients_error(client):
+    with pytest.raises(openai.BadRequestError, match="no token is left to draw"):
+        client.completions.create(
+            model=MODEL, prompt="x", max_tokens=2,
+            extra_body={"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
+        )  # fmt: skip
+
+
 def test_parts_of_a_message_other_than_text_are_refused_by_name(client):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(openai.BadRequestError, match=r"messages\.0"):

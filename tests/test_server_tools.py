@@ -36,10 +36,11 @@ ANSWERS = [
     ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}<|eot|>', "", ONE),
     ("llama", '\n<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; '
               '{"name": "time", "parameters": {}}', "", TWO),
-    ("llama", 'The answer is {"name": "weather", "parameters": {}}', 'The answer is {"name": "weather", "parameters": {}}', []),
+    ("llama", 'It is {"name": "weather", "parameters": {}}', 'It is {"name": "weather", "parameters": {}}', []),
     ("llama", '{"city": "Paris"}', '{"city": "Paris"}', []),
     ("llama", "Fine.<|eot|>", "Fine.", []),
-    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]', "", TWO),
+    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+                "", TWO),
     ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}', "", TWO),
     ("mistral", "Just text<|eot|>", "Just text", []),
     ("mistral", "[TOOL_CALLS]nonsense", "[TOOL_CALLS]nonsense", []),
@@ -165,7 +166,8 @@ def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_fo
 
 
 def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    template = "{% for m in messages %}" + calls + "{% endfor %}"
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [
         {"role": "user", "content": "Hello"},

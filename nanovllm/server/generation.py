@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from nanovllm.batch import NO_TOKEN_LEFT
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.protocol import SamplingFields
@@ -99,6 +100,8 @@ def new_id(prefix: str) -> str:
 def failure_of(output: RequestOutput) -> errors.ApiError | None:
     """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
     for completion in output.outputs:
+        if completion.finish_reason == "error" and NO_TOKEN_LEFT in (output.error or ""):
+            return errors.ApiError(400, f"{output.error}.")
         if completion.finish_reason == "error":
             logger.error("request %s: %s", output.request_id, output.error)
             return errors.request_failed(output.request_id)
