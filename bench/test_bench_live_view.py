@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 from test_bench_scheduler import BLOCK_SIZE, make_scheduler, make_sequence, report_per
 
-from nanovllm.server.engine_snapshot import pool_map, take_snapshot
+from nanovllm.server.engine_snapshot import EngineSnapshot, take_snapshot
+from nanovllm.server.live_feed import Look
 from nanovllm.step_records import RECENT_STEPS, StepRecord
 
 RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, ())
@@ -41,8 +43,13 @@ def test_a_snapshot(benchmark: BenchmarkFixture, num_blocks: int):
 
 
 @pytest.mark.parametrize("num_blocks", [1_000, 10_000, 100_000])
-def test_a_map_of_the_pool(benchmark: BenchmarkFixture, num_blocks: int):
-    """In the event loop's thread, when the pool has changed."""
+def test_a_message(benchmark: BenchmarkFixture, num_blocks: int):
+    """In the event loop's thread, once for all who watch: 5 new steps, 64 rows, and a pool that has changed."""
+    steps = tuple(replace(RECORD, step_id=number) for number in range(RECENT_STEPS))
+    row = (f"chatcmpl-{0:032x}", 0, "decode", 1000, 1001, 500, 64, 1_000_000, 0)
     usage = bytes(num_blocks + 1), bytes(num_blocks + 1)
-    benchmark.pedantic(lambda: pool_map(*usage), rounds=100, warmup_rounds=5)
+    snapshot = EngineSnapshot(1.0, steps, [row] * 64, 32, 32, *usage, {"steps": 1}, 0.0)
+    benchmark.pedantic(
+        lambda: Look(snapshot, 0.0, None).message(RECENT_STEPS - 6, knows_pool=False), rounds=100, warmup_rounds=5
+    )
     benchmark.extra_info["us"] = round(benchmark.stats.stats.median * 1e6)

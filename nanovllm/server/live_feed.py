@@ -39,10 +39,10 @@ def named_event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\n".encode() + event(compact(data))
 
 
-class _Look:
+class Look:
     """A snapshot as messages; what several watchers lack alike is written once."""
 
-    def __init__(self, snapshot: EngineSnapshot, zero: float, before: _Look | None) -> None:
+    def __init__(self, snapshot: EngineSnapshot, zero: float, before: Look | None) -> None:
         self.snapshot = snapshot
         self.last_step = snapshot.steps[-1].step_id if snapshot.steps else -1
         self._zero = zero
@@ -93,7 +93,7 @@ class LiveFeed:
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None  # looks while somebody watches
         self._zero: float | None = None
-        self._latest: _Look | None = None
+        self._latest: Look | None = None
         self._published = asyncio.Event()  # a new one for each publication
         self._end_reason: str | None = None
 
@@ -126,7 +126,7 @@ class LiveFeed:
             if not self._num_watchers:
                 self._latest = None
 
-    def _latest_or_begin(self) -> _Look | None:
+    def _latest_or_begin(self) -> Look | None:
         if self._end_reason is None and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._look())
         return self._latest
@@ -140,7 +140,7 @@ class LiveFeed:
                 snapshot = await self._engine.inspect(lambda engine: take_snapshot(engine, self._steps))
                 if self._zero is None:
                     self._zero = snapshot.time
-                look = _Look(snapshot, self._zero, self._latest)
+                look = Look(snapshot, self._zero, self._latest)
                 if not look.is_idle or loop.time() - last_time >= IDLE_SECONDS:
                     last_time = loop.time()
                     self._latest = look
