@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import aclosing
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -281,6 +282,14 @@ async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_w
 # --------------------------------------------------------------------------------------------------------------- server
 
 
+def refusal(http: httpx.Client, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    """Status and code of an answer that must not be a feed, which would never end."""
+    with http.stream("GET", path, headers=headers) as answer:
+        assert answer.headers["content-type"] == "application/json"
+        answer.read()
+        return answer.status_code, answer.json()["error"]["code"]
+
+
 def test_no_prompt_and_no_answer_is_in_the_feed():
     secret, salt = "Whoever reads this knows too much", "saltofmine"
     with serving() as running, running.http() as http, http.stream("GET", "/ui/events") as feed:
@@ -306,10 +315,8 @@ def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():
     with serving({"api_key": ("right",)}) as running, running.http() as http:
         assert http.get("/").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            refused = http.get("/ui/events", headers=headers)
-            assert refused.status_code == 401
-            assert refused.json()["error"]["code"] == "invalid_api_key"
-        assert http.get("/ui/events?key=right&api_key=right").status_code == 401
+            assert refusal(http, "/ui/events", headers) == (401, "invalid_api_key")
+        assert refusal(http, "/ui/events?key=right&api_key=right") == (401, "invalid_api_key")
         with http.stream("GET", "/ui/events", headers={"Authorization": "Bearer right"}) as feed:
             assert feed.status_code == 200
             assert feed.headers["content-type"].startswith("text/event-stream")
@@ -319,7 +326,7 @@ def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():
 def test_without_ui_there_is_neither_page_nor_feed():
     with serving({"ui": False}) as running, running.http() as http:
         assert http.get("/").status_code == 404
-        assert http.get("/ui/events").status_code == 404
+        assert refusal(http, "/ui/events")[0] == 404
         assert running.app.state.step_hooks == [running.app.state.server.metrics.on_step]
 
 
@@ -327,9 +334,7 @@ def test_too_many_pages_are_refused_and_their_places_come_back():
     with serving() as running, running.http() as http:
         feeds = [http.build_request("GET", "/ui/events") for _ in range(MAX_WATCHERS)]
         open_feeds = [http.send(feed, stream=True) for feed in feeds]
-        refused = http.get("/ui/events")
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "too_many_watchers"
+        assert refusal(http, "/ui/events") == (503, "too_many_watchers")
         open_feeds[0].close()
         for _ in range(500):
             with http.stream("GET", "/ui/events") as feed:
