@@ -56,7 +56,7 @@ async def client(number: int, arguments: argparse.Namespace, others_done: asynci
     while received := await reader.read(65536):
         end = (end + received)[-1000:]
         num_received += len(received)
-        if vanishes and num_received > 500 + 20 * number:
+        if vanishes and num_received > 500 + 100 * (number % 20):
             writer.transport.abort()
             return "vanished"
     writer.close()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.attention.cpp import CppAttention
-from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
+from nanovllm.attention.flash import has_tried_version, keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
@@ -47,7 +47,8 @@ class AttentionChoice:
         wanted = config.attention_backend
         kernels = None
         if wanted == "auto":
-            wanted = "sdpa" if not compiles else "flex" if device.type == "cuda" else "cpp"
+            fastest = "cpp" if device.type != "cuda" else "flash" if _auto_takes_flash(binding, config) else "flex"
+            wanted = fastest if compiles else "sdpa"
         if wanted == "flash":
             missing = _missing_for_flash(binding, config)
             if missing is not None:
@@ -97,9 +98,12 @@ class AttentionChoice:
 
 def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
     """Where the user set none: what the form that they want works on; None for the device's default."""
-    layer = binding.layers[0]
-    can_use_flash = missing_for_flash(binding.device, layer.dtype, layer.head_dim) is None
-    return FLASH_BLOCK_SIZE if config.attention_backend == "flash" and can_use_flash else None
+    of_its_size = replace(config, block_size=FLASH_BLOCK_SIZE)
+    if config.attention_backend == "flash":
+        takes_flash = _missing_for_flash(binding, of_its_size) is None
+    else:
+        takes_flash = config.attention_backend == "auto" and _auto_takes_flash(binding, of_its_size)
+    return FLASH_BLOCK_SIZE if takes_flash else None
 
 
 def _may_compile(config: EngineConfig, device: torch.device) -> bool:
@@ -130,6 +134,11 @@ def _missing_compiler(device: torch.device) -> str | None:
         return None if shutil.which(get_cpp_compiler()) else "a C++ compiler"
     except (InvalidCxxCompiler, RuntimeError, OSError):
         return "a C++ compiler"
+
+
+def _auto_takes_flash(binding: ModelBinding, config: EngineConfig) -> bool:
+    """Where the user has installed it, in the version that was measured, and asked for nothing that it cannot do."""
+    return not config.enforce_eager and has_tried_version() and _missing_for_flash(binding, config) is None
 
 
 def _missing_for_flash(binding: ModelBinding, config: EngineConfig) -> str | None:

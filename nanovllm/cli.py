@@ -8,16 +8,19 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from nanovllm import __version__, simulate_command
+from nanovllm import __version__
 from nanovllm.bench.command import add_bench_command
-from nanovllm.cli_flags import add_engine_flags, add_flags, add_model_flags, engine_options
+from nanovllm.cli_flags import add_flags, add_model_flags, engine_options
+from nanovllm.prompt_files import read_requests
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.command import add_serve_command
+from nanovllm.simulate_command import add_calibrate_command, add_simulate_command
+from nanovllm.timeline_command import add_timeline_command
+from nanovllm.tune.command import add_tune_command
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -80,38 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
 
-    timeline = commands.add_parser(
-        "timeline", help="draw a trace", description="Draw what --trace wrote.", allow_abbrev=False
-    )
-    timeline.add_argument("trace", metavar="TRACE", help="a file that --trace wrote")
-    timeline.add_argument("-o", "--output", metavar="FILE", help="write a page of HTML that needs nothing else")
-    timeline.add_argument("--plot", metavar="FILE", help="write a picture (PNG); needs matplotlib, the extra `plot`")
-    timeline.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
-    timeline.set_defaults(run=_timeline)
-
     chat = commands.add_parser(
         "chat", help="talk to the model", description="Talk; /reset forgets, /exit leaves.", allow_abbrev=False
     )
     chat.add_argument("--system", metavar="TEXT", help="a system prompt")
     chat.set_defaults(run=_chat)
-
-    calibrate = commands.add_parser(
-        "calibrate", help="measure steps for the simulator", allow_abbrev=False,
-        description="Measure the steps of an engine on this machine, and store what they cost for `nanovllm simulate`.",
-    )  # fmt: skip
-    simulate_command.add_calibrate_arguments(calibrate)
-    add_model_flags(calibrate)
-    calibrate.set_defaults(run=lambda options: simulate_command.calibrate(options, engine_options(options)))
-
-    simulate = commands.add_parser(
-        "simulate", help="replay a workload in virtual time", allow_abbrev=False,
-        description="Replay a workload in virtual time, with the costs that `nanovllm calibrate` measured.",
-    )  # fmt: skip
-    simulate_command.add_simulate_arguments(simulate)
-    simulate.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
-    simulate.add_argument("--model", help="refuse a calibration of another")
-    add_engine_flags(simulate)
-    simulate.set_defaults(run=lambda options: simulate_command.simulate(options, engine_options(options)))
 
     for command in (generate, chat):
         command.add_argument(
@@ -121,8 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         group = command.add_argument_group("sampling options")
         add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=leave_out)
         add_model_flags(command)
-    add_bench_command(commands)
-    add_serve_command(commands)
+    for add_command in (
+        add_bench_command,
+        add_calibrate_command,
+        add_serve_command,
+        add_simulate_command,
+        add_timeline_command,
+        add_tune_command,
+    ):
+        add_command(commands)
     return parser
 
 
@@ -146,7 +129,7 @@ def _open(options: argparse.Namespace, trace: TraceWriter | None = None) -> LLM:
 def _generate(options: argparse.Namespace) -> int:
     sampling = _sampling_options(options)
     SamplingParams(**sampling)
-    requests = list(_read_requests(options))
+    requests = read_requests(options.prompts, options.file, options.format)
     params, priorities, timeouts = [], [], []
     for number, (_, overrides) in enumerate(requests, 1):
         priorities.append(overrides.pop("priority", options.priority))
@@ -199,57 +182,6 @@ def _as_prompt(llm: LLM, given: Any, *, chat: bool) -> Any:
     return given
 
 
-def _read_requests(options: argparse.Namespace) -> Iterable[tuple[Any, dict[str, Any]]]:
-    """Pairs of a prompt (text, token ids or messages) and the sampling options that come with it."""
-    if options.prompts:
-        if options.file:
-            raise ValueError("give prompts as arguments or in --file, not both.")
-        if options.format:
-            raise ValueError("--format is of a file; prompts given as arguments are text. Leave it out.")
-        return [(prompt, {}) for prompt in options.prompts]
-    if options.file in (None, "-"):
-        return _parse(sys.stdin, options.format or "lines")
-    path = Path(options.file)
-    with path.open(encoding="utf-8") as file:
-        return _parse(file, options.format or ("jsonl" if path.suffix == ".jsonl" else "lines"))
-
-
-def _parse(file: TextIO, form: str) -> list[tuple[Any, dict[str, Any]]]:
-    if form == "text":
-        return [(file.read(), {})]
-    requests: list[tuple[Any, dict[str, Any]]] = []
-    for number, line in enumerate(file, 1):
-        line = line.rstrip("\n")
-        if not line.strip():
-            continue
-        requests.append((line, {}) if form == "lines" else _parse_json(line, number))
-    if not requests:
-        raise ValueError("there is no prompt in the input.")
-    return requests
-
-
-def _parse_json(line: str, number: int) -> tuple[Any, dict[str, Any]]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
-    if isinstance(value, (str, list)):
-        return value, {}
-    if not isinstance(value, dict):
-        raise ValueError(f"line {number} is {line}; a prompt is a string, a list of token ids or an object.")
-    overrides = dict(value)
-    prompts = [overrides.pop(name) for name in ("prompt", "messages") if name in overrides]
-    if len(prompts) != 1:
-        raise ValueError(f'line {number} needs "prompt" or "messages", one of the two.')
-    known = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
-    unknown = sorted(set(overrides) - known)
-    if unknown:
-        raise ValueError(
-            f"line {number} holds {unknown[0]!r}, which is no option of a request ({', '.join(sorted(known))})."
-        )
-    return prompts[0], overrides
-
-
 def _as_text(given: Any, output: RequestOutput, completion: CompletionOutput, *, alone: bool) -> str:
     if alone:
         return completion.text
@@ -289,23 +221,6 @@ def _ranked(report: TokenLogprobs) -> Iterator[dict[str, Any]]:
 
 def _seconds(start: float, end: float | None) -> float | None:
     return None if end is None else round(end - start, 6)
-
-
-# -------------------------------------------------------------------------------------------------------- timeline
-
-
-def _timeline(options: argparse.Namespace) -> int:
-    from nanovllm import timeline, timeline_plot
-
-    if options.output is None and options.plot is None:
-        raise ValueError("say what to write: -o run.html for a page, --plot run.png for a picture, or both.")
-    run, title = timeline.read_trace(options.trace), Path(options.trace).name
-    if options.output is not None:
-        Path(options.output).write_text(timeline.to_html(run, title), encoding="utf-8")
-    if options.plot is not None:
-        timeline_plot.save_png(run, title, options.plot)
-    print(timeline.summary(run))
-    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------ chat

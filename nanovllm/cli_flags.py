@@ -15,19 +15,24 @@ from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 
 
-def add_model_flags(command: argparse.ArgumentParser) -> None:
-    """The flags that every command has: which model, how the engine runs, and how much it says."""
+def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """The flags that every command has: which model, how the engine runs, and how much it says.
+
+    Args:
+        leave_out: engine options that get no flag.
+    """
     command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
     command.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
     )
     command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
-    add_engine_flags(command)
+    add_engine_flags(command, leave_out=leave_out)
 
 
-def add_engine_flags(command: argparse.ArgumentParser) -> None:
+def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """A flag for each of `EngineConfig`'s options."""
-    add_flags(command.add_argument_group("engine options"), EngineConfig, {}, rename={"seed": "engine_seed"})
+    group = command.add_argument_group("engine options")
+    add_flags(group, EngineConfig, {}, rename={"seed": "engine_seed"}, leave_out=leave_out)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.attention.compiled import own_code
 from nanovllm.weights import modules_of
 
-# Small kernels of one layer that do not depend on each other are launched as one. They are laid out for the first step
-# that runs them, those of few rows and of many apart.
-GPU_OPTIONS: Any = {"combo_kernels": True}
+# A layer's code is laid out for the first step that runs it, that of few rows and of many apart. With few, small
+# kernels that do not depend on each other are launched as one; with many, each is laid out better by itself.
 FEW_ROWS = 512
+FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
 
 
 def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
@@ -28,7 +28,10 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     if next(model.parameters()).device.type == "cpu":
         compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
-    few, many = (torch.compile(own_code(_call), fullgraph=True, dynamic=False, options=GPU_OPTIONS) for _ in range(2))
+    few, many = (
+        torch.compile(own_code(_call), fullgraph=True, dynamic=False, options=options)
+        for options in (FEW_ROWS_OPTIONS, None)
+    )
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
     for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
         calls[module] = partial(torch.compile(own_code(_call), dynamic=True), module)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.attention.compiled import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
-from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE
+from nanovllm.attention.gpu_options import MIN_PIECE, most_parts
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
@@ -209,14 +209,14 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
     sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
-    splits = buckets.max_decodes * MAX_SPLITS * row_values * 4  # float32 parts of outputs
+    parts = most_parts(buckets.max_decodes, layer.num_kv_heads) * row_values * 4  # of outputs, in float32
     max_pages = -(-config.max_model_len // config.block_size)
     pieces = max_pages * max(1, config.block_size // MIN_PIECE)
     width = max_pages + 1
     if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
         width = torch.cuda.mem_get_info(binding.device)[1] // binding.cache_bytes(config.block_size)
     tables = 4 * (buckets.max_decodes * (pieces + 4) + buckets.max_tiles * 2 * (width + 1))
-    return tiles + sampling + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+    return tiles + sampling + parts + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
 
 
 def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:

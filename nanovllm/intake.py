@@ -126,7 +126,8 @@ class Intake:
             raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
         if not prompt:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
-        return list(self._tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
+        options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
+        return list(self._tokenizer(prompt, **options)["input_ids"])
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]

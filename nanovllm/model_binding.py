@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from nanovllm.attention.cache_kernels import clear_blocks
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
-    KEY_CACHE,
+    LAYER_CACHE,
     STEP_HANDLE,
     STEP_SLOTS,
-    VALUE_CACHE,
     AttentionStep,
     attention_function,
     enter_step,
@@ -75,8 +75,8 @@ class ModelBinding:
             # read inside the operator, on the host, whatever the owner's default device is
             self._handle_tensor = torch.tensor([self.handle], device="cpu")
         self._lock = _module_locks.setdefault(model, threading.RLock())
-        self._caches: list[tuple[Tensor, Tensor]] = []  # K and V of each layer
-        self._cleared_together: list[Tensor] = []  # the memory of several caches each: [n, num_slots, heads, head_dim]
+        self._caches: list[Tensor] = []  # of each layer: [2, num_slots, num_kv_heads, head_dim], K and V
+        self._cleared_together: list[Tensor] = []  # the memory of several, alike but for the first dimension
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
         self._fused_layers: list[FusedLayer] = []
         self._undo: list[_Change] = []
@@ -163,14 +163,13 @@ class ModelBinding:
     # ------------------------------------------------------------------------------------------------ in force
 
     def allocate_caches(self, num_slots: int) -> None:
-        """Zeroed K and V caches of [num_slots, num_kv_heads, head_dim] per layer: zero, so that no slot is ever NaN."""
+        """A zeroed cache [2, num_slots, num_kv_heads, head_dim] per layer: zero, so that no slot is ever NaN."""
         layer = self.layers[0]  # all are alike
         if self.device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
-            self._cleared_together = [self._zeros(1, num_slots, layer) for _ in range(2 * len(self.layers))]
+            self._cleared_together = [self._zeros(2, num_slots, layer) for _ in self.layers]
         else:
             self._cleared_together = [self._zeros(2 * len(self.layers), num_slots, layer)]
-        caches = [cache for together in self._cleared_together for cache in together]
-        self._caches = list(zip(caches[::2], caches[1::2], strict=True))
+        self._caches = [cache for together in self._cleared_together for cache in together.split(2)]
 
     def _zeros(self, count: int, num_slots: int, layer: AttentionLayer) -> Tensor:
         shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
@@ -201,8 +200,8 @@ class ModelBinding:
         if kernels is not None:
             try:
                 self._fused_layers = fuse_layers(
-                    self._layer_modules, self.layers, self._caches, kernels, max_rows=max_rows,
-                    run_batches=run_batches, let_go=lambda fused: let_go(fused.linears, spare),
+                    self._layer_modules, self.layers, [(cache[0], cache[1]) for cache in self._caches], kernels,
+                    max_rows=max_rows, run_batches=run_batches, let_go=lambda fused: let_go(fused.linears, spare),
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
@@ -266,8 +265,8 @@ class ModelBinding:
     def _install(self) -> None:
         changes = self._quieting()
         changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
-        for layer, (key_cache, value_cache) in zip(self.layers, self._caches, strict=True):
-            changes += [(vars(layer.module), KEY_CACHE, key_cache), (vars(layer.module), VALUE_CACHE, value_cache)]
+        for layer, cache in zip(self.layers, self._caches, strict=True):
+            changes.append((vars(layer.module), LAYER_CACHE, cache))
         for module, compiled in self._compiled_calls.items():
             changes.append((vars(module), "_compiled_call_impl", compiled))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
@@ -398,8 +397,11 @@ class ModelBinding:
 
     def clear_blocks(self, blocks: Tensor, block_size: int) -> None:
         """Zero blocks [n] int64 of every cache."""
-        for cache in self._cleared_together:
-            cache.view(cache.shape[0], -1, block_size, *cache.shape[2:]).index_fill_(1, blocks, 0)
+        for caches in self._cleared_together:
+            if caches.is_cuda:
+                clear_blocks(caches, blocks, block_size)
+            else:
+                caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
 
     def release_caches(self) -> None:
         self.uninstall()
@@ -413,5 +415,5 @@ class ModelBinding:
 
 
 # What training sets and takes back, and what a step itself does.
-_NOT_STRUCTURE = {"training", "_compiled_call_impl", KEY_CACHE, VALUE_CACHE}
+_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE}
 _ABSENT = object()

@@ -74,16 +74,29 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    settings: dict[str, Any] | None = None, *, model: Any = None, tokenizer: Any = None, **options: Any
+    settings: dict[str, Any] | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    send_buffer: int | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
-    """A server of a tiny model; it is stopped at the end, and must end."""
+    """A server of a tiny model; it is stopped at the end, and must end.
+
+    Args:
+        send_buffer: bytes that the system keeps of what a client has not read.
+    """
     hooks = StepHooks()
     model = tiny_model() if model is None else model
     engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), on_step=hooks, **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own, hooks)
     server = server_of(app, engine, own)
-    thread = threading.Thread(target=server.run, daemon=True)
+    listeners = None
+    if send_buffer is not None:  # which connections inherit
+        listeners = [socket.create_server(("127.0.0.1", 0))]
+        listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    thread = threading.Thread(target=server.run, args=(listeners,), daemon=True)
     thread.start()
     comes_true(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -100,7 +113,7 @@ def run_apart(work: Coroutine[Any, Any, Any]) -> Any:
         return thread.submit(asyncio.run, work).result()
 
 
-def comes_true(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -114,11 +127,11 @@ def offline() -> LLM:
 
 
 def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as one that pytest runs; a minute is far more than any of them needs."""
+    """An async test as one that pytest runs; two minutes are far more than any of them needs."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 60.0))
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 120.0))
 
     return run
 

@@ -36,7 +36,7 @@ class PagedCase:
         blocks = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(blocks)
         shape = (NUM_BLOCKS * block_size, num_kv_heads, head_dim)
-        self.caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]  # foreign and free blocks
+        self.caches = torch.full((2, *shape), torch.nan, dtype=dtype)  # foreign and free blocks
         for cache in self.caches:
             cache[:block_size] = 0  # the null block
         self.dense, self.queries, self.entries = [], [], []
@@ -60,7 +60,7 @@ class PagedCase:
                         cache[self.slot(table, position)] = HUGE
             sequence = Sequence(str(number), [0] * end, SamplingParams(), arrival=number, max_model_len=10_000)
             self.entries.append(ScheduledSequence(sequence, start, count, True, table, start))
-        self.caches = [cache.to(DEVICE) for cache in self.caches]
+        self.caches = self.caches.to(DEVICE)
         self.layout = build_layout(self.entries, block_size)
         self.scaling = head_dim**-0.5
 
@@ -83,7 +83,7 @@ class PagedCase:
             for cache in self.caches:
                 cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
         slots = np.append(self.layout.slots, np.zeros(num_padding, np.int64))
-        write_states(key, value, *self.caches, torch.from_numpy(slots).to(DEVICE))
+        write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
         if not through_operator:
             return step.attend(query, *self.caches, self.scaling)[0]
         enter_step(-1, step)

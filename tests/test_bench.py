@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from nanovllm import timeline
 from nanovllm.bench import processes, report
 from nanovllm.bench.child import run_job
 from nanovllm.bench.play import Finished, figures, play, spread
@@ -154,7 +155,7 @@ def test_an_engine_that_must_not_tell_token_times_cannot_be_measured(folder):
 def job_of(folder: str, workload: Workload, path, **changes) -> dict:
     write_trace(workload, path)
     job = {"engine": "nanovllm", "label": "nanovllm", "model": folder, "options": ENGINE, "traces": [str(path)],
-           "warm_ups": 1, "profile": False}  # fmt: skip
+           "warm_ups": 1, "profile": False, "record": None}  # fmt: skip
     return job | changes
 
 
@@ -225,8 +226,8 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, capsys):
-    path = tmp_path / "result.json"
-    arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--warm-ups", "0", "--json", str(path)]
+    path, record = tmp_path / "result.json", tmp_path / "trace.json"
+    arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--json", str(path), "--record", str(record)]
     assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == [SMALL, "nanovllm"]
@@ -238,6 +239,9 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     assert run["config"]["dtype"] == "float32" and run["config"]["num_kv_blocks"] == 129
     assert run["environment"]["cores"] and run["environment"]["nanovllm"]
     assert run["cached_tokens"] == 4 * 32
+    recorded = timeline.read_trace(record)
+    assert len(recorded.lanes) == 5 and len(recorded.steps) == run["steps"]  # without the warm-up before
+    assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
 
 
 def test_what_an_engine_refuses_is_told_with_its_name(folder, capsys):
@@ -267,6 +271,8 @@ def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
         (["--engines", "tgi"], "there is no engine 'tgi'; there are nanovllm, vllm"),
         (["--engines", "nanovllm:block_size"], "'block_size' in 'nanovllm:block_size' is not of the form"),
         (["--engines", "transformers", "--profile"], "--profile looks into this engine"),
+        (["--engines", "transformers", "--record", "x"], "--record is of one run of this engine"),
+        (["--repeats", "2", "--record", "x"], "--record is of one run of this engine"),
         (["--engines", "transformers", "--rate", "3"], "transformers generates for static batches"),
         (["--engines", "transformers", "--workload", "chat"], "requests of 'chat' arrive over time"),
         (["--rate", "0"], "the rate is 0"),

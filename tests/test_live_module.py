@@ -182,8 +182,8 @@ def test_closing_frees_the_caches():
     model = tiny_model()
     llm = open_llm(model)
     generate(llm)
-    caches = [weakref.ref(cache) for pair in llm._engine.model_runner.binding._caches for cache in pair]
-    assert len(caches) == 4
+    caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding._caches]
+    assert len(caches) == 2
     assert all(cache() is not None for cache in caches)
     llm.close()
     gc.collect()

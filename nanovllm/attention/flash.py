@@ -8,11 +8,14 @@ installs it.
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
 from nanovllm.config import FLASH_BLOCK_SIZE
+
+TRIED_VERSION = "4.0.0b5"  # of flash-attn-4, whose interface still moves; the extra `flash` pins the same
 
 
 def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -28,6 +31,13 @@ def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -
     except ImportError:
         is_there = False
     return None if is_there else "flash-attn-4 is not installed (pip install 'nanovllm[flash]')"
+
+
+def has_tried_version() -> bool:
+    try:
+        return version("flash-attn-4") == TRIED_VERSION
+    except PackageNotFoundError:
+        return False
 
 
 def keep_compiled_kernels() -> None:

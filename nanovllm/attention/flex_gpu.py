@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.compiled import forward_mask, own_code
-from nanovllm.attention.gpu_options import MIN_PIECE, DecodeOptions, chunk_options, decode_options
+from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE, DecodeOptions, chunk_options, decode_options
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {
-    "unroll_reductions_threshold": 16, "realize_reads_threshold": 128, "realize_opcount_threshold": 4096,
+    "unroll_reductions_threshold": 2 * MAX_SPLITS, "realize_reads_threshold": 128, "realize_opcount_threshold": 4096,
 }  # fmt: skip
 # The kernels want the sparse block of queries to be a multiple of their tile; a decode has one row a head.
 _DECODE_QUERY_BLOCK = 128

@@ -25,8 +25,8 @@ class DecodeEntry(NamedTuple):
 
 
 _DECODES = (
-    DecodeEntry(8, 64, 8, 3, 4), DecodeEntry(16, 32, 4, 4, 2), DecodeEntry(40, 32, 2, 4, 1),
-    DecodeEntry(96, 64, 2, 2, 2), DecodeEntry(1 << 30, 64, 1, 3, 2),
+    DecodeEntry(2, 64, 16, 3, 2), DecodeEntry(8, 64, 8, 3, 2), DecodeEntry(16, 32, 4, 4, 2),
+    DecodeEntry(40, 32, 2, 4, 1), DecodeEntry(80, 64, 2, 2, 2), DecodeEntry(1 << 30, 64, 1, 3, 2),
 )  # fmt: skip
 MIN_PIECE = min(entry.piece for entry in _DECODES)
 MAX_SPLITS = max(entry.splits for entry in _DECODES)
@@ -51,6 +51,12 @@ def decode_options(
     num_warps = entry.num_warps if piece >= 32 else 1
     sizes = _fitting(entry.num_stages, block_m, piece, head_bytes, device)
     return DecodeOptions(piece, {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+
+
+def most_parts(max_decodes: int, num_kv_heads: int) -> int:
+    """Into how many parts the decodes of a step are split together, at most."""
+    batches = {entry: min(max_decodes, entry.batch * _KV_HEADS_OF_TABLE // num_kv_heads) for entry in _DECODES}
+    return max(batch * entry.splits for entry, batch in batches.items())
 
 
 def chunk_options(block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What every attention layer calls: it writes this step's K and V to their slots, then attends over the pages.
 
-The writes are plain indexing, which the compiler fuses with what computes K and V. Attention is one operator, opaque to
-the compiler, so that a layer compiles once with only the token count dynamic, while inside the form is chosen freely.
+Attention is one operator, opaque to the compiler, so that a layer compiles once with only the token count dynamic,
+while inside the form is chosen freely. The writes are plain indexing, or in a GPU's compiled code a kernel.
 All of a layer's writes come before its reads; so requests of one step may share a prefix that this very step computes.
 """
 
@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nanovllm.attention.cache_kernels import store_states
+
 ATTENTION_NAME = "nanovllm"
 # Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments.
-KEY_CACHE, VALUE_CACHE = "nanovllm_key_cache", "nanovllm_value_cache"
+LAYER_CACHE = "nanovllm_cache"
 STEP_HANDLE, STEP_SLOTS = "nanovllm_step", "nanovllm_slots"
 
 
@@ -98,15 +100,24 @@ def attention_function(
     handle, slots = kwargs[STEP_HANDLE], kwargs[STEP_SLOTS]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    key_cache, value_cache = getattr(module, KEY_CACHE), getattr(module, VALUE_CACHE)
-    write_states(key, value, key_cache, value_cache, slots)
+    # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
+    cache = getattr(module, LAYER_CACHE)
     if torch.compiler.is_compiling():
-        return paged_attention(query, key_cache, value_cache, handle, scaling), None
+        write = store_states if key.is_cuda else write_states
+        write(key, value, cache, slots)
+        return paged_attention(query, cache[0], cache[1], handle, scaling), None
+    write_states(key, value, cache, slots)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
-    return running_step(handle).attend(query, key_cache, value_cache, scaling), None
+    return running_step(handle).attend(query, cache[0], cache[1], scaling), None
 
 
-def write_states(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Put key and value [1, num_kv_heads, T, head_dim] into the slots [T] int64; padding goes to the null block."""
-    key_cache.index_copy_(0, slots, key[0].transpose(0, 1))
-    value_cache.index_copy_(0, slots, value[0].transpose(0, 1))
+def write_states(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Put K and V of some tokens into their slots.
+
+    Args:
+        key, value: [1, num_kv_heads, num_tokens, head_dim].
+        cache: [2, num_slots, num_kv_heads, head_dim], K first.
+        slots: [num_tokens] int64; padding goes to those of the null block.
+    """
+    cache[0].index_copy_(0, slots, key[0].transpose(0, 1))
+    cache[1].index_copy_(0, slots, value[0].transpose(0, 1))

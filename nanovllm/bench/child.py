@@ -38,18 +38,21 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Load the job's engine and play its workloads; figures of each."""
     workloads = [read_trace(path) for path in job["traces"]]
     longest = max(len(r.prompt_token_ids) + r.num_output_tokens for workload in workloads for r in workload.requests)
+    trace = _play_trace(job["record"]) if job["record"] else None
     begin = time.perf_counter()
-    player = open_player(job["engine"], job["model"], dict(job["options"]), longest)
+    player = open_player(job["engine"], job["model"], dict(job["options"]), longest, trace=trace)
     load_seconds = time.perf_counter() - begin
     try:
-        runs = [measure(player, workload, job) for workload in workloads]
+        runs = [measure(player, workload, job, trace) for workload in workloads]
     finally:
         player.close()
+        if trace:
+            trace.close()
     about = {"engine": job["label"], "environment": environment(), "config": player.config()}
     return [about | {"load_seconds": load_seconds} | run for run in runs]
 
 
-def measure(player: Player, workload: Workload, job: dict[str, Any]) -> dict[str, Any]:
+def measure(player: Player, workload: Workload, job: dict[str, Any], trace: Any = None) -> dict[str, Any]:
     """Play a workload unmeasured, hurried, and then measured."""
     warm_up = workload.hurried()
     if (count := PLAYERS[job["engine"]][0].warm_up_requests) is not None:
@@ -60,7 +63,7 @@ def measure(player: Player, workload: Workload, job: dict[str, Any]) -> dict[str
     profile = _step_profile() if job["profile"] else None
     player.prepare(workload)
     before = player.counters()
-    with profile.recording() if profile else nullcontext():
+    with profile.recording() if profile else nullcontext(), trace.recording() if trace else nullcontext():
         played = play(player, workload)
     result = figures(workload, played) | {name: count - before[name] for name, count in player.counters().items()}
     if "computed_tokens" in result:
@@ -68,6 +71,12 @@ def measure(player: Player, workload: Workload, job: dict[str, Any]) -> dict[str
     if profile:
         result["parts"] = profile.parts()
     return result | peak_memory()
+
+
+def _play_trace(path: str) -> Any:
+    from nanovllm.bench.play_trace import PlayTrace  # imports the scheduler, which peers' environments may lack
+
+    return PlayTrace(path)
 
 
 def _step_profile() -> Any:

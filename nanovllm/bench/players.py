@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.peers import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
 from nanovllm.bench.play import Finished, Player
 from nanovllm.workloads import TimedRequest, Workload
+
+if TYPE_CHECKING:
+    from nanovllm.tracing import TraceWriter
 
 
 class NanoVLLM:
@@ -17,13 +20,13 @@ class NanoVLLM:
     takes_arrivals = True
     warm_up_requests: int | None = None
 
-    def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
+    def __init__(self, model: str, options: dict[str, Any], longest: int, trace: TraceWriter | None = None) -> None:
         from nanovllm.opening import open_engine
 
         tokenizer = options.pop("tokenizer", None)
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but times between tokens are to be measured. Leave it out.")
-        self._engine = open_engine(model, tokenizer, None, options)
+        self._engine = open_engine(model, tokenizer, None, options, trace=trace)
 
     def prepare(self, workload: Workload) -> None:
         from nanovllm.sampling_params import SamplingParams
@@ -88,10 +91,13 @@ def check_takes(engine: str, workload: Workload) -> None:
         )
 
 
-def open_player(engine: str, model: str, options: dict[str, Any], longest: int) -> Player:
+def open_player(
+    engine: str, model: str, options: dict[str, Any], longest: int, *, trace: TraceWriter | None = None
+) -> Player:
     """Load an engine.
 
     Args:
         longest: tokens of the longest sequence that it will be asked for.
+        trace: follows what it does, if it is this engine.
     """
-    return PLAYERS[engine][0](model, options, longest)
+    return PLAYERS[engine][0](model, options, longest, **({} if trace is None else {"trace": trace}))

@@ -69,6 +69,7 @@ class Settings:
     repeats: how often each engine runs, in turn, each time in a new process.
     warm_ups: how often a workload is played unmeasured before; slow peers play a few of its requests.
     profile: time the parts of this engine's steps.
+    record: a file for a trace of what this engine does while it is measured.
     verbose: let the engines write to standard error.
     """
 
@@ -76,6 +77,7 @@ class Settings:
     repeats: int = 1
     warm_ups: int = 1
     profile: bool = False
+    record: str | None = None
     verbose: bool = False
 
 
@@ -135,7 +137,7 @@ def run_apart(engine: EngineSpec, traces: list[Path], settings: Settings, folder
     job = {
         "engine": engine.name, "label": engine.label, "model": settings.model, "options": engine.options,
         "traces": [str(trace) for trace in traces], "warm_ups": settings.warm_ups, "profile": settings.profile,
-        "verbose": settings.verbose, "answer": str(answer),
+        "record": settings.record, "verbose": settings.verbose, "answer": str(answer),
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     command = [engine.python, "-m", "nanovllm.bench.child", str(folder / "job.json")]

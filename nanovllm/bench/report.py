@@ -41,7 +41,7 @@ def table(result: dict[str, Any]) -> str:
             _number(median(runs, "load_seconds"), 1), f"{ours / rate:.2f}",
         ])  # fmt: skip
     parts = [part for run in result["runs"] if "parts" in run for part in ("", _parts(run))]
-    return "\n".join([_aligned(rows), *parts])
+    return "\n".join([aligned(rows), *parts])
 
 
 def compare(path_a: str, path_b: str) -> str:
@@ -66,7 +66,7 @@ def compare(path_a: str, path_b: str) -> str:
         for workload, engine in mine
         if (workload, engine) not in theirs
     ]
-    return "\n".join([_aligned(rows), *alone, *_differences(a, b, common)])
+    return "\n".join([aligned(rows), *alone, *_differences(a, b, common)])
 
 
 def load(path: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _parts(run: dict[str, Any]) -> str:
     rows = [[f"part ({run['workload']})", "ms a step", "share"]]
     for part, seconds in parts.items():
         rows.append([part, f"{1e3 * seconds / run['steps']:.3f}", f"{seconds / parts['step']:.1%}"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _spread(runs: Runs, figure: str, factor: float, digits: int) -> str:
@@ -135,7 +135,8 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

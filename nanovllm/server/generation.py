@@ -209,7 +209,7 @@ async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
                 job.read(output)
                 yield number, output
     except Exception as error:
-        if state.admission.is_draining:
+        if state.admission.is_draining and type(error) is RuntimeError:
             raise errors.shutting_down() from error  # the engine was closed
         raise errors.from_engine(error, job.body.names()) from error
     finally:

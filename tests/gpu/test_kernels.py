@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.attention.cache_kernels import clear_blocks, store_states
 from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.layout import build_layout
-from nanovllm.attention.operator import write_states
+from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import tables_of
 from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gumbel_noise, noise_keys, token_counters
@@ -67,7 +68,7 @@ def run(case: PagedCase, *, uses_flash: bool = False) -> torch.Tensor:
     blocks = torch.from_numpy(layout.blocks_to_clear).cuda()
     for cache in case.caches:
         cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
-    write_states(states[1], states[2], *case.caches, inputs.slots)
+    store_states(states[1], states[2], case.caches, inputs.slots)
     with torch.no_grad():
         plan = form.plan(tables_of(inputs, shape))
         output = plan.attend(states[0][0].transpose(0, 1).contiguous(), *case.caches, case.scaling)
@@ -139,6 +140,62 @@ def test_skinny_products_equal_float32_products(num_rows, num_outputs, depth, dt
     assert error < 4e-3
     wide = torch.randn(1, num_rows, 2 * depth, generator=generator, device="cuda").to(dtype)[..., :depth]
     torch.testing.assert_close(linear(wide, weight), linear(wide.contiguous(), weight), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [(8, 128), (3, 80), (1, 64)])
+def test_states_are_stored_as_plain_indexing_stores_them(heads):
+    generator = torch.Generator("cuda").manual_seed(0)
+    num_rows, num_slots = 77, 4096
+    products = torch.randn(1, num_rows, 3, *heads, generator=generator, device="cuda", dtype=torch.bfloat16)
+    _, key, value = products.permute(2, 0, 3, 1, 4)  # [1, num_heads, num_rows, head_dim], not contiguous
+    slots = torch.randperm(num_slots, generator=generator, device="cuda")[:num_rows]
+    expected, stored = (torch.zeros(2, num_slots, *heads, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    write_states(key, value, expected, slots)
+    store_states(key, value, stored, slots)
+    assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 64 * 40, 8, 128), (3, 16 * 9, 3, 80), (33, 64 * 1024, 8, 128)])  # 2^31 and more
+def test_blocks_are_cleared_in_all_caches_and_no_others(shape):
+    caches, block_size = torch.ones(shape, device="cuda", dtype=torch.bfloat16), 16 if shape[2] == 3 else 64
+    blocks = torch.tensor([shape[1] // block_size - 1, 3, 0], device="cuda")
+    clear_blocks(caches, blocks, block_size)
+    sums = caches.view(shape[0], -1, block_size * shape[2] * shape[3]).float().sum(dim=2)
+    sums = sums / (block_size * shape[2] * shape[3])
+    expected = torch.ones_like(sums)
+    expected[:, blocks] = 0
+    torch.testing.assert_close(sums, expected)
+
+
+def test_compiled_code_stores_states_without_a_copy_of_the_cache():
+    layers = torch.zeros(4, 2**18, 8, 128, device="cuda", dtype=torch.bfloat16)  # 512 MiB each
+
+    @torch.compile(fullgraph=True)
+    def write_and_read(states, cache, slots, handle):
+        store_states(2 * states, 3 * states, cache, slots)
+        return paged_attention(states, cache[0], cache[1], handle, 1.0)
+
+    states, slots = torch.ones(1, 8, 5, 128, device="cuda", dtype=torch.bfloat16), torch.arange(5, device="cuda")
+    enter_step(-1, AttentionStep(_Reader(slots), 5))
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        with torch.inference_mode():
+            read = [write_and_read(states, cache, slots, torch.tensor([-1])) for cache in layers.split(2)]
+    finally:
+        leave_step(-1)
+    assert torch.cuda.max_memory_allocated() - before < layers[0].nbytes / 2
+    assert all((output == 5).all() for output in read)
+
+
+class _Reader:
+    """In place of a plan: the sum of K and V in some slots."""
+
+    def __init__(self, slots):
+        self.slots = slots
+
+    def attend(self, query, key_cache, value_cache, scaling):
+        return key_cache[self.slots] + value_cache[self.slots]
 
 
 @pytest.mark.parametrize("vocab_size", [512, 49_152, 50_257, 151_936])

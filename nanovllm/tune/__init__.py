@@ -1,0 +1,1 @@
+"""`nanovllm tune`: which settings of this engine carry a workload best, by measuring."""

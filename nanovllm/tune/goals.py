@@ -1,0 +1,66 @@
+"""Goals such as a p99 of 40 ms between tokens, and how far a run is from them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import Any
+
+TIMES = ("ttft", "itl")
+STATISTICS = ("mean", "p50", "p90", "p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A time that a statistic of a run may not exceed.
+
+    time: "ttft" or "itl".
+    statistic: of `STATISTICS`.
+    limit: seconds.
+    """
+
+    time: str
+    statistic: str
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name} <= {1e3 * self.limit:g} ms"
+
+    @property
+    def name(self) -> str:
+        return f"{self.time.upper()} {self.statistic}"
+
+    def value(self, run: dict[str, Any]) -> float:
+        """Of a run, in seconds; without two tokens there is nothing between them."""
+        spread = run[self.time]
+        return spread[self.statistic] if spread else 0.0
+
+    def excess(self, run: dict[str, Any]) -> float:
+        """By which share of the limit a run is above it; negative below."""
+        return self.value(run) / self.limit - 1.0
+
+
+def add_goal_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("goals", "what a setting has to keep; a number with its unit, such as 500ms")
+    for time, about in (("ttft", "time to the first token"), ("itl", "time between two tokens")):
+        for statistic in STATISTICS:
+            text = f"{statistic} of the {about}"
+            group.add_argument(f"--{time}-{statistic}", type=_seconds, metavar="TIME", help=text)
+
+
+def goals_from(options: argparse.Namespace) -> list[Goal]:
+    asked_for = [
+        (time, statistic, getattr(options, f"{time}_{statistic}")) for time in TIMES for statistic in STATISTICS
+    ]
+    return [Goal(time, statistic, limit) for time, statistic, limit in asked_for if limit is not None]
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number with its unit, such as 500ms or 0.5s")
+    seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+    if seconds == 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be kept; the time must be above 0")
+    return seconds
