@@ -161,7 +161,10 @@ def test_the_map_the_rows_and_the_bars_tell_more_under_the_pointer(running, open
         bars = page.evaluate("() => chart.range")
         place = bars["end"] - bars["first"] - 1
         page.locator("#steps").hover(position={"x": 46 + 5 * place + 2, "y": 100})
-        expect(tip).to_contain_text("decode + 0 prefill tokens, 0 cached")
+        last = page.evaluate("() => stepHistory.step")
+        expect(tip).to_contain_text(
+            f"{last['decode']} decode + {last['prefill']} prefill tokens, {last['cached']} cached"
+        )
         expect(tip).to_contain_text("of 128 blocks")
         page.locator("#steps").click(position={"x": 46 + 5 * (place - 3) + 2, "y": 100})
         ids = page.evaluate("() => stepHistory.view.steps.map((step) => step.step)")
