@@ -229,6 +229,13 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         return await self._run(Engine.stats)
 
+    async def inspect(self, look: Callable[[Engine], Result]) -> Result:
+        """What look(engine) returns; called between two steps in the engine's thread, which waits for it meanwhile.
+
+        It must change nothing. Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
+        """
+        return await self._run(look)
+
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         await self._run(Engine.reset_prefix_cache)

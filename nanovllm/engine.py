@@ -97,7 +97,7 @@ class Engine:
             hash_seed=self._hash_seed,
         )
         self.scheduler = Scheduler(self.config, self.block_manager)
-        self._output_processor = OutputProcessor(self._requests, self.scheduler)
+        self._output_processor = OutputProcessor(self._requests, self.scheduler, self._recorder.note_first_token)
 
     # ------------------------------------------------------------------------------------------------- requests
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nanovllm.outputs import RequestOutput
 from nanovllm.request import Request, merged
 from nanovllm.request_table import RequestTable
@@ -10,10 +12,14 @@ from nanovllm.sequence import Sequence, SequenceStatus
 
 
 class OutputProcessor:
-    """Lets requests read their new tokens, and ends in the scheduler those that end by their text."""
+    """Lets requests read their new tokens, and ends in the scheduler those that end by their text.
 
-    def __init__(self, requests: RequestTable, scheduler: Scheduler) -> None:
-        self._requests, self._scheduler = requests, scheduler
+    Args:
+        note_first_token: is told, for each sample that reads its first token, how many seconds after its arrival.
+    """
+
+    def __init__(self, requests: RequestTable, scheduler: Scheduler, note_first_token: Callable[[float], None]) -> None:
+        self._requests, self._scheduler, self._note_first_token = requests, scheduler, note_first_token
 
     def collect(self, advanced: list[Sequence], now: float) -> list[RequestOutput]:
         """Outputs of the requests that ended, and of those that stream, among the owners of some sequences."""
@@ -57,6 +63,8 @@ class OutputProcessor:
         if sample.num_seen_tokens == num_tokens:
             return
         stop = sample.advance(now)
+        if num_tokens == 1:
+            self._note_first_token(now - sequence.arrival_time)
         if stop is not None:
             sequence.stop_reason = stop
             if sequence.is_finished:  # its last token by length, or a stop token, completed the string

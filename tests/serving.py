@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Serving:
         return httpx.Client(base_url=self.url, timeout=60.0, **options)
 
     def stats(self) -> EngineStats:
-        return asyncio.run(self.engine.stats())
+        return run_apart(self.engine.stats())
 
     def stop(self) -> int:
         """As a signal would; returns the exit code."""
@@ -88,7 +89,7 @@ def serving(
     hooks = StepHooks()
     model = tiny_model() if model is None else model
     engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), on_step=hooks, **(OPTIONS | options))
-    own = ServerSettings(port=0, served_model_name=MODEL, **({"drain_timeout": 0.0} | (settings or {})))
+    own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own, hooks)
     server = server_of(app, engine, own)
     listeners = None
@@ -104,6 +105,12 @@ def serving(
         yield running
     finally:
         running.stop()  # closes the engine too
+
+
+def run_apart(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work` from a thread of its own, since this one may have an event loop that runs (playwright's)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:

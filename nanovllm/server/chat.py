@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.errors import ANSWERS
-from nanovllm.server.generation import finish, respond
+from nanovllm.server.generation import finish, new_id, respond
 from nanovllm.server.logprobs import chat_form
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.security import require_api_key
@@ -25,10 +25,9 @@ class ChatJob:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
 
     def __init__(self, state: ServerState, request: Request, body: ChatRequest) -> None:
-        self.body, self._state = body, state
+        self.body, self._state, self.id = body, state, new_id("chatcmpl")
         state.check_model(body.model)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         state.check_size(body, 1, num_logprobs)
@@ -55,6 +54,7 @@ class ChatJob:
                 self._params,
                 tools=self._tools,
                 template_options=self.body.template_options,
+                request_id=self.id,
                 output_kind=kind,
                 **self._options,
             )

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
 from nanovllm.server.errors import ANSWERS
-from nanovllm.server.generation import finish, respond
+from nanovllm.server.generation import finish, new_id, respond
 from nanovllm.server.logprobs import Legacy
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
@@ -27,10 +27,9 @@ class CompletionJob:
     """
 
     object = chunk_object = "text_completion"
-    id_prefix = "cmpl"
 
     def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
-        self.body, self._state = body, state
+        self.body, self._state, self.id = body, state, new_id("cmpl")
         state.check_model(body.model)
         state.check_size(body, len(body.prompts), body.logprobs)
         for prompt in body.prompts:
@@ -52,8 +51,12 @@ class CompletionJob:
         self._logprobs: dict[int, Legacy] = {}  # by choice
 
     def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
-        generate = self._state.engine.generate
-        return [generate(prompt, self._params, output_kind=kind, **self._options) for prompt in self.body.prompts]
+        generate, prompts = self._state.engine.generate, self.body.prompts
+        ids = [self.id] if len(prompts) == 1 else [f"{self.id}-{number}" for number in range(len(prompts))]
+        return [
+            generate(prompt, self._params, request_id=request_id, output_kind=kind, **self._options)
+            for prompt, request_id in zip(prompts, ids, strict=True)
+        ]
 
     def read(self, output: RequestOutput) -> None:
         if self._only_scores:

@@ -46,7 +46,8 @@ class Job(Protocol):
         """The same of a chunk."""
 
     @property
-    def id_prefix(self) -> str: ...
+    def id(self) -> str:
+        """Of the answer; the engine and its log know the request by it, too."""
 
     def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
         """A stream of the engine's for each prompt."""
@@ -92,6 +93,10 @@ def finish(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
     return completion.finish_reason, completion.stop_reason
 
 
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
 def failure_of(output: RequestOutput) -> errors.ApiError | None:
     """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
     for completion in output.outputs:
@@ -134,7 +139,7 @@ async def _after(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGene
 
 def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
     return {
-        "id": f"{job.id_prefix}-{uuid.uuid4().hex}",
+        "id": job.id,
         "object": name,
         "created": int(time.time()),
         "model": state.model_name,
