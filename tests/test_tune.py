@@ -19,7 +19,7 @@ from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.simulator import simulate
-from nanovllm.tune import command, measuring, plot, report
+from nanovllm.tune import command, measuring, plot, report, result
 from nanovllm.tune.forecast import forecast
 from nanovllm.tune.goals import Goal
 from nanovllm.tune.halving import MeasurementError, Round, Sweep, num_measurements, rounds_for
@@ -335,7 +335,20 @@ def test_the_advice_names_flags_and_numbers():
         "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
         "(ITL p99 +25%)"
     )
+    alone = report.advice(outcome_of(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
+    assert "of 3 settings measured on the whole workload it alone keeps ITL p99 <= 25 ms (20 ms), with 400" in alone
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
+
+
+def test_a_machine_that_others_used_is_told_whichever_setting_showed_it():
+    def measured(rates: list[float]) -> str:
+        left = {setting(1024): iter([500.0] * 9), setting(256): iter(rates)}
+        sweep = Sweep(list(left), [], rounds_for(2, 0.0), 2)
+        sweep.run(lambda of, share, repeat: [run(next(left[of]))])
+        return report.advice(report.Outcome(sweep, Resolver("cpu", {}), {}, None, []))
+
+    assert "came out up to 25% apart when it was measured again" in measured([400.0, 320.0])
+    assert "apart when" not in measured([400.0, 390.0])
 
 
 def test_where_nothing_keeps_the_goals_the_nearest_is_told_and_what_it_misses():
@@ -383,15 +396,13 @@ def test_predictions_stand_beside_what_was_measured():
 
 def test_the_result_holds_every_measurement_and_the_recommendation():
     runs = {setting(1024): run(500), setting(256): run(400)}
-    result = json.loads(json.dumps(report.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
-    first, second = result["settings"]
+    told = json.loads(json.dumps(result.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
+    first, second = told["settings"]
     assert [m["repeat"] for m in first["measurements"]] == [0, 1, 2] and first["config"] == {"a": 1}
     assert first["measurements"][0]["runs"][0]["output_tokens_per_second"] == 500
     assert second["failed"] == "out of memory" and second["measurements"] == []
-    assert result["recommended"]["options"]["max_num_batched_tokens"] == 1024 and result["goals"] == [
-        "ITL p99 <= 40 ms"
-    ]
-    assert result["environment"] == {"torch": "2"} and result["question"]["model"] == "m"
+    assert told["recommended"]["options"]["max_num_batched_tokens"] == 1024 and told["goals"] == ["ITL p99 <= 40 ms"]
+    assert told["environment"] == {"torch": "2"} and told["question"]["model"] == "m"
 
 
 def test_the_picture_has_a_curve_for_each_setting_and_marks_the_chosen_point(tmp_path):
@@ -549,6 +560,12 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
     status, _, err = tune(*arguments, workload=["--workload", "random:requests=9"])
     assert status == 2 and "workload.requests was 12, and is 9" in err
     assert len(engines.options) == measured
+
+
+def test_contradictions_are_told_of_values_that_were_asked_for(engines, tune):
+    assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
+    out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
+    assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
 
 
 def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):

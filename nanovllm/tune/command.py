@@ -17,7 +17,7 @@ from nanovllm.bench.child import environment
 from nanovllm.bench.processes import Settings
 from nanovllm.cli_flags import add_model_flags
 from nanovllm.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.tune import plot, report
+from nanovllm.tune import plot, report, result
 from nanovllm.tune.forecast import MOST_SIMULATED, Forecast, forecast
 from nanovllm.tune.goals import add_goal_flags
 from nanovllm.tune.halving import Sweep, num_measurements, rounds_for
@@ -97,7 +97,7 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"\ninterrupted; what was measured is in {journal.path}, and the same command goes on from there.")
         return 130
     print("\n" + report.advice(outcome))
-    (folder / "result.json").write_text(json.dumps(report.as_json(outcome), indent=1) + "\n", encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(result.as_json(outcome), indent=1) + "\n", encoding="utf-8")
     finalists = sweep.finalists()
     if finalists and plot.can_plot():
         plot.save_plot(outcome, folder / "curves.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.bench.processes import about
@@ -62,12 +62,15 @@ def ask(options: argparse.Namespace) -> Question:
     workloads: Workloads = {rate: arriving(options, workload, rate) for rate in options.rate or ()} or {None: workload}
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
+    named: Values = {name: of for name in SWEPT if (of := getattr(options, f"try_{name}")) is not None}
     values: Values = default_values(
         device, fixed, wide=calibration is not None, most_at_once=len(workload.requests),
         longest_prompt=max(len(request.prompt_token_ids) for request in workload.requests),
-    ) | {name: given for name in SWEPT if (given := getattr(options, f"try_{name}")) is not None}  # fmt: skip
+    ) | named  # fmt: skip
     resolver = Resolver(device, fixed)
     candidates = resolver.candidates(values)
+    if not named:  # contradictions among values that nobody asked for are no news
+        candidates = replace(candidates, refused=[])
     return Question(options, fixed, goals, workload, workloads, calibration, resolver, candidates)
 
 

@@ -1,10 +1,9 @@
-"""What came of a sweep: a table, a recommendation with its reason, and all of it as JSON."""
+"""What came of a sweep, to be read: a table, and a recommendation with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from nanovllm.bench.report import aligned
@@ -14,6 +13,7 @@ from nanovllm.tune.ranking import EQUAL, Run, Standing
 from nanovllm.tune.settings import Resolver, Setting
 
 MOST_REFUSED = 5  # rows of settings that the engine refuses by their numbers alone
+DISTURBED = 0.1  # a larger spread between measurements of one setting is worth a warning
 SHORT = {
     "max_num_batched_tokens": "budget", "max_num_seqs": "seqs", "block_size": "block",
     "max_num_partial_prefills": "partial", "max_long_partial_prefills": "long",
@@ -149,10 +149,11 @@ def advice(outcome: Outcome) -> str:
     best = finalists[0]
     flags = outcome.resolver.flags(best.setting)
     verdict = "recommended" if best.keeps_goals else "no setting keeps the goals; the nearest"
-    return "\n".join([f"{verdict}: {flags}", f"because: {_reason(outcome, finalists)}", *_remarks(outcome, finalists)])
+    return "\n".join([f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}", *_remarks(outcome, finalists)])
 
 
-def _reason(outcome: Outcome, finalists: list[Standing]) -> str:
+def reason(outcome: Outcome, finalists: list[Standing]) -> str:
+    """Why the first of the finalists, in one sentence of numbers."""
     best, goals = finalists[0], outcome.goals
     told = _rate_of(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
@@ -164,13 +165,18 @@ def _reason(outcome: Outcome, finalists: list[Standing]) -> str:
         )
     keeping = [standing for standing in finalists if standing.keeps_goals]
     equal = [s for s in keeping if s.tokens_per_second >= (1.0 - EQUAL) * max(k.tokens_per_second for k in keeping)]
-    whole = f"of {len(keeping)} settings measured on the whole workload" + (f" that keep {limits}" if goals else "")
-    if len(equal) > 1:
+    kept = f" that keep {limits}" if goals else ""
+    if len(keeping) == 1 < len(finalists):
+        told = f"of {len(finalists)} settings measured on the whole workload it alone keeps {limits}, with {told}"
+    elif len(equal) > 1:
         by = "is furthest from the limits" if goals else "has the lowest p99 between tokens"
-        reason = f"{told}, and {whole} the {len(equal)} with most tokens/s differ by less than {EQUAL:.0%}; it {by}"
+        told = (
+            f"{told}, and of {len(keeping)} settings measured on the whole workload{kept} the {len(equal)} with most "
+            f"tokens/s differ by less than {EQUAL:.0%}; it {by}"
+        )
     else:
-        reason = f"{told} is the most {whole}"
-    return reason + _against_defaults(outcome, best)
+        told = f"{told} is the most of {len(keeping)} settings measured on the whole workload{kept}"
+    return told + _against_defaults(outcome, best)
 
 
 def _against_defaults(outcome: Outcome, best: Standing) -> str:
@@ -199,9 +205,13 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
     best = finalists[0]
     rates = spread_of(outcome, best)
     if len(rates) > 1:
-        share = (max(rates) - min(rates)) / min(rates)
-        told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {share:.1%} apart"
+        told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {_spread(rates):.1%} apart"
         yield f"{told}; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first"
+    if (apart := max(_apart(outcome, standing) for standing in finalists)) > DISTURBED:
+        yield (
+            f"the same setting came out up to {apart:.0%} apart when it was measured again: something else used the "
+            "machine, and what differs by less means nothing; measure again, with another --output, when it is idle"
+        )
     fastest = [max(s.points, key=lambda p: p["rate"] or 0.0)["output_tokens_per_second"] for s in finalists]
     if best.best["rate"] is not None and len(finalists) > 1 and min(fastest) >= (1.0 - EQUAL) * max(fastest):
         yield (
@@ -210,6 +220,16 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
         )
     if outcome.predicted:
         yield _accuracy(outcome, finalists)
+
+
+def _apart(outcome: Outcome, standing: Standing) -> float:
+    """The largest spread of a setting's tokens a second, over its rates of arrival."""
+    repeats = outcome.sweep.results[standing.setting][1.0]
+    return max(_spread([run["output_tokens_per_second"] for run in runs]) for runs in zip(*repeats, strict=True))
+
+
+def _spread(rates: list[float]) -> float:
+    return (max(rates) - min(rates)) / min(rates)
 
 
 def spread_of(outcome: Outcome, standing: Standing) -> list[float]:
@@ -228,56 +248,3 @@ def _accuracy(outcome: Outcome, finalists: list[Standing]) -> str:
                 tails.append(abs(expected["itl"]["p99"] / point["itl"]["p99"] - 1.0))
     worst = f", p99 between tokens by {max(tails):.0%}" if tails else ""
     return f"forecasts of {len(rates)} runs were off by at most {max(rates, default=0.0):.0%} on tokens/s{worst}"
-
-
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """All of it: what was asked, on which machine, every measurement, and the recommendation."""
-    sweep, finalists = outcome.sweep, outcome.sweep.finalists()
-    return {
-        "time": datetime.now().isoformat(timespec="seconds"),
-        "question": outcome.question,
-        "environment": outcome.environment,
-        "goals": [str(goal) for goal in outcome.goals],
-        "rounds": [round_._asdict() for round_ in sweep.rounds],
-        "repeats": sweep.repeats,
-        "default": sweep.settings[0].options,
-        "recommended": _recommended(outcome, finalists) if finalists else None,
-        "settings": [_setting(outcome, setting) for setting in sweep.settings],
-        "predicted": [
-            {"options": setting.options, "runs": standing.points} for setting, standing in outcome.predicted.items()
-        ],
-        "refused": [{"options": options, "reason": reason} for options, reason in outcome.refused],
-    }
-
-
-def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
-    best = finalists[0]
-    return {
-        "options": best.setting.options,
-        "flags": outcome.resolver.flags(best.setting),
-        "keeps_goals": best.keeps_goals,
-        "reason": _reason(outcome, finalists),
-        "tokens_per_second_of_repeats": spread_of(outcome, best),
-    }
-
-
-def _setting(outcome: Outcome, setting: Setting) -> dict[str, Any]:
-    measurements = [
-        {"share": share, "repeat": repeat, "runs": [_without(run, "environment", "config") for run in runs]}
-        for share, repeats in outcome.sweep.results.get(setting, {}).items()
-        for repeat, runs in enumerate(repeats)
-    ]
-    config = next((runs[0]["config"] for of in outcome.sweep.results.get(setting, {}).values() for runs in of), None)
-    return {
-        "options": setting.options,
-        "config": config,
-        "measurements": measurements,
-        "failed": outcome.sweep.failures.get(setting),
-    }
-
-
-def _without(run: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if name not in names}
