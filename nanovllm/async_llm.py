@@ -98,21 +98,41 @@ class AsyncLLM:
         return self._generate(prepare, request_id, output_kind)
 
     def chat(
-        self, messages: SequenceABC[Message], sampling_params: SamplingParams | None = None, **options: Any
+        self,
+        messages: SequenceABC[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_options: dict[str, Any] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, a list of {"role": ..., "content": ...}, through the tokenizer's chat template.
 
         Args:
+            tools: functions that the template describes to the model, as OpenAI defines them.
+            template_options: variables of the template, such as {"enable_thinking": False}.
             sampling_params, **options: as in `generate`.
         """
         request_id = options.pop("request_id", None)
         output_kind = options.pop("output_kind", OutputKind.CUMULATIVE)
 
         def prepare(*, arrival_time: float) -> PreparedRequest:
-            token_ids = self._intake.apply_chat_template_to(messages)
+            token_ids = self._intake.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
             return self._intake.prepare_one(token_ids, sampling_params, arrival_time=arrival_time, **options)
 
         return self._generate(prepare, request_id, output_kind)
+
+    async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
+        return await self._prepare(partial(self._intake.tokenize, prompt, add_special_tokens=add_special_tokens))
+
+    async def apply_chat_template(
+        self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
+        return await self._prepare(
+            partial(self._intake.apply_chat_template_to, messages, tools=tools, **template_options)
+        )
 
     async def _generate(
         self, prepare: Callable[..., PreparedRequest], request_id: str | None, output_kind: OutputKind | str
@@ -208,6 +228,13 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         return await self._run(Engine.stats)
+
+    async def inspect(self, look: Callable[[Engine], Result]) -> Result:
+        """What look(engine) returns; called between two steps in the engine's thread, which waits for it meanwhile.
+
+        It must change nothing. Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
+        """
+        return await self._run(look)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_not
 
 import xxhash
 
@@ -83,6 +85,15 @@ class BlockManager:
     @property
     def num_findable_blocks(self) -> int:
         return sum(entry is not None for entry in self._entry_of)
+
+    def usage(self) -> tuple[bytes, bytes]:
+        """Two bytes for each block, the null block included: how many sequences hold it (255 for more than that), and 1
+        if its content can be found. Without a loop in Python, since pools may have 100,000 blocks."""
+        try:
+            num_holders = bytes(self._ref_counts)
+        except ValueError:  # a count that no byte can hold
+            num_holders = bytes(map(min, self._ref_counts, repeat(255)))
+        return num_holders, bytes(map(is_not, self._entry_of, repeat(None)))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -17,6 +17,7 @@ from nanovllm.bench.command import add_bench_command
 from nanovllm.cli_flags import add_flags, add_model_flags, engine_options
 from nanovllm.prompt_files import read_requests
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.command import add_serve_command
 from nanovllm.simulate_command import add_calibrate_command, add_simulate_command
 from nanovllm.timeline_command import add_timeline_command
 from nanovllm.tune.command import add_tune_command
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     for add_command in (
         add_bench_command,
         add_calibrate_command,
+        add_serve_command,
         add_simulate_command,
         add_timeline_command,
         add_tune_command,

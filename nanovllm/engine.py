@@ -15,21 +15,20 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
-from sortedcontainers import SortedList
-
-from nanovllm.bad_words import spellings_of
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.output_processor import OutputProcessor
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.request import Request, merged
+from nanovllm.request import Request
 from nanovllm.request_checks import check_params, check_prompt, truncated
-from nanovllm.sampler import request_seed, sample_seed
+from nanovllm.request_table import RequestTable
+from nanovllm.sample_maker import SampleMaker
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.sequence import Sequence
 from nanovllm.step_records import StepHook, StepRecorder, Tracer
 
 
@@ -75,29 +74,30 @@ class Engine:
         self._hash_seed = f"{model_identity}:{model_runner.binding.dtype}"
         self._vocab_size = vocab_size
         # A model padded after training may name one that its embedding does not have; it can never be sampled.
-        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        self._sample_maker = SampleMaker(self.config, tokenizer, eos_token_ids)
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
         self.clock = clock
         self._recorder = StepRecorder(on_step, tracer)
-        self._requests: dict[str, list[Request]] = {}  # one for each sample, in order of their index
-        self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
+        self._requests = RequestTable()
         self._failures: dict[Sequence, int] = {}  # failed steps in a row
-        self._num_added = self._num_sequences = 0
         self._in_flight: deque[_LaunchedStep] = deque()  # launched, and not read yet
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
         self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
         self._death: BaseException | None = None
-        self.block_manager = self._new_block_manager()
-        self.scheduler = Scheduler(self.config, self.block_manager)
+        self._begin()
 
-    def _new_block_manager(self) -> BlockManager:
-        return BlockManager(
+    def _begin(self) -> None:
+        """With an empty KV cache and an empty queue."""
+        self.block_manager = BlockManager(
             self.config.num_kv_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
             hash_seed=self._hash_seed,
         )
+        self.scheduler = Scheduler(self.config, self.block_manager)
+        self._output_processor = OutputProcessor(self._requests, self.scheduler, self._recorder.note_first_token)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -155,61 +155,24 @@ class Engine:
         self.check_queue(params.n)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
-        now = self.clock() if arrival_time is None else arrival_time
-        deadline = None if timeout is None else now + timeout
-        prompt_token_ids = list(truncated(prompt_token_ids, params))
-        sequences = self._samples_of(request_id, prompt_token_ids, params, now, priority, cache_salt)
-        samples = [
-            Request(
-                sequence,
-                prompt,
-                prompt_token_ids,
-                self.tokenizer,
-                output_kind=output_kind,
-                deadline=deadline,
-                record_itl=self.config.record_itl,
-            )
-            for sequence in sequences
-        ]
+        samples = self._sample_maker.make(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            params,
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
+            timeout=timeout,
+            priority=priority,
+            cache_salt=cache_salt,
+            output_kind=output_kind,
+        )
+        sequences = [sample.sequence for sample in samples]
         with self._changing():
             self._recorder.note_added(sequences)
-            self._num_added += 1
-            self._num_sequences += params.n
-            self._requests[request_id] = samples
-            if deadline is not None:
-                self._deadlines.add((deadline, request_id))
+            self._sample_maker.note_queued(samples)
+            self._requests.add(samples)
             for sequence in sequences:
                 self.scheduler.add(sequence)
-
-    def _samples_of(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        arrival_time: float,
-        priority: int,
-        cache_salt: str,
-    ) -> list[Sequence]:
-        """A new request's sequences, one for each sample."""
-        bad_words = spellings_of(params.bad_words, self.tokenizer)
-        seed = request_seed(self.config.seed, self._num_added) if params.seed is None else params.seed
-        return [
-            Sequence(
-                request_id,
-                prompt_token_ids,
-                params,
-                arrival=self._num_sequences + index,
-                arrival_time=arrival_time,
-                max_model_len=self.config.max_model_len,
-                priority=priority,
-                cache_salt=cache_salt,
-                eos_token_ids=self._eos_token_ids,
-                seed=sample_seed(seed, index),
-                index=index,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns what it had got, or None if no such request runs."""
@@ -226,7 +189,7 @@ class Engine:
             now = self.clock()
             self._recorder.note_ended([sample.sequence for sample in samples], now)
         self._recorder.tell()
-        return self._output_of(samples, now)
+        return self._output_processor.output_of(samples, now)
 
     def give_up(self, failure: StepError, num_failed_steps: int) -> None:
         """End with finish_reason "error" requests of a failed step for which so many in a row have failed.
@@ -249,21 +212,17 @@ class Engine:
         self._collect(self._ended_unseen + ended)
 
     def _end_overdue(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._end([self._requests[self._deadlines[0][1]]], "timeout")
+        while (samples := self._requests.first_overdue(now)) is not None:
+            self._end([samples], "timeout")
 
     def _forget(self, request_id: str) -> None:
-        samples = self._requests.pop(request_id)
-        deadline = samples[0].deadline
-        for sample in samples:
+        for sample in self._requests.remove(request_id):
             self._failures.pop(sample.sequence, None)
-        if deadline is not None:
-            self._deadlines.discard((deadline, request_id))
 
     @property
     def request_ids(self) -> Iterable[str]:
         """Of the requests that run or wait."""
-        return self._requests.keys()
+        return self._requests.ids
 
     @property
     def has_unfinished(self) -> bool:
@@ -345,7 +304,7 @@ class Engine:
 
     def _note_first_scheduled(self, batch: ScheduledBatch, now: float) -> None:
         for entry in batch.prefills:
-            sample = self._requests[entry.sequence.request_id][entry.sequence.index]
+            sample = self._requests.sample_of(entry.sequence)
             if sample.scheduled_time is None:
                 sample.scheduled_time = now
 
@@ -361,59 +320,13 @@ class Engine:
 
     def _collect(self, advanced: list[Sequence]) -> None:
         now = self.clock()
-        requests: dict[str, list[Request]] = {}  # those that somebody may have to be told of
-        for sequence in advanced:
-            samples = self._requests[sequence.request_id]
-            sample = samples[sequence.index]
-            try:
-                self._advance(sample, now)
-            except Exception as error:
-                self._give_up_text(sample, error)
-            if sample.is_streamed or sequence.status is SequenceStatus.FINISHED:
-                requests[sequence.request_id] = samples
+        outputs = self._output_processor.collect(advanced, now)
         self._recorder.note_ended(advanced, now)
-        outputs = [
-            self._output_of(samples, now)
-            for samples in requests.values()
-            if samples[0].is_streamed or all(sample.sequence.is_finished for sample in samples)
-        ]
         self.outputs.extend(outputs)
         for output in outputs:  # only now, so that an interrupt loses none (it may double one)
             if output.finished:
                 self._forget(output.request_id)
         self._ended_unseen = []
-
-    def _output_of(self, samples: list[Request], now: float) -> RequestOutput:
-        return merged([self._output_of_sample(sample, now) for sample in samples])
-
-    def _output_of_sample(self, sample: Request, now: float) -> RequestOutput:
-        try:
-            return sample.output(now)
-        except Exception as error:
-            self._give_up_text(sample, error)
-            return sample.output(now)
-
-    def _give_up_text(self, sample: Request, error: Exception) -> None:
-        """A tokenizer that cannot decode ends the sample that it cannot decode, not its neighbours."""
-        sample.give_up_text(error)
-        if not sample.sequence.is_finished:
-            self.scheduler.finish(sample.sequence, "error")
-        sample.sequence.finish_reason = "error"
-
-    def _advance(self, request: Request, now: float) -> None:
-        """Let the request read its new token, if it got one, and end it if that completes a stop string."""
-        sequence = request.sequence
-        num_tokens = sequence.num_output_tokens
-        if request.num_seen_tokens == num_tokens:
-            return
-        stop = request.advance(now)
-        if stop is not None:
-            sequence.stop_reason = stop
-            if sequence.is_finished:  # its last token by length, or a stop token, completed the string
-                sequence.finish_reason = "stop"
-            else:
-                self.scheduler.finish(sequence, "stop")
-        request.num_seen_tokens = num_tokens
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -429,15 +342,13 @@ class Engine:
     def _start_over(self) -> None:
         """Fresh bookkeeping: every request waits again with the tokens that it has shown, and no prefix is cached."""
         num_evictions, counters = self.block_manager.num_evictions, self.scheduler.stats
-        self.block_manager = self._new_block_manager()
-        self.scheduler = Scheduler(self.config, self.block_manager)
+        self._begin()
         self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
         self._in_flight.clear()
         self._failures.clear()
         self._ended_unseen = []
-        deadlines = [(samples[0].deadline, request_id) for request_id, samples in self._requests.items()]
-        self._deadlines = SortedList(entry for entry in deadlines if entry[0] is not None)
-        for sample in chain.from_iterable(self._requests.values()):
+        self._requests.mend()
+        for sample in self._requests.samples:
             sample.start_over()
             if sample.sequence.is_finished:
                 self._ended_unseen.append(sample.sequence)

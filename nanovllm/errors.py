@@ -23,5 +23,9 @@ class EngineDeadError(RuntimeError):
     """
 
 
+class PromptTooLongError(ValueError):
+    """The prompt leaves no room for a new token within max_model_len."""
+
+
 class QueueFullError(RuntimeError):
     """As many requests wait as `max_queue` allows; nothing was queued, and the same may be tried again later."""

@@ -107,7 +107,7 @@ class Intake:
             try:
                 _check_priority(priorities[number])
                 _check_timeout(timeouts[number])
-                token_ids = self._tokenize(prompt)
+                token_ids = self.tokenize(prompt)
                 self._engine.check_request(token_ids, params[number])
             except (TypeError, ValueError) as error:
                 if count == 1:
@@ -118,14 +118,16 @@ class Intake:
             requests.append(PreparedRequest(text, token_ids, *own, arrival_time))
         return requests
 
-    def _tokenize(self, prompt: Any) -> list[int]:
+    def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with what the tokenizer puts around it (`add_special_tokens`)."""
         if not isinstance(prompt, str):
             return _as_token_ids(prompt)
         if self._tokenizer is None:
             raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
         if not prompt:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
-        return list(self._tokenizer(prompt)["input_ids"])
+        options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
+        return list(self._tokenizer(prompt, **options)["input_ids"])
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -138,14 +140,25 @@ class Intake:
             _check_conversation(conversation)
         return [self.apply_chat_template_to(conversation) for conversation in conversations]
 
-    def apply_chat_template_to(self, conversation: Any) -> list[int]:
-        """The same for one conversation."""
+    def apply_chat_template_to(
+        self, conversation: Any, *, tools: list[dict[str, Any]] | None = None, **template_options: Any
+    ) -> list[int]:
+        """The same for one conversation.
+
+        Args:
+            tools: definitions of functions that the template describes to the model, as OpenAI writes them.
+            template_options: what the template itself knows, such as `enable_thinking`; add_generation_prompt is True
+                unless it is among them.
+        """
         if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
             raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         _check_conversation(conversation)
+        template_options = {"add_generation_prompt": True} | template_options
         try:
             return list(
-                self._tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+                self._tokenizer.apply_chat_template(
+                    list(conversation), tools=tools, return_dict=False, **template_options
+                )
             )
         except TemplateError as error:  # a template may demand an order of roles, say
             raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error

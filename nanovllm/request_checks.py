@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.bad_words import spellings_of
+from nanovllm.errors import PromptTooLongError
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampling_params import SamplingParams
 
@@ -31,7 +32,7 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, *, vocab_s
         )
     length = len(prompt_token_ids)
     if length >= max_model_len:
-        raise ValueError(
+        raise PromptTooLongError(
             f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len "
             f"({max_model_len}). Shorten it to at most {max_model_len - 1} tokens (truncate_prompt_tokens does), or "
             "raise max_model_len if the model and the KV cache allow."

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import NO_TOKEN_LEFT, NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sequence import Sequence, SequenceStatus
@@ -366,7 +366,7 @@ class Scheduler:
         request, count = f"request {sequence.request_id!r}", sequence.num_tokens
         if answer == NOTHING_LEFT:
             sequence.error = sequence.error or (
-                f"{request}: no token is left to draw after {count} tokens: allowed_token_ids, bad_words, min_tokens "
+                f"{request}: {NO_TOKEN_LEFT} after {count} tokens: allowed_token_ids, bad_words, min_tokens "
                 "and logits_processors (or their NaN or +infinity) together forbid every one; allow at least one"
             )
         else:

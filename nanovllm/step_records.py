@@ -28,6 +28,7 @@ class StepRecord:
     num_decode_tokens, num_prefill_tokens: the tokens that it computed, one for each decode, and of chunks.
     num_cached_tokens: tokens that it found in the prefix cache instead.
     num_running, num_waiting, num_used_blocks: once it was read.
+    ttfts: of the sequences that got their first token from it, the seconds since their arrival.
     schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
         overlap, what the host does in between is not counted.
     """
@@ -45,6 +46,7 @@ class StepRecord:
     schedule_time: float
     execute_time: float
     update_time: float
+    ttfts: tuple[float, ...]
 
 
 StepHook = Callable[[StepRecord], None]
@@ -83,6 +85,7 @@ class StepRecorder:
         self._untold: deque[StepRecord] = deque()
         self._news = News()
         self._hook_error: str | None = None
+        self._ttfts: list[float] = []  # of the step that is being read
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
@@ -123,7 +126,9 @@ class StepRecorder:
             schedule_time,
             execute_time,
             update_time,
+            tuple(self._ttfts),
         )
+        self._ttfts.clear()
         if self._hook is not None:
             self._untold.append(record)
         if self._tracer is not None:
@@ -138,6 +143,11 @@ class StepRecorder:
         """Take note of those among the sequences that have ended by this time; `tell` passes them on."""
         if self._tracer is not None:
             self._news.ended.extend([(sequence, time) for sequence in sequences if sequence.is_finished])
+
+    def note_first_token(self, ttft: float) -> None:
+        """A sequence got its first token from the step that is being read, so many seconds after its arrival."""
+        if self._hook is not None:
+            self._ttfts.append(ttft)
 
     def tell(self) -> None:
         """Call hook and tracer with what they have not heard of."""

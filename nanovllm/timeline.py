@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from nanovllm.pages import read_page
 from nanovllm.tracing import ENGINE, REQUESTS, STATES
 
 # What the page and the plot know of a step, in this order: microseconds, then what its slice says.
@@ -113,5 +113,4 @@ def to_html(run: Run, title: str) -> str:
     data = asdict(run) | {"title": title, "summary": summary(run), "states": STATES, "names": STEP_VALUES}
     # Within a script element only "</" and "<!--" could end it.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = resources.files("nanovllm").joinpath("timeline.html").read_text(encoding="utf-8")
-    return page.replace("__RUN__", embedded)
+    return read_page("timeline.html").replace("__RUN__", embedded)

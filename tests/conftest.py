@@ -1,8 +1,11 @@
-"""Settings for every test: a quiet tokenizers library, since tests fork; slow tests only when asked for."""
+"""For every test: a quiet tokenizers library, since tests fork; slow tests only when asked for; a browser."""
 
 from __future__ import annotations
 
 import os
+import shutil
+
+import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -15,3 +18,17 @@ def pytest_collection_modifyitems(config, items):
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium. Not for longer than a module: while it is open, its thread has an event loop that runs."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium found; Debian's package is `chromium`")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -47,6 +47,27 @@ def num_hits(manager: BlockManager, tokens: list[int], **options: object) -> int
 A, B, C, D = ([n] * SIZE for n in range(1, 5))  # one block of tokens each
 
 
+# ------------------------------------------------------------------------------------------------------------ usage
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 254, 255, 300])
+def test_usage_tells_who_holds_a_block_and_what_can_be_found(num_holders):
+    manager = make_manager(6)
+    holders = [computed(manager, A + B[:2]) for _ in range(num_holders if num_holders < 5 else 1)]
+    while len(holders) < num_holders:  # more than there are blocks for tails
+        holders.append(make_sequence(A + B[:2]))
+        manager.claim(holders[-1], manager.lookup(holders[-1]))
+    release(manager, computed(manager, [8] * SIZE))
+    counts, findable = manager.usage()
+    assert len(counts) == len(findable) == manager.num_blocks
+    assert counts[holders[0].block_table[0]] == min(num_holders, 255)
+    assert counts[holders[0].block_table[1]] == 1
+    assert sum(findable) == manager.num_findable_blocks == 2
+    assert findable[holders[0].block_table[0]] == 1
+    assert findable[holders[0].block_table[1]] == 0  # not full
+    assert counts.count(0) == manager.num_free_blocks + 1  # and the null block
+
+
 # -------------------------------------------------------------------------------------------------- order of reuse
 
 

@@ -63,8 +63,17 @@ def expected() -> list[tuple[list[int], str]]:
 
 
 FILES = {
-    "bookkeeping": ("engine.py", "scheduler.py", "block_manager.py", "request.py", "sequence.py", "step_records.py"),
-    "text": ("request.py", "detokenizer.py"),
+    "bookkeeping": (
+        "engine.py",
+        "scheduler.py",
+        "block_manager.py",
+        "request.py",
+        "request_table.py",
+        "sample_maker.py",
+        "sequence.py",
+        "step_records.py",
+    ),
+    "text": ("output_processor.py", "request.py", "detokenizer.py"),
     "runner": ("model_runner.py", "direct_executor.py", "model_binding.py", "attention/", "sampler.py"),
     "hooks": ("model_binding.py",),
 }
@@ -96,12 +105,20 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
         llm._engine.check_integrity()
         stats = llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), interrupt.place
-        assert not llm._inboxes and not llm._engine.outputs and not llm._engine._deadlines
+        assert not llm._inboxes and not llm._engine.outputs and not llm._engine._requests._deadlines
     assert len(places) >= 8  # it was really interrupted, at many different lines
 
 
 SAMPLES = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=0)
-REPORTING = ("engine.py", "scheduler.py", "request.py", "sequence.py", "logprobs.py", "model_binding.py")
+REPORTING = (
+    "engine.py",
+    "scheduler.py",
+    "output_processor.py",
+    "request.py",
+    "sequence.py",
+    "logprobs.py",
+    "model_binding.py",
+)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])

@@ -57,7 +57,7 @@ def answer(number: int) -> list[int]:
 def assert_idle_and_whole(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert not engine._deadlines
+    assert not engine._requests._deadlines
     engine.check_integrity()
 
 

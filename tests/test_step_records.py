@@ -76,6 +76,20 @@ def test_times_of_a_step_are_those_of_its_parts():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [64, 512])
+def test_each_sequence_tells_once_when_its_first_token_came(overlap, budget):
+    """Also those whose last chunk is a single token, and those that were preempted before or after it."""
+    records: list[StepRecord] = []
+    prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
+    options = {"overlap": overlap, "max_num_batched_tokens": budget, "max_num_seqs": 4, "num_kv_blocks": 14}
+    with open_llm(records, **options, max_model_len=160) as llm:
+        outputs = llm.generate(prompts, params(), use_tqdm=False)
+        assert llm.stats().num_preemptions > 0
+    ttfts = [ttft for record in records for ttft in record.ttfts]
+    assert sorted(ttfts) == pytest.approx(sorted(output.metrics.ttft for output in outputs), abs=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog, overlap):
     prompts, calls = random_prompts(3), []
 
@@ -194,4 +208,5 @@ def test_records_are_plain_data():
     records: list[StepRecord] = []
     with open_llm(records) as llm:
         llm.generate([5], params(1), use_tqdm=False)
-    assert all(isinstance(value, (int, float)) for value in astuple(records[0]))
+    *numbers, ttfts = astuple(records[0])
+    assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cli import main
@@ -27,8 +26,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 160,
     "max_num_seqs": 3,
 }
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found; Debian's package is `chromium`")
 
 Colour = tuple[int, int, int]
 
@@ -147,14 +144,6 @@ def test_a_page_asks_for_nothing_and_a_name_cannot_leave_its_place(path):
 # ------------------------------------------------------------------------------------------------------------- browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     pages, problems = [], []
@@ -212,7 +201,6 @@ def shown(page: Page) -> tuple[float, float]:
     return tuple(page.evaluate("() => [view.start, view.end]"))
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_draws_every_state_in_light_and_dark(file, open_page, scheme):
     page = open_page(file, scheme)
@@ -225,7 +213,6 @@ def test_the_page_draws_every_state_in_light_and_dark(file, open_page, scheme):
     assert page.locator("#legend span").count() == 8
 
 
-@needs_browser
 def test_hovering_tells_what_the_trace_says_of_a_span_and_of_a_step(file, path, open_page):
     page, run = open_page(file), read_trace(path)
     height = page.evaluate("() => view.laneHeight")
@@ -245,7 +232,6 @@ def test_hovering_tells_what_the_trace_says_of_a_span_and_of_a_step(file, path, 
     assert f"{step['used_blocks']} of 13 blocks" in text
 
 
-@needs_browser
 def test_wheel_drag_keys_and_buttons_zoom_and_pan(file, open_page):
     page = open_page(file)
     whole = shown(page)
@@ -275,7 +261,6 @@ def test_wheel_drag_keys_and_buttons_zoom_and_pan(file, open_page):
     assert shown(page) == whole
 
 
-@needs_browser
 def test_ten_thousand_steps_of_a_thousand_requests_are_drawn_within_a_moment(large, open_page):
     page = open_page(large)
     assert page.evaluate("() => [lanes.length, run.steps.length > 10000]") == [1000, True]
@@ -288,7 +273,6 @@ def test_ten_thousand_steps_of_a_thousand_requests_are_drawn_within_a_moment(lar
     assert page.evaluate(draws % "context.getImageData(0, 0, 1, 1); return performance.now() - t;") < 250
 
 
-@needs_browser
 def test_lanes_can_be_left_to_the_requests_in_view(large, open_page):
     page = open_page(large)
     page.evaluate("() => { show(0.9 * run.end, 0.01 * run.end); draw(); }")

@@ -1,0 +1,64 @@
+// What the pages that draw share: colours that follow the theme, canvases as sharp as the screen, bars, and the tip.
+
+function clamp(value, low, high) { return Math.min(Math.max(value, low), high); }
+
+/** The colours of these names as the theme has them now. */
+function themeColors(names) {
+  const style = getComputedStyle(document.documentElement);
+  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
+}
+
+/** Take the theme `chosen()` ("light", "dark", or nothing for the system's) now and whenever the system's changes. */
+function followTheme(chosen, onChange) {
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const apply = () => {
+    document.documentElement.dataset.theme = chosen() || (system.matches ? "dark" : "light");
+    onChange();
+  };
+  system.addEventListener("change", apply);
+  apply();
+  return apply;
+}
+
+/** A context whose unit is a CSS pixel, on a canvas cleared and as large as it is shown. */
+function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
+  const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = "11px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  return context;
+}
+
+/** Boxes on top of each other; `toHeight` says how high above the bottom an amount reaches. */
+function stackBar(context, left, width, bottom, toHeight, parts) {
+  let amount = 0;
+  for (const [part, color] of parts) {
+    if (!part) continue;
+    const low = toHeight(amount), high = toHeight(amount + part);
+    context.fillStyle = color;
+    context.fillRect(left, bottom - high, width, high - low);
+    amount += part;
+  }
+}
+
+function dashedLine(context, left, right, y, color) {
+  context.strokeStyle = color;
+  context.setLineDash([5, 4]);
+  context.beginPath();
+  context.moveTo(left, Math.round(y) + 0.5);
+  context.lineTo(right, Math.round(y) + 0.5);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+/** Show text beside the pointer, within the window; no text hides it. */
+function placeTip(tip, event, text) {
+  tip.textContent = text;
+  tip.style.display = text ? "block" : "none";
+  tip.style.left = clamp(event.clientX + 14, 4, Math.max(4, window.innerWidth - tip.offsetWidth - 4)) + "px";
+  const below = event.clientY + 16;
+  tip.style.top = (below + tip.offsetHeight > window.innerHeight ? event.clientY - tip.offsetHeight - 10 : below) + "px";
+}

@@ -1,0 +1,42 @@
+// ---------------------------------------------------------------------------------------------------- numbers as text
+
+const NOT_OPEN = "this page was not open at this step";
+const $ = (id) => document.getElementById(id);
+
+const BY_DIGITS = [0, 1, 2].map(
+  (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
+function decimals(value, digits) { return BY_DIGITS[digits].format(value); }
+
+function count(value) { return decimals(Math.round(value), 0); }
+
+/** Three significant digits or so. */
+function figure(value) { return value < 9.995 ? decimals(value, 2) : value < 99.95 ? decimals(value, 1) : count(value); }
+
+/** [number, unit] of a duration in microseconds. */
+function durationParts(us) {
+  if (us < 1e3) return [count(us), "µs"];
+  return us < 1e6 ? [figure(us / 1e3), "ms"] : [figure(us / 1e6), "s"];
+}
+
+function duration(us) { return durationParts(us).join(" "); }
+
+/** How long ago, or how old. */
+function age(us) {
+  const seconds = us / 1e6;
+  if (seconds < 100) return decimals(seconds, 1) + " s";
+  return seconds < 6000 ? count(seconds / 60) + " min" : count(seconds / 3600) + " h";
+}
+
+function percent(share) { return share < 0.0995 ? decimals(100 * share, 1) : count(100 * share); }
+
+/** Give an element this text, without work for the browser if it has it. */
+function setText(shown, text) { if (shown.textContent !== text) shown.textContent = text; }
+
+/** A new element with a class and text. */
+function element(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.textContent = text;
+  return made;
+}

@@ -1,0 +1,72 @@
+// ---------------------------------------------------------------------------------------------------------- block pool
+
+const KINDS = ["free", "cached", "in use", "shared"];
+const MOST_CELL = 18, MAP_HEIGHT = 200;
+
+/** A cell for each block, or for several; then the cell is filled as far as they are. */
+class PoolMap {
+  constructor({ canvas, legend, note, tip }) {
+    Object.assign(this, { canvas, note });
+    this.shown = null;
+    this.counts = KINDS.map((name) => {
+      const item = element("span", name === "free" ? "free" : "", name + " "), number = element("b");
+      item.style.setProperty("--swatch", `var(--${this.colorOf(name)})`);
+      item.append(number);
+      legend.append(item);
+      return number;
+    });
+    canvas.addEventListener("pointermove", (event) => placeTip(tip, event, this.describe(event.offsetX, event.offsetY)));
+    canvas.addEventListener("pointerleave", (event) => placeTip(tip, event, ""));
+  }
+
+  colorOf(name) { return { free: "hover", cached: "cached", "in use": "blocks", shared: "shared" }[name]; }
+
+  draw({ look, about, isLive }, colors) {
+    const pool = look?.pool;
+    setText(this.note, this.noteOn(pool, look, about, isLive));
+    this.counts.forEach((number, kind) => { setText(number, pool ? count(pool.total[kind]) : "–"); });
+    const numCells = pool ? pool.counts.length / 3 : 0, width = this.canvas.clientWidth;
+    if (!numCells || !width) {
+      fitCanvas(this.canvas, width, this.canvas.clientHeight);
+      this.shown = null;
+      return;
+    }
+    const size = clamp(Math.floor(Math.sqrt(width * MAP_HEIGHT / numCells)), 4, MOST_CELL);
+    const columns = Math.max(1, Math.floor(width / size)), height = Math.ceil(numCells / columns) * size;
+    this.canvas.style.height = height + "px";
+    this.shown = { pool, size, columns, numBlocks: about.num_blocks };
+    const context = fitCanvas(this.canvas, width, height), box = size - 1;
+    for (let cell = 0; cell < numCells; cell++) {
+      const left = (cell % columns) * size, top = Math.floor(cell / columns) * size, [free, ...kinds] = this.kindsOf(cell);
+      context.fillStyle = colors.hover;
+      context.fillRect(left, top, box, box);
+      const toHeight = (amount) => Math.round(amount / (free + kinds[0] + kinds[1] + kinds[2]) * box);
+      stackBar(context, left, box, top + box, toHeight,
+               [[kinds[2], colors.shared], [kinds[1], colors.blocks], [kinds[0], colors.cached]]);
+    }
+  }
+
+  noteOn(pool, look, about, isLive) {
+    if (!pool) return isLive ? "" : NOT_OPEN;
+    const per = pool.blocks_per_cell;
+    const cells = per === 1 ? "a cell is a block" : `a cell is ${count(per)} blocks`;
+    return `${cells} of ${count(about.block_size)} tokens` + (isLive ? "" : `; after step ${count(look.step)}`);
+  }
+
+  /** How many of a cell's blocks are of each kind. */
+  kindsOf(cell) {
+    const { pool, numBlocks } = this.shown, kinds = pool.counts.subarray(3 * cell, 3 * cell + 3), per = pool.blocks_per_cell;
+    const size = Math.min(per, numBlocks - cell * per);
+    return [size - kinds[0] - kinds[1] - kinds[2], ...kinds];
+  }
+
+  describe(x, y) {
+    if (!this.shown) return "";
+    const { pool, size, columns, numBlocks } = this.shown, column = Math.floor(x / size), per = pool.blocks_per_cell;
+    const cell = Math.floor(y / size) * columns + column;
+    if (column >= columns || cell < 0 || cell >= pool.counts.length / 3) return "";
+    const first = 1 + cell * per, last = Math.min(first + per - 1, numBlocks), kinds = this.kindsOf(cell);
+    if (per === 1) return `block ${count(first)}: ${KINDS[kinds.indexOf(1)]}`;
+    return `blocks ${count(first)} to ${count(last)}\n` + KINDS.map((name, kind) => `${count(kinds[kind])} ${name}`).join(", ");
+  }
+}

@@ -1,0 +1,70 @@
+// ------------------------------------------------------------------------------------------------------------ requests
+
+/** A row for each of the first requests that run and that wait, and how many more there are. */
+class RequestTable {
+  constructor({ body, note }) {
+    Object.assign(this, { body, note });
+    this.own = new Set(); // ids of this page's own requests
+    this.rows = [];
+  }
+
+  draw({ look, isLive, steps, index }) {
+    const requests = look?.requests ?? [];
+    setText(this.note, this.noteOn(look, isLive));
+    if (!requests.length) {
+      this.empty(look || !steps[index] ? "none" : NOT_OPEN);
+      return;
+    }
+    if (this.rows.length === 0) this.body.replaceChildren();
+    while (this.rows.length > requests.length) this.rows.pop().row.remove();
+    while (this.rows.length < requests.length) this.rows.push(this.newRow());
+    requests.forEach((request, place) => this.fill(this.rows[place], request));
+  }
+
+  noteOn(look, isLive) {
+    if (!look) return "";
+    const hidden = look.running + look.waiting - look.requests.length;
+    const counts = `${count(look.running)} running, ${count(look.waiting)} waiting`;
+    return counts + (hidden > 0 ? `; ${count(hidden)} not listed` : "") + (isLive ? "" : `; after step ${count(look.step)}`);
+  }
+
+  empty(text) {
+    const row = element("tr", "empty"), cell = element("td", "", text);
+    cell.colSpan = 5;
+    row.append(cell);
+    this.rows = [];
+    this.body.replaceChildren(row);
+  }
+
+  newRow() {
+    const row = document.createElement("tr"), cells = Array.from({ length: 5 }, () => document.createElement("td"));
+    const state = element("span", "state"), progress = element("div", "progress"), bar = element("div", "bar");
+    const fill = document.createElement("i"), number = element("span", "number");
+    bar.append(fill);
+    progress.append(bar, number);
+    cells[1].append(state);
+    cells[2].append(progress);
+    row.append(...cells);
+    this.body.append(row);
+    return { row, cells, state, fill, number };
+  }
+
+  fill({ row, cells, state, fill, number }, request) {
+    const { id, sample, computed, known, prompt, cached, preemptions } = request;
+    const isOwn = this.own.has(id);
+    row.className = isOwn ? "own" : "";
+    const title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} generated, `
+      + `preempted ${count(preemptions)} times`;
+    if (row.title !== title) row.title = title;
+    setText(cells[0], (isOwn ? "yours" : shortId(id)) + (sample ? `#${sample}` : ""));
+    if (state.textContent !== request.state) row.style.setProperty("--swatch", `var(--${request.state})`);
+    setText(state, request.state);
+    fill.style.width = Math.round(100 * Math.min(1, computed / known)) + "%";
+    setText(number, `${count(computed)} / ${count(known)}`);
+    setText(cells[3], count(cached));
+    setText(cells[4], age(request.age_us));
+  }
+}
+
+/** The end of a long id tells more than its begin. */
+function shortId(id) { return id.length > 12 ? "…" + id.slice(-10) : id; }

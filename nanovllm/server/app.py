@@ -1,0 +1,69 @@
+"""The ASGI application: its endpoints over one engine."""
+
+from __future__ import annotations
+
+import os
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm import __version__
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.server import chat, completions, errors, live_view, models
+from nanovllm.server.lifecycle import Admission
+from nanovllm.server.metrics import CountResponses, ServerMetrics
+from nanovllm.server.security import ApiKeys, BodyGate
+from nanovllm.server.settings import ServerSettings
+from nanovllm.server.state import ServerState, served_name
+from nanovllm.server.step_hooks import StepHooks
+from nanovllm.server.token_text import TokenText
+from nanovllm.server.tool_calls import format_of
+
+
+def create_app(
+    engine: AsyncLLM,
+    settings: ServerSettings,
+    step_hooks: StepHooks | None = None,
+    *,
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+) -> FastAPI:
+    """An app that serves an engine; whoever runs it closes the engine.
+
+    Args:
+        step_hooks: what the engine was given as `on_step`; without it there are no figures of steps.
+        model: what the engine was built from, for its name unless the settings have one.
+
+    `app.state` holds `server` (a ServerState), `api_keys`, and `step_hooks`, to which others may append.
+    """
+    name = served_name(settings, model)
+    hooks = StepHooks() if step_hooks is None else step_hooks
+    metrics = ServerMetrics(name)
+    hooks.append(metrics.on_step)
+    keys = ApiKeys(settings.api_keys())
+    app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
+    app.state.api_keys, app.state.step_hooks = keys, hooks
+    app.state.server = ServerState(
+        engine=engine,
+        settings=settings,
+        model_name=name,
+        admission=Admission(engine),
+        metrics=metrics,
+        token_text=TokenText(engine.tokenizer),
+        tool_format=format_of(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,
+    )
+    errors.install(app)
+    for router in (models.open_router, models.router, completions.router, chat.router):
+        app.include_router(router)
+    if settings.ui:
+        live_view.attach(app, app.state.server, hooks)
+    app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    app.add_middleware(CountResponses, metrics=metrics)
+    return app

@@ -1,0 +1,200 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, without paths and stack traces."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
+
+logger = logging.getLogger("nanovllm")
+
+RETRY_AFTER_SECONDS = 1
+TOO_LONG = "context_length_exceeded"
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Kinds of JSON that pydantic's messages name in Python's words.
+_KINDS = {"valid dictionary": "JSON object", "valid list": "JSON array"}
+# How pydantic names the forms of a field that may have several.
+_FORM = re.compile(r"str|int|float|bool|list\[.*\]|constrained-.*|function-.*")
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong; param is the field at fault, code tells programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetails
+
+
+# Of every endpoint, for the app's description of itself.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in {
+        400: "bad input",
+        401: "no key, or a wrong one",
+        404: "no such model",
+        413: "the body is too large",
+        422: "not used: bad input is 400",
+        429: "the queue is full",
+        500: "the request failed",
+        503: "the server is shutting down, or its engine is dead",
+    }.items()
+}
+
+
+class ApiError(HTTPException):
+    """A refusal, with its HTTP status.
+
+    param: the field that is at fault.
+    code: tells programs what is wrong.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers) if headers else None)
+        self.message, self.param, self.code = message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def queue_full() -> ApiError:
+    return ApiError(
+        429,
+        "as many requests wait as the server allows; try again later.",
+        code="queue_full",
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def engine_dead() -> ApiError:
+    return ApiError(503, "the engine has failed, and the server is about to end.", code="engine_dead")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "the server is shutting down.",
+        code="shutting_down",
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"},
+    )
+
+
+def request_failed(request_id: str) -> ApiError:
+    return ApiError(
+        500, f"the request failed in the engine; the server's log says why under {request_id}.", code="request_failed"
+    )
+
+
+def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
+    """What a client is told of an exception that the engine raised.
+
+    Args:
+        known: the request's fields.
+    """
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return queue_full()
+        case EngineDeadError():
+            return engine_dead()
+        case PromptTooLongError():
+            return ApiError(400, str(error), code=TOO_LONG)
+        case TypeError() | ValueError():
+            return ApiError(400, str(error), param=_named(str(error), known))
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return ApiError(500, "the server failed to answer this request; its log says why.", code="internal_error")
+
+
+def of_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
+    """From pydantic's errors: the first field at fault, and what it may be.
+
+    Args:
+        known: fields that there are, to tell those that look like an unknown one.
+    """
+    error = found[0]
+    param = _field_of(error)
+    if error["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=2, cutoff=0.6)
+        message = "unknown field" + (f"; did you mean {' or '.join(near)}?" if near else ".")
+    else:  # a field that may have several forms has an error for each
+        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _field_of(other) == param))
+    if param is not None:
+        return ApiError(400, f"{param}: {message}", param=param)
+    if error["type"] != "value_error":
+        message += ". Send an object as application/json"
+    return ApiError(400, message, param=_named(message, known))
+
+
+def _field_of(error: Any) -> str | None:
+    place = [str(part) for part in error["loc"] if part != "body" and not _FORM.fullmatch(str(part))]
+    return ".".join(place) or None
+
+
+def _words(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    for theirs, ours in _KINDS.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
+def _named(message: str, known: Sequence[str]) -> str | None:
+    """The field that a message begins with."""
+    first = message.partition(" ")[0]
+    return first if first in known else None
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of an app this form."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return of_validation(error.errors(), _fields_of(request)).response()
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        if not isinstance(error, ApiError):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return error.response()
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "the server failed to answer this request; its log says why.").response()
+
+
+def _fields_of(request: Request) -> list[str]:
+    """The fields of the body that a request's endpoint takes."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(body, "field_info", None), "annotation", None)
+    return [] if model is None else model.names()

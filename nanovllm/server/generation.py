@@ -1,0 +1,241 @@
+"""From a request to its answer, whole or as a stream of chunks: what both endpoints have in common.
+
+An answer's choices are numbered through: choice i * n + j is sample j of prompt i.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from nanovllm.batch import NO_TOKEN_LEFT
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.server import errors
+from nanovllm.server.protocol import SamplingFields
+from nanovllm.server.sse import DONE, ClientGone, EventStream, compact, event, until_disconnect
+from nanovllm.server.state import ServerState
+
+logger = logging.getLogger("nanovllm")
+
+Body = TypeVar("Body", bound=SamplingFields)
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+CLIENT_GONE = 499  # as nginx says it; nobody reads this status
+
+
+class Job(Protocol):
+    """What one endpoint makes of a request."""
+
+    @property
+    def body(self) -> SamplingFields: ...
+
+    @property
+    def object(self) -> str:
+        """What an answer says that it is."""
+
+    @property
+    def chunk_object(self) -> str:
+        """The same of a chunk."""
+
+    @property
+    def id(self) -> str:
+        """Of the answer; the engine and its log know the request by it, too."""
+
+    def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
+        """A stream of the engine's for each prompt."""
+
+    def read(self, output: RequestOutput) -> None:
+        """Look at an output before it is counted and shown; may take out what is not the client's."""
+
+    def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any of its text; None for none."""
+
+    def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        """A choice with what is new of it; None if a client would see nothing."""
+
+    def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """The tokens of one answer."""
+
+    prompts: dict[int, tuple[int, int]]  # by number: tokens in it, and those found in the prefix cache
+    num_generated: int = 0
+
+    def note(self, number: int, output: RequestOutput) -> None:
+        self.prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
+        self.num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def as_dict(self) -> dict[str, Any]:
+        num_prompt = sum(num for num, _ in self.prompts.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_generated,
+            "total_tokens": num_prompt + self.num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self.prompts.values())},
+        }
+
+
+def finish(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
+    """finish_reason in OpenAI's words, and stop_reason: the stop string or token, or "timeout"."""
+    if completion.finish_reason == "timeout":
+        return "length", "timeout"
+    return completion.finish_reason, completion.stop_reason
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def failure_of(output: RequestOutput) -> errors.ApiError | None:
+    """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error" and NO_TOKEN_LEFT in (output.error or ""):
+            return errors.ApiError(400, f"{output.error}.")
+        if completion.finish_reason == "error":
+            logger.error("request %s: %s", output.request_id, output.error)
+            return errors.request_failed(output.request_id)
+        if completion.finish_reason == "abort":
+            return errors.shutting_down()
+    return None
+
+
+async def respond(
+    request: Request, state: ServerState, make_job: Callable[[ServerState, Request, Body], Job], body: Body
+) -> Response:
+    """Answer a request; raises ApiError if it fails before anything was sent."""
+    try:
+        job = make_job(state, request, body)
+    except (TypeError, ValueError) as error:
+        raise errors.from_engine(error, body.names()) from error
+    if state.settings.log_prompts:
+        logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
+    try:
+        if job.body.stream:
+            chunks = _chunks(state, job)
+            first = await until_disconnect(request.receive, anext(chunks))
+            return EventStream(_after(first, chunks))
+        return JSONResponse(await until_disconnect(request.receive, _whole(state, job)))
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+
+
+async def _after(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(chunks):
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "object": name,
+        "created": int(time.time()),
+        "model": state.model_name,
+    }
+
+
+async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
+    usage, choices, num_samples = Usage({}), {}, job.body.n or 1
+    with state.admission.one():
+        async with aclosing(_follow(state, job, OutputKind.FINAL)) as outputs:
+            async for number, output in outputs:
+                if error := failure_of(output):
+                    raise error
+                usage.note(number, output)
+                for completion in output.outputs:
+                    choice = number * num_samples + completion.index
+                    choices[choice] = job.whole(choice, output, completion)
+    ordered = [choices[choice] for choice in sorted(choices)]
+    return _head(state, job, job.object) | {"choices": ordered, "usage": usage.as_dict()}
+
+
+async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer. Raises ApiError before the first; a later failure is an event, the last one."""
+    options = job.body.stream_options
+    with_usage = options is not None and options.include_usage
+    each = options is not None and options.continuous_usage_stats
+    head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
+    usage, num_samples = Usage({}), job.body.n or 1
+
+    def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
+        shown = f',"usage":{compact(usage.as_dict())}' if shows_usage else ',"usage":null' if with_usage else ""
+        return event(f"{head}{compact(choices)}{shown}}}")
+
+    opened: set[int] = set()
+    with state.admission.one():
+        try:
+            async with aclosing(_follow(state, job, OutputKind.DELTA)) as outputs:
+                async for number, output in outputs:
+                    usage.note(number, output)
+                    if (error := failure_of(output)) is not None:
+                        raise error
+                    for completion in output.outputs:
+                        choice = number * num_samples + completion.index
+                        if choice not in opened:
+                            opened.add(choice)
+                            if (opening := job.opening(choice, output)) is not None:
+                                yield chunk([opening])
+                        if (delta := job.delta(choice, completion)) is not None:
+                            yield chunk([delta])
+        except errors.ApiError as error:
+            if not opened:
+                raise
+            yield event(compact(error.body()))
+            return
+        if with_usage:
+            yield chunk([], shows_usage=True)
+        yield DONE
+
+
+async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
+    """The outputs of all prompts as they come, with the numbers of their prompts; raises ApiError alone."""
+    watch = state.metrics.watch()
+    try:
+        async with aclosing(_merged(job.start(kind))) as outputs:
+            async for number, output in outputs:
+                watch.note(number, output)
+                job.read(output)
+                yield number, output
+    except Exception as error:
+        if state.admission.is_draining and type(error) is RuntimeError:
+            raise errors.shutting_down() from error  # the engine was closed
+        raise errors.from_engine(error, job.body.names()) from error
+    finally:
+        watch.end()
+
+
+async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """Whatever comes first of several streams; all of them are closed when it ends, or is closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    pending = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                number = pending.pop(future)
+                output = future.result()
+                if not output.finished:
+                    pending[asyncio.ensure_future(anext(streams[number]))] = number
+                yield number, output
+    finally:
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

@@ -1,0 +1,110 @@
+"""From the first request to the last: open answers are counted, drained when the server is told to stop, and cut off
+when they take too long; a dead engine ends the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server import errors
+
+logger = logging.getLogger("nanovllm")
+
+POLL_SECONDS = 0.05
+# So long are clients given to take what is left for them, and others to see that /health says 503.
+LAST_SECONDS = 2.0
+
+
+class Admission:
+    """Counts the answers that are being given, and lets no new one begin once the server is to stop."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.is_draining = False
+        self.num_open = 0
+
+    def check(self) -> None:
+        """Raise ApiError (503) if nothing is answered any more."""
+        if self._engine.is_dead:
+            raise errors.engine_dead()
+        if self.is_draining:
+            raise errors.shutting_down()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Around one answer, from before it is queued until its last byte is handed over; raises as `check`."""
+        self.check()
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class DrainingServer(uvicorn.Server):
+    """Told to stop (SIGTERM, SIGINT), it refuses new requests with 503 and lets open answers end until a deadline, then
+    closes the engine, by which each of them gets its last event. Told again, it closes at once.
+
+    Args:
+        drain_timeout: seconds that open answers are given.
+
+    exit_code: of the process, after it has served: 1 if the engine died.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLM, admission: Admission, drain_timeout: float) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._engine, self._admission, self._drain_timeout = engine, admission, drain_timeout
+        self._is_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._admission.is_draining:
+            self._is_hurried = True
+        self._admission.is_draining = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Without raising them again at the end: a server that was asked to stop, and did, has not failed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def main_loop(self) -> None:
+        """Until it is to stop, and then until all answers have ended."""
+        tick = 0
+        while not self._admission.is_draining and not self._engine.is_dead:
+            if await self.on_tick(tick):  # keeps the Date header
+                break
+            tick += 1
+            await asyncio.sleep(0.1)
+        if self._engine.is_dead:
+            logger.error("the engine has failed; the server ends")
+            await asyncio.sleep(LAST_SECONDS)
+        else:
+            logger.info("stopping: %d answers are open", self._admission.num_open)
+            if not await self._wait_until_idle(self._drain_timeout):
+                logger.warning("%d answers are cut off", self._admission.num_open)
+        await self._engine.close()
+        await self._wait_until_idle(LAST_SECONDS)
+        self.exit_code = int(self._engine.is_dead)
+
+    async def _wait_until_idle(self, seconds: float) -> bool:
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        while self._admission.num_open and clock() < end and not self._is_hurried and not self._engine.is_dead:
+            await asyncio.sleep(POLL_SECONDS)
+        return not self._admission.num_open

@@ -1,0 +1,193 @@
+"""Figures for Prometheus, in a registry of the server's own. docs/server.md lists them.
+
+Names are vLLM's behind another prefix where the meaning is the same, so that its dashboards carry over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.step_records import StepRecord
+
+PREFIX = "nanovllm:"
+LATENCIES = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+
+
+class EngineFigures(Collector):
+    """Turns the snapshot of the engine that was taken last into metrics."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        if stats is None:
+            return
+        gauges = {
+            "num_requests_running": ("Samples that run.", stats.num_running),
+            "num_requests_waiting": ("Samples that wait.", stats.num_waiting),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.num_used_blocks / stats.num_blocks),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by state.", labels=["model_name", "state"])
+        for state, count in (("used", stats.num_used_blocks), ("free", stats.num_free_blocks)):
+            blocks.add_metric([self._model_name, state], count)
+        blocks.add_metric([self._model_name, "findable"], stats.num_findable_blocks)
+        yield blocks
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found there.", stats.prefix_cache_hits),
+            "prefix_cache_evictions": ("Findable blocks taken for other content.", stats.prefix_cache_evictions),
+            "num_preemptions": ("Times that a sample gave its blocks back.", stats.num_preemptions),
+            "generation_tokens": ("Tokens generated.", stats.num_output_tokens),
+            "steps": ("Steps.", stats.num_steps),
+            "failed_steps": ("Steps that failed and were undone.", stats.num_failed_steps),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+class RequestWatch:
+    """Takes note of one answer's prompts: those that end, and at the end those that were left."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._running: dict[int, RequestOutput] = {}
+
+    def note(self, number: int, output: RequestOutput) -> None:
+        if output.finished:
+            self._running.pop(number, None)
+            self._metrics.note_ended(output)
+        else:
+            self._running[number] = output
+
+    def end(self) -> None:
+        for output in self._running.values():
+            self._metrics.note_left(output)
+
+
+class ServerMetrics:
+    """What one server counts. Steps are noted in the engine's thread, all else in the event loop's."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._engine = EngineFigures(model_name)
+        self.registry.register(self._engine)
+        ProcessCollector(registry=self.registry)
+        self._outcomes = Counter(
+            PREFIX + "request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._responses = Counter(
+            PREFIX + "http_responses", "Answers by endpoint and HTTP status.", ["model_name", "endpoint", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCIES)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a sample.", GAPS)
+        self._queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", LATENCIES)
+        self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCIES)
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._output_lengths = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
+        self._step_time = self._histogram(
+            "step_time_seconds", "From the begin of a step's scheduling to its end.", GAPS
+        )
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
+        self._step_sequences = self._histogram("step_sequences", "Samples in a step.", TOKENS)
+        of_kind = Counter(
+            PREFIX + "step_tokens", "Tokens of steps: decoded, prefilled, or found in the prefix cache instead.",
+            ["model_name", "kind"], registry=self.registry,
+        )  # fmt: skip
+        self._decode, self._prefill, self._cached = (
+            of_kind.labels(model_name, kind) for kind in ("decode", "prefill", "cached")
+        )
+
+    def _counter(self, name: str, text: str) -> Any:
+        return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        histogram = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model_name)
+
+    def watch(self) -> RequestWatch:
+        return RequestWatch(self)
+
+    def on_step(self, record: StepRecord) -> None:
+        self._step_time.observe(record.time - record.start_time)
+        self._step_tokens.observe(record.num_decode_tokens + record.num_prefill_tokens)
+        self._step_sequences.observe(record.num_sequences)
+        self._decode.inc(record.num_decode_tokens)
+        self._prefill.inc(record.num_prefill_tokens)
+        self._cached.inc(record.num_cached_tokens)
+
+    def note_ended(self, output: RequestOutput) -> None:
+        """A request has ended by itself; of several samples the outcome is the worst."""
+        reasons = {completion.finish_reason for completion in output.outputs}
+        worst = next(reason for reason in ("error", "abort", "timeout", "length", "stop") if reason in reasons)
+        self._outcomes.labels(self._model_name, worst).inc()
+        metrics = output.metrics
+        self._prompt_tokens.inc(metrics.num_prompt_tokens)
+        self._prompt_lengths.observe(metrics.num_prompt_tokens)
+        self._output_lengths.observe(metrics.num_output_tokens)
+        for histogram, seconds in ((self._ttft, metrics.ttft), (self._queue_time, metrics.queue_time)):
+            if seconds is not None:
+                histogram.observe(seconds)
+        if metrics.finished_time is not None:
+            self._latency.observe(metrics.finished_time - metrics.arrival_time)
+        for gap in metrics.itls or ():
+            self._itl.observe(gap)
+
+    def note_left(self, output: RequestOutput) -> None:
+        """A request's client has left it."""
+        self._outcomes.labels(self._model_name, "abort").inc()
+        self._prompt_tokens.inc(len(output.prompt_token_ids))
+
+    def note_response(self, endpoint: str, status: int) -> None:
+        self._responses.labels(self._model_name, endpoint, str(status)).inc()
+
+    def text(self, stats: EngineStats | None) -> bytes:
+        """All of it in Prometheus' text format.
+
+        Args:
+            stats: of the engine, now; None, once it is dead, leaves the last ones.
+        """
+        self._engine.stats = stats or self._engine.stats
+        return generate_latest(self.registry)
+
+
+class CountResponses:
+    """Counts answers by the endpoint's path, as it is declared, and by status."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # unknown for paths that are none, of which there is no end
+                self._metrics.note_response(getattr(route, "path", "other"), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,0 +1,37 @@
+"""From options to a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server.app import create_app
+from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
+from nanovllm.server.settings import ServerSettings
+from nanovllm.server.step_hooks import StepHooks
+
+
+def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
+    """Load a model and serve it until a signal; returns the process's exit code: 0, or 1 if the engine died."""
+    hooks = StepHooks()
+    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, **engine_options)
+    app = create_app(engine, settings, hooks, model=model)
+    server = server_of(app, engine, settings)
+    server.run()
+    return server.exit_code
+
+
+def server_of(app: Any, engine: AsyncLLM, settings: ServerSettings) -> DrainingServer:
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=settings.access_log,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(LAST_SECONDS),
+    )
+    return DrainingServer(config, engine, app.state.server.admission, settings.drain_timeout)

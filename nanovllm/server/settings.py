@@ -1,0 +1,104 @@
+"""The server's own options: checked when they are given, frozen afterwards. The engine's are `EngineConfig`'s."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.validation import integer, real, strings, truth
+
+TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Options of one server.
+
+    host: address to listen on; others than the loopback's are reached from outside.
+    port: to listen on; 0 takes one that is free.
+    served_model_name: the model's name in requests and answers; the last part of its path if not set.
+    api_key: a key that requests must bring as "Authorization: Bearer KEY"; give it again for more. Others can read the
+        command line, so better the environment's NANOVLLM_API_KEY or api_key_file.
+    api_key_file: a file with one key a line; empty lines and those that begin with # do not count.
+    cache_salt_per_key: requests share cached prefixes only with those of the same key.
+    cors_origin: a web origin whose pages may call the server, such as https://example.org; give it again for more.
+    max_body_bytes: the largest body of a request.
+    max_prompts: prompts in one request.
+    max_prompt_chars: the longest prompt in characters; longer ones are refused before they are tokenised. Not set: 32
+        for each token of max_model_len.
+    max_samples: completions of one request, prompts times n.
+    max_logprobs: the most probable tokens that a request may ask for beside each token.
+    request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.
+    drain_timeout: seconds that open answers are given to end by themselves once the server is told to stop.
+    tool_format: how the model writes tool calls: hermes (also Qwen), llama, mistral, none (they stay text), or auto
+        (by the chat template).
+    log_prompts: write prompts and messages to the log.
+    access_log: write a line for each request to the log.
+    ui: serve the live view at /.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    cache_salt_per_key: bool = False
+    cors_origin: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    max_prompts: int = 128
+    max_prompt_chars: int | None = None
+    max_samples: int = 128
+    max_logprobs: int = 20
+    request_timeout: float | None = None
+    drain_timeout: float = 30.0
+    tool_format: str = "auto"
+    log_prompts: bool = False
+    access_log: bool = True
+    ui: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("host", "served_model_name", "api_key_file"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value == "":
+                raise TypeError(f"{name} must be a string that is not empty, not {value!r}.")
+        if self.host is None:
+            raise TypeError("host must be an address, such as 127.0.0.1, not None.")
+        self._set("port", integer("port", self.port, 0, 65535))
+        # Their values must not show in a log, so the errors of `strings` will not do.
+        if isinstance(self.api_key, str) or not all(isinstance(key, str) and key for key in self.api_key):
+            raise TypeError("api_key must hold strings that are not empty.")
+        self._set("api_key", tuple(self.api_key))
+        self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
+        for name in ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_chars"):
+            value = getattr(self, name)
+            if value is not None or name != "max_prompt_chars":
+                self._set(name, integer(name, value, 1))
+        self._set("max_logprobs", integer("max_logprobs", self.max_logprobs, 0))
+        if self.request_timeout is not None:
+            self._set("request_timeout", real("request_timeout", self.request_timeout, 1e-3, float("inf")))
+        self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
+        if self.tool_format not in TOOL_FORMATS:
+            raise ValueError(f"tool_format is {self.tool_format!r}; it must be one of {', '.join(TOOL_FORMATS)}.")
+        for name in ("cache_salt_per_key", "log_prompts", "access_log", "ui"):
+            truth(name, getattr(self, name))
+        if self.cache_salt_per_key and not (self.api_key or self.api_key_file):
+            raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file too.")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that are accepted, those of the file included; none means that no key is asked for."""
+        if self.api_key_file is None:
+            return self.api_key
+        lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one a line.")
+        return (*self.api_key, *keys)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work
+
+
+def salt_of(key: str) -> str:
+    """The cache salt of a key's requests, from which the key cannot be told."""
+    return hashlib.sha256(b"nanovllm cache salt\0" + key.encode()).hexdigest()

@@ -1,0 +1,92 @@
+"""What the endpoints of one server share; nothing of it belongs to the process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import Request
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.server.errors import TOO_LONG, ApiError
+from nanovllm.server.lifecycle import Admission
+from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.protocol import SamplingFields
+from nanovllm.server.security import require_api_key
+from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.token_text import TokenText
+
+CHARS_PER_TOKEN = 32  # no text of a language has so many on average
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """A server's parts."""
+
+    engine: AsyncLLM
+    settings: ServerSettings
+    model_name: str
+    admission: Admission
+    metrics: ServerMetrics
+    token_text: TokenText
+    tool_format: str  # not "auto"
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (404) unless it is the model that is served; None is."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist here; {self.model_name!r} is served.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_length(self, prompt: str, param: str) -> None:
+        """Raise ApiError (400) for a text that is too long to be worth tokenising."""
+        limit = self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
+        if len(prompt) > limit:
+            raise ApiError(
+                400,
+                f"{param} has {len(prompt)} characters, and the server takes {limit}. Shorten it.",
+                param=param,
+                code=TOO_LONG,
+            )
+
+    def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
+        """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
+        settings = self.settings
+        for param, count, limit, what in (
+            ("prompt", num_prompts, settings.max_prompts, "prompts"),
+            ("n", num_prompts * (body.n or 1), settings.max_samples, "completions"),
+            ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
+        ):
+            if count > limit:
+                raise ApiError(
+                    400, f"{param}: {count} {what} are too many for one request; at most {limit}.", param=param
+                )
+
+    def cache_salt(self, request: Request, body: SamplingFields) -> str:
+        """The client's own salt, behind its key's if keys do not share prefixes."""
+        own = body.cache_salt or ""
+        key = require_api_key(request)
+        if key is None or not self.settings.cache_salt_per_key:
+            return own
+        return f"{salt_of(key)}:{own}"
+
+    def timeout(self, body: SamplingFields) -> float | None:
+        limits = [limit for limit in (body.timeout, self.settings.request_timeout) if limit is not None]
+        return min(limits, default=None)
+
+
+def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:
+    """What clients call a model: never where it lies on the disk."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    return Path(model).resolve().name if Path(model).exists() else str(model)
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

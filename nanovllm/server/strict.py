@@ -1,0 +1,33 @@
+"""Models of JSON that refuse what they do not know."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+NO_CONSTRAINTS = "answers cannot be constrained to a form yet"
+
+
+class Strict(BaseModel):
+    """Takes what it knows and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    # Fields of OpenAI's that are refused unless they hold one of these values, and why.
+    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields that errors may name."""
+        return [*cls.model_fields, *cls.refused]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        rest = dict(given)
+        for name, (harmless, reason) in cls.refused.items():
+            if name in rest and rest.pop(name) not in harmless:
+                raise ValueError(f"{name} is not supported: {reason}.")
+        return rest

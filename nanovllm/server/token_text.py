@@ -1,0 +1,63 @@
+"""Single tokens as text and bytes, for log-probabilities."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """How byte-level tokenizers spell bytes: printable ones as themselves, the others as characters from U+0100 on."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    own = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    others = [byte for byte in range(256) if chr(byte) not in own]
+    return own | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+class TokenText:
+    """How a tokenizer's tokens read one by one; each is looked up once.
+
+    Args:
+        tokenizer: None gives every token its number as text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes]] = {}
+        self._is_byte_level = tokenizer is not None and "ByteLevel" in str(
+            getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")
+        )
+
+    def text(self, token_id: int) -> str:
+        return self._of(token_id)[0]
+
+    def byte_values(self, token_id: int) -> list[int]:
+        return list(self._of(token_id)[1])
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+        if self._tokenizer is None:
+            return str(token_id), str(token_id).encode()
+        spelling = self._tokenizer.convert_ids_to_tokens(token_id)
+        if spelling is None:  # models have more rows than tokenizers have tokens
+            return "", b""
+        if spelling in self._tokenizer.all_special_tokens:
+            return spelling, spelling.encode()
+        if single := _BYTE_TOKEN.fullmatch(spelling):
+            encoded = bytes([int(single[1], 16)])
+        elif self._is_byte_level and all(character in _byte_of_character() for character in spelling):
+            encoded = bytes(_byte_of_character()[character] for character in spelling)
+        else:
+            encoded = spelling.replace("▁", " ").encode()  # SentencePiece's sign for a space
+        return encoded.decode(errors="replace"), encoded

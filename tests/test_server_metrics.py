@@ -1,0 +1,110 @@
+"""Metrics: what they count, and a dashboard that asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import MODEL, Serving, comes_true, raw_stream, serving
+
+DASHBOARD = Path(__file__).parent.parent / "examples" / "grafana_dashboard.json"
+
+
+def figures(running: Serving) -> dict[str, float]:
+    """Each sample's value under its name and labels other than the model's, as "name{label=value}"."""
+    with running.http() as http:
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name.startswith("nanovllm:"):
+                assert labels.pop("model_name") == MODEL
+            shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            found[sample.name.removeprefix("nanovllm:") + (f"{{{shown}}}" if shown else "")] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, float]:
+    """The figures after: the same prompt of 48 tokens twice, 5 tokens each; n=2 of 3 tokens; a refusal; a client that
+    left."""
+    with serving() as running, running.http() as http:
+        body = {"prompt": list(range(100, 148)), "max_tokens": 5, "temperature": 0}
+        for _ in range(2):
+            assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3, "n": 2}).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400
+        assert http.get("/nowhere/1").status_code == 404
+        before = running.stats().num_steps
+        connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 500})
+        comes_true(lambda: running.stats().num_steps > before + 1)
+        connection.close()
+        comes_true(running.is_idle)
+        comes_true(lambda: running.app.state.server.admission.num_open == 0)
+        return figures(running) | {"steps": running.stats().num_steps, "tokens": running.stats().num_output_tokens}
+
+
+def test_requests_are_counted_by_how_they_ended(counted):
+    assert counted["request_success_total{finished_reason=length}"] == 3
+    assert counted["request_success_total{finished_reason=abort}"] == 1
+
+
+def test_answers_are_counted_by_endpoint_and_status(counted):
+    assert counted["http_responses_total{endpoint=/v1/completions,status=200}"] == 4
+    assert counted["http_responses_total{endpoint=/v1/completions,status=400}"] == 1
+    assert counted["http_responses_total{endpoint=other,status=404}"] == 1
+
+
+def test_tokens_and_the_prefix_cache_are_counted(counted):
+    assert counted["prompt_tokens_total"] == 48 + 48 + 2 + 2
+    assert counted["generation_tokens_total"] == counted["tokens"]
+    assert counted["prefix_cache_hits_total"] == 32
+    assert counted["prefix_cache_queries_total"] >= 98
+    assert counted["step_tokens_total{kind=cached}"] == 32
+    assert (
+        counted["step_tokens_total{kind=prefill}"] == 48 + 16 + 4 + 2
+    )  # each of two samples computes its short prompt
+
+
+def test_latencies_are_those_of_the_requests_that_ended(counted):
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
+        assert counted[f"{name}_count"] == 3
+        assert 0 < counted[f"{name}_sum"] < 600
+    assert counted["inter_token_latency_seconds_count"] == 4 + 4 + 2 * 2
+    assert counted["request_generation_tokens_sum"] == 5 + 5 + 6
+
+
+def test_steps_have_a_time_and_a_composition(counted):
+    assert counted["steps_total"] == counted["step_time_seconds_count"] == counted["steps"]
+    computed = counted["step_tokens_total{kind=decode}"] + counted["step_tokens_total{kind=prefill}"]
+    assert counted["iteration_tokens_total_sum"] == computed
+
+
+def test_an_idle_server_has_nothing_in_use(counted):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks{state=used}"):
+        assert counted[name] == 0
+    assert counted["kv_blocks{state=free}"] == 128
+    assert counted["process_resident_memory_bytes"] > 0
+
+
+def test_two_servers_of_one_process_count_apart():
+    with serving() as one, serving() as other:
+        with one.http() as http:
+            http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1})
+        assert figures(one)["steps_total"] == 1
+        assert figures(other)["steps_total"] == 0
+
+
+def test_the_dashboard_asks_for_nothing_that_the_server_has_not(counted):
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    names = {name for expression in asked for name in re.findall(r"nanovllm:(\w+)", expression)}
+    known = {re.sub(r"\{.*", "", name) for name in counted}
+    assert len(names) > 12
+    assert names <= known

@@ -1,0 +1,158 @@
+"""Keys, limits, origins, and what answers and logs do not tell."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import httpx
+import openai
+import pytest
+
+from nanovllm.server.security import ApiKeys
+from nanovllm.server.settings import ServerSettings, salt_of
+from tests.serving import MODEL, serving
+
+PROMPT = list(range(100, 148))
+BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_without_the_key_nothing_but_health_is_answered():
+    with serving({"api_key": ("right",)}) as running, running.http() as http:
+        assert http.get("/health").status_code == 200
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"Authorization": "Basic right"},
+            bearer("righ"),
+            bearer("right2"),
+        ):
+            for path in ("/v1/models", "/metrics", "/version", f"/v1/models/{MODEL}"):
+                assert http.get(path, headers=headers).status_code == 401
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                answer = http.post(path, json=BODY, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert http.post("/v1/completions", json=BODY, headers=bearer("right")).status_code == 200
+        with running.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with running.client("right") as client:
+            assert client.models.list().data[0].id == MODEL
+
+
+def test_every_key_of_a_file_is_accepted_and_an_empty_file_refused(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\nfirst\n  second  \n")
+    keys = ApiKeys(ServerSettings(api_key=("third",), api_key_file=str(file)).api_keys())
+    assert [keys.check(f"Bearer {key}") for key in ("first", "second", "third")] == ["first", "second", "third"]
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        ServerSettings(api_key_file=str(file)).api_keys()
+
+
+def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
+    """Each key is compared, by digests of one length, in constant time."""
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr("nanovllm.server.security.hmac.compare_digest", compare)
+    keys = ApiKeys(["a", "a much longer key", "c"])
+    keys.check("Bearer a")
+    assert compared == [(32, 32)] * 3
+
+
+def test_without_the_key_a_body_is_not_even_read():
+    with serving({"api_key": ("right",)}) as running:
+        connection = socket.create_connection(running.address)
+        connection.settimeout(30.0)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+        )  # and no more
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        connection.close()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_beyond_the_limit_is_413(is_chunked):
+    with serving({"max_body_bytes": 10_000}) as running, running.http() as http:
+        data = b'{"prompt": "' + b"x" * 20_000 + b'"}'
+        content = iter([data[:9_000], data[9_000:]]) if is_chunked else data
+        answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert "10000" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_with_a_salt_per_key_nobody_finds_the_prefixes_of_another():
+    def cached(http: httpx.Client, key: str, **body: str) -> int:
+        answer = http.post("/v1/completions", json=BODY | body, headers=bearer(key)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    keys = ("alice", "bob")
+    with serving({"api_key": keys, "cache_salt_per_key": True}) as running, running.http() as http:
+        assert [cached(http, "alice") for _ in range(2)] == [0, 32]
+        assert cached(http, "bob", cache_salt="") == 0
+        assert cached(http, "bob", cache_salt=salt_of("alice")) == 0  # nor by naming her salt
+        assert cached(http, "bob", cache_salt=f"{salt_of('alice')}:") == 0
+        assert cached(http, "alice") == 32
+    with serving({"api_key": keys}) as running, running.http() as http:
+        assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared unless told otherwise
+
+
+def test_a_salt_per_key_without_keys_is_refused():
+    with pytest.raises(ValueError, match="no API key"):
+        ServerSettings(cache_salt_per_key=True)
+
+
+def test_other_origins_are_let_in_only_when_named():
+    origin = {"Origin": "https://example.org"}
+    preflight = origin | {"Access-Control-Request-Method": "POST"}
+    with serving() as running, running.http() as http:
+        assert "access-control-allow-origin" not in http.get("/health", headers=origin).headers
+        assert http.options("/v1/completions", headers=preflight).status_code == 405
+    settings = {"cors_origin": ("https://example.org",), "api_key": ("right",)}
+    with serving(settings) as running, running.http() as http:
+        allowed = "access-control-allow-origin"
+        assert http.get("/health", headers=origin).headers[allowed] == "https://example.org"
+        assert http.options("/v1/completions", headers=preflight).status_code == 200
+        assert http.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"  # of a 401 too
+        assert allowed not in http.get("/health", headers={"Origin": "https://evil.org"}).headers
+
+
+def test_prompts_are_logged_only_when_asked_for(caplog):
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    body = {"prompt": "a secret thought", "max_tokens": 1}
+    for log_prompts in (False, True):
+        caplog.clear()
+        with serving({"log_prompts": log_prompts}) as running, running.http() as http:
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert http.post("/v1/completions", json=body | {"n": 0}).status_code == 400
+        assert ("secret" in caplog.text) == log_prompts
+
+
+def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
+    with serving() as running, running.http() as http:
+        monkeypatch.setattr("nanovllm.server.models._model", lambda state: 1 / 0)
+        answer = http.get("/v1/models")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "Zero" not in answer.text and ".py" not in answer.text
+
+
+def test_the_model_is_not_named_by_its_path(tmp_path):
+    from nanovllm.server.state import served_name
+
+    (tmp_path / "my-model").mkdir()
+    assert served_name(ServerSettings(), tmp_path / "my-model") == "my-model"
+    assert served_name(ServerSettings(), "org/model") == "org/model"
+    assert served_name(ServerSettings(served_model_name="x"), tmp_path) == "x"
+
+
+def test_it_listens_on_the_loopback_unless_told_otherwise():
+    assert ServerSettings().host == "127.0.0.1"

@@ -1,0 +1,184 @@
+"""Tool calls: told to the model through its template, read from its answer in the form of its family."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.server.tool_calls import FORMATS, ToolStream, format_of
+from tests.serving import MODEL, serving
+from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+
+NAMES = {"weather", "time"}
+PARIS = {"city": "Paris"}
+ONE = [("weather", PARIS)]
+TWO = [("weather", PARIS), ("time", {})]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "time", "description": "What time it is."}},
+]
+
+ANSWERS = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", ONE),
+    ("hermes", 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+               '<tool_call>{"name": "time", "arguments": {}}</tool_call>', "Let me see.", TWO),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}', "", ONE),
+    ("hermes", "It is 3 < 4 and <tool> is no call.", "It is 3 < 4 and <tool> is no call.", []),
+    ("hermes", '<tool_call>{"name": "weather", "argu', '<tool_call>{"name": "weather", "argu', []),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+               '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', []),
+    ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}<|eot|>', "", ONE),
+    ("llama", '\n<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; '
+              '{"name": "time", "parameters": {}}', "", TWO),
+    ("llama", 'It is {"name": "weather", "parameters": {}}', 'It is {"name": "weather", "parameters": {}}', []),
+    ("llama", '{"city": "Paris"}', '{"city": "Paris"}', []),
+    ("llama", "Fine.<|eot|>", "Fine.", []),
+    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+                "", TWO),
+    ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}', "", TWO),
+    ("mistral", "Just text<|eot|>", "Just text", []),
+    ("mistral", "[TOOL_CALLS]nonsense", "[TOOL_CALLS]nonsense", []),
+]  # fmt: skip
+
+
+def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    stream = ToolStream(FORMATS[form], NAMES, ["<|eot|>", "[TOOL_CALLS]"])
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        more, calls = stream.add(part, is_last=number == len(parts) - 1)
+        content += more
+    for call in calls:
+        assert call["type"] == "function" and call["id"].startswith("call_")
+    assert len({call["id"] for call in calls}) == len(calls)
+    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+def test_calls_and_content_are_told_apart_in_a_whole_answer(form, text, content, calls):
+    assert read(form, [text]) == (content, calls)
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+def test_the_same_comes_of_an_answer_in_small_pieces_and_no_part_of_a_marker_shows(form, text, content, calls):
+    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token comes in one piece
+    body = text.removesuffix("<|eot|>")
+    for size in (1, 2, 3, 7):
+        parts = [body[at : at + size] for at in range(0, len(body), size)] + whole
+        got, got_calls = read(form, parts)
+        assert (got.rstrip(), got_calls) == (content.rstrip(), calls)
+
+
+def test_text_that_cannot_become_a_marker_is_shown_at_once():
+    stream = ToolStream(FORMATS["hermes"], NAMES)
+    assert stream.add("Hello <", is_last=False) == ("Hello ", [])
+    assert stream.add("b> you", is_last=False) == ("<b> you", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call> ...", "hermes"),
+        ("... [TOOL_CALLS] ...", "mistral"),
+        ("... <|python_tag|> ...", "llama"),
+        ("... Environment: ipython ...", "llama"),
+        (CHAT_TEMPLATE, "none"),
+        (None, "none"),
+    ],
+)
+def test_the_form_is_found_in_the_chat_template(template, form):
+    assert format_of(SimpleNamespace(chat_template=template)) == form
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+
+
+@pytest.fixture(scope="module")
+def running():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with serving({"tool_format": "hermes"}, tokenizer=tokenizer) as running:
+        yield running
+
+
+def test_the_template_is_told_of_the_tools_unless_none_is_to_be_called(running):
+    messages = [{"role": "user", "content": "Hello"}]
+    with running.client() as client:
+        for choice, begin in (("auto", "weather time "), ("none", "<|user|>")):
+            answer = client.chat.completions.create(
+                model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=2,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+            prompt = running.engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
+            assert prompt.startswith(begin)
+
+
+CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@pytest.fixture
+def stop_id(running, monkeypatch) -> int:
+    """The engine's next answers are CALL and a stop token: what its sampler draws is replaced by their tokens."""
+    runner = running.engine._engine_loop._engine.model_runner
+    execute = runner.execute
+    stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")
+    token_ids = [*running.engine.tokenizer(CALL)["input_ids"], stop_id]
+
+    def says_call(batch: Any) -> Any:
+        said = [token_ids[sequence.num_output_tokens] for sequence in batch.sampling]
+        return replace(execute(batch), token_ids=torch.tensor(said))
+
+    monkeypatch.setattr(runner, "execute", says_call)
+    return stop_id
+
+
+def ask(client: Any, stop_id: int, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
+        extra_body={"stop_token_ids": [stop_id]}, **options,
+    )  # fmt: skip
+
+
+def test_a_call_in_the_answer_is_returned_as_one(running, stop_id):
+    with running.client() as client:
+        (choice,) = ask(client, stop_id).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", PARIS)
+        text = ask(client, stop_id, tool_choice="none").choices[0]
+        assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(running, stop_id):
+    with running.client() as client:
+        deltas = [chunk.choices[0] for chunk in ask(client, stop_id, stream=True)]
+    assert "".join(choice.delta.content or "" for choice in deltas).rstrip() == "Well."
+    (call,) = deltas[-1].delta.tool_calls
+    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "weather", PARIS)
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    template = "{% for m in messages %}" + calls + "{% endfor %}"
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rain"},
+    ]
+    tokenizer = running.engine.tokenizer
+    with running.http() as http, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", template)
+        tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        call["function"]["arguments"] = "{"
+        refused = http.post("/tokenize", json={"messages": messages})
+    assert tokenizer.decode(tokens) == "Paris"
+    assert (refused.status_code, "c1" in refused.json()["error"]["message"]) == (400, True)
