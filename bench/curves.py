@@ -15,7 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
+
+matplotlib.use("agg")
+from matplotlib import pyplot
 
 from nanovllm.bench.child import environment
 from nanovllm.bench.play import Playback, figures, play
@@ -81,7 +85,8 @@ def whale(bench: Bench) -> Rows:
     rows = []
     for size in (2048, 4096, 8192) if bench.is_gpu else (128, 256, 512, 1024):
         rows.append({"chunks": "of the budget", "max_num_batched_tokens": size})
-    largest = sizes["whale_prompt"] + 256  # room for a whole prompt beside the decodes
+    # A whole prompt beside the decodes, and less than a block besides, for the beginning of another.
+    largest = sizes["whale_prompt"] + sizes["decoding"] + sizes["whales"]
     rows.append({"chunks": "none", "max_num_batched_tokens": largest, "long_prefill_token_threshold": largest})
     for row in rows:
         options = {name: value for name, value in row.items() if name != "chunks"}
@@ -138,11 +143,6 @@ EXPERIMENTS: dict[str, Callable[[Bench], Rows]] = {"budget": budget, "whale": wh
 
 
 def draw(name: str, rows: Rows, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     lines = LINES[name](rows)
     figure, axes = pyplot.subplots(1, len(lines), figsize=(4.2 * len(lines), 3.2), layout="constrained", squeeze=False)
     for ax, (title, unit, series) in zip(axes[0], lines, strict=True):
@@ -220,6 +220,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {min(unknown)!r}; there are {', '.join(EXPERIMENTS)}")
+    if arguments.repeats < 1:
+        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU; use --device cpu")
     arguments.output.mkdir(parents=True, exist_ok=True)

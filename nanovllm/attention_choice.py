@@ -68,8 +68,8 @@ class AttentionChoice:
         """What `cuda_graphs` comes to; raises ValueError if it was asked for and cannot be had."""
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
-                f"cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex', and this engine has "
-                f"{self.backend!r} on {device}. Leave it out."
+                "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', and this "
+                f"engine has {self.backend!r} on {device}. Leave it out."
             )
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
 

@@ -64,7 +64,7 @@ class EngineConfig:
     enforce_eager: compile nothing.
     overlap: schedule and launch a step while the one before runs; default on a GPU.
     cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
-        GPU with attention_backend="flex".
+        GPU with attention_backend="flex" or "flash".
     record_itl: keep the seconds between a request's tokens in its metrics, one by one.
     seed: of the noise of requests that have no seed of their own.
     revision: of a hub model: branch, tag or commit.

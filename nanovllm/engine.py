@@ -27,7 +27,7 @@ from nanovllm.request_checks import check_params, check_prompt, truncated
 from nanovllm.request_table import RequestTable
 from nanovllm.sample_maker import SampleMaker
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler import Scheduler, SchedulerStats
 from nanovllm.sequence import Sequence
 from nanovllm.step_records import StepHook, StepRecorder, Tracer
 
@@ -86,17 +86,20 @@ class Engine:
         self._ended_unseen: list[Sequence] = []  # ended in a step that was cut short before anybody heard of it
         self._is_torn = False  # True while the bookkeeping changes; found True, an interrupt cut a change short
         self._death: BaseException | None = None
-        self._begin()
+        self._begin(0, SchedulerStats())
 
-    def _begin(self) -> None:
-        """With an empty KV cache and an empty queue."""
-        self.block_manager = BlockManager(
+    def _begin(self, num_evictions: int, counters: SchedulerStats) -> None:
+        """With an empty KV cache and an empty queue, and what was counted before."""
+        block_manager = BlockManager(
             self.config.num_kv_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
             hash_seed=self._hash_seed,
         )
-        self.scheduler = Scheduler(self.config, self.block_manager)
+        block_manager.num_evictions = num_evictions
+        scheduler = Scheduler(self.config, block_manager)
+        scheduler.stats = counters
+        self.block_manager, self.scheduler = block_manager, scheduler
         self._output_processor = OutputProcessor(self._requests, self.scheduler, self._recorder.note_first_token)
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -341,9 +344,7 @@ class Engine:
 
     def _start_over(self) -> None:
         """Fresh bookkeeping: every request waits again with the tokens that it has shown, and no prefix is cached."""
-        num_evictions, counters = self.block_manager.num_evictions, self.scheduler.stats
-        self._begin()
-        self.block_manager.num_evictions, self.scheduler.stats = num_evictions, counters
+        self._begin(self.block_manager.num_evictions, self.scheduler.stats)
         self._in_flight.clear()
         self._failures.clear()
         self._ended_unseen = []

@@ -145,6 +145,8 @@ class Replica:
         for sequence in advanced:
             request = self._requests[sequence.request_id]
             request.token_times.append(now)
+            if len(request.token_times) == 1:
+                self._recorder.note_first_token(now - sequence.arrival_time)
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]

@@ -128,11 +128,11 @@ class StepRecorder:
             update_time,
             tuple(self._ttfts),
         )
-        self._ttfts.clear()
         if self._hook is not None:
             self._untold.append(record)
         if self._tracer is not None:
             self._news.steps.append((record, batch))
+        self._ttfts.clear()  # only now, so that an interrupt loses none
 
     def note_added(self, sequences: list[Sequence]) -> None:
         """Take note of sequences that begin to wait; `tell` passes them on."""

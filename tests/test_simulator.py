@@ -130,7 +130,9 @@ POOLS = {
 
 
 def composition(record: StepRecord) -> StepRecord:
-    return replace(record, time=0.0, start_time=0.0, schedule_time=0.0, execute_time=0.0, update_time=0.0)
+    """Without its times; of first tokens, how many there were."""
+    firsts = (0.0,) * len(record.ttfts)
+    return replace(record, time=0.0, start_time=0.0, schedule_time=0.0, execute_time=0.0, update_time=0.0, ttfts=firsts)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
