@@ -66,8 +66,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
             token_ids = await engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
             messages = [as_template_message(message) for message in body.messages or ()]
-            state.check_length("".join(message["content"] for message in messages), "messages")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+            state.check_conversation(messages, tools)
             token_ids = await engine.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=body.add_generation_prompt
             )
