@@ -25,6 +25,7 @@ class ChatJob:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    num_prompts = 1
 
     def __init__(self, state: ServerState, request: Request, body: ChatRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
@@ -47,7 +48,7 @@ class ChatJob:
         }
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
-    def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
+    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
         return [
             self._state.engine.chat(
                 self._conversation,

@@ -25,8 +25,8 @@ class ServerSettings:
     cors_origin: a web origin whose pages may call the server, such as https://example.org; give it again for more.
     max_body_bytes: the largest body of a request.
     max_prompts: prompts in one request.
-    max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer ones
-        are refused before they are tokenised. Not set: 32 for each token of max_model_len.
+    max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer
+        ones are refused before they are tokenised. Not set: 32 for each token of max_model_len.
     max_samples: completions of one request, prompts times n.
     max_logprobs: the most probable tokens that a request may ask for beside each token.
     request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.

@@ -75,9 +75,11 @@ class ServerState:
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
         """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
         settings = self.settings
+        places = self.admission.num_places
+        max_samples = settings.max_samples if places is None else min(settings.max_samples, places)
         for param, count, limit, what in (
             ("prompt", num_prompts, settings.max_prompts, "prompts"),
-            ("n", num_prompts * (body.n or 1), settings.max_samples, "completions"),
+            ("n", num_prompts * (body.n or 1), max_samples, "completions"),
             ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
         ):
             if count > limit:
