@@ -72,6 +72,14 @@ def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
     assert compared == [(32, 32)] * 3
 
 
+@pytest.mark.parametrize("key", ["sécret", " secret", "secret\t", "sec\nret"])
+def test_a_key_that_no_request_can_bring_is_refused_and_not_shown(key):
+    with pytest.raises(ValueError, match="API key 2") as refused:
+        ApiKeys(["right", key])
+    assert "ret" not in str(refused.value)
+    assert "ret" not in repr(ServerSettings(api_key=(key,)))
+
+
 def test_without_the_key_a_body_is_not_even_read():
     with serving({"api_key": ("right",)}) as running:
         connection = socket.create_connection(running.address)
@@ -147,6 +155,8 @@ def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
         answer = http.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text
+        counted = 'http_responses_total{endpoint="/v1/models",model_name="tiny",status="500"} 1.0'
+        assert counted in http.get("/metrics").text
 
 
 def test_the_model_is_not_named_by_its_path(tmp_path):

@@ -187,10 +187,22 @@ class CountResponses:
             await self._app(scope, receive, send)
             return
 
+        has_begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # unknown for paths that are none, of which there is no end
-                self._metrics.note_response(getattr(route, "path", "other"), message["status"])
+                has_begun = True
+                self._note(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not has_begun:  # what handles this error stands outside
+                self._note(scope, 500)
+            raise
+
+    def _note(self, scope: Scope, status: int) -> None:
+        route = scope.get("route")  # unknown for paths that are none, of which there is no end
+        self._metrics.note_response(getattr(route, "path", "other"), status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanovllm.validation import integer, real, strings, truth
@@ -41,7 +41,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     cache_salt_per_key: bool = False
     cors_origin: tuple[str, ...] = ()
