@@ -122,6 +122,13 @@ class AsyncLLM:
 
         return self._generate(prepare, request_id, output_kind)
 
+    async def check(
+        self, prompts: SequenceABC[Prompt], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> None:
+        """Raise what `generate` would now for any of these prompts, or for all of them together; queues nothing."""
+        requests = await self._prepare(partial(self._intake.prepare, prompts, sampling_params, **options))
+        await self._run(lambda engine: engine.check_queue(sum(request.params.n for request in requests)))
+
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
         return await self._prepare(partial(self._intake.tokenize, prompt, add_special_tokens=add_special_tokens))
@@ -133,6 +140,10 @@ class AsyncLLM:
         return await self._prepare(
             partial(self._intake.apply_chat_template_to, messages, tools=tools, **template_options)
         )
+
+    async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids, each of which the tokenizer must know."""
+        return await self._prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
 
     async def _generate(
         self, prepare: Callable[..., PreparedRequest], request_id: str | None, output_kind: OutputKind | str

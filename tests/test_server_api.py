@@ -283,6 +283,13 @@ def test_text_becomes_tokens_and_text_again(running):
     assert messages["token_strs"][0] == "<|user|>"
 
 
+def test_more_tokens_than_a_context_has_are_not_made_text(running):
+    with running.http() as http:
+        assert http.post("/detokenize", json={"tokens": [5] * 512}).status_code == 200
+        error = http.post("/detokenize", json={"tokens": [5] * 513}).json()["error"]
+    assert error["param"] == "tokens" and "513" in error["message"] and "512" in error["message"]
+
+
 def test_health_and_version(running):
     import nanovllm
 

@@ -74,7 +74,7 @@ def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch
         connections = [raw_stream(running, ENDLESS | {"stream": stream, "logprobs": 1}) for _ in range(3)]
         comes_true(lambda: running.stats().num_running == 3)
         may_go_on.clear()
-        is_held.wait(30.0)
+        assert is_held.wait(30.0)
         for connection in connections:
             connection.close()
         comes_true(lambda: running.app.state.server.admission.num_open == 0)
@@ -151,11 +151,61 @@ def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypat
         assert tokens_of(running, SHORT) == offline_tokens(SHORT)
 
 
-def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind():
-    with serving(max_num_seqs=1, max_queue=1) as running, running.http() as http:
-        answer = http.post("/v1/completions", json=ENDLESS | {"prompt": [[5], [6], [7], [8]]})
-        assert answer.status_code == 429
+def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind(monkeypatch):
+    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.02)
+        connection = raw_stream(running, ENDLESS | {"ignore_eos": True})
+        comes_true(lambda: running.stats().num_running == 1)
+        for stream in (False, True):
+            answer = http.post("/v1/completions", json=ENDLESS | {"prompt": [[5], [6], [7], [8]], "stream": stream})
+            assert answer.status_code == 429
+            assert running.stats().num_running + running.stats().num_waiting == 1
+        connection.close()
         comes_true(running.is_idle)
+
+
+def test_what_no_queue_will_ever_take_is_bad_input():
+    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+        for body in ({"n": 6}, {"n": 3, "prompt": [[5], [6]]}):
+            answer = http.post("/v1/completions", json=SHORT | body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+            assert "at most 4" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json=SHORT | {"n": 4, "temperature": 1}).status_code == 200
+
+
+def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
+    may_go_on = threading.Event()
+    with serving(max_num_seqs=1, max_queue=0) as running, running.http() as http:
+        admission = running.app.state.server.admission
+        try:
+            running.engine._preparation.submit(may_go_on.wait, 30.0)
+            connections = [raw_stream(running, {"prompt": "x"}) for _ in range(2)]
+            comes_true(lambda: admission.num_open == 2)
+            for path in ("/v1/completions", "/tokenize"):
+                answer = http.post(path, json={"prompt": "x"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        finally:
+            may_go_on.set()
+        for connection in connections:
+            connection.close()
+        comes_true(lambda: admission.num_open == 0)
+
+
+def test_of_several_prompts_a_bad_one_is_told_before_the_stream_of_any_begins(monkeypatch):
+    with serving() as running, running.http() as http:
+        tokenize = running.engine._intake.tokenize
+
+        def slowly(prompt: str, **options: Any) -> list[int]:
+            if len(prompt) > 1:
+                time.sleep(0.5)  # the first prompt's answer could begin
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        answer = http.post("/v1/completions", json={"prompt": ["x", "no " * 2000], "stream": True})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith("prompt 1: ")
+        assert running.stats().num_steps == 0
 
 
 def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):

@@ -55,6 +55,18 @@ def test_requests_are_counted_by_how_they_ended(counted):
     assert counted["request_success_total{finished_reason=abort}"] == 1
 
 
+def test_clients_that_leave_before_they_saw_anything_are_counted():
+    with serving(max_num_seqs=1, max_model_len=2048) as running:
+        for stream, number in ((False, 1), (True, 2)):
+            body = {"prompt": [[3, 4], [5]], "max_tokens": 2000, "stream": stream, "ignore_eos": True}
+            connection = raw_stream(running, body)
+            comes_true(lambda: running.stats().num_waiting == 1)
+            connection.close()
+            comes_true(running.is_idle)
+            comes_true(lambda: running.app.state.server.admission.num_open == 0)
+            assert figures(running)["request_success_total{finished_reason=abort}"] == 2 * number
+
+
 def test_answers_are_counted_by_endpoint_and_status(counted):
     assert counted["http_responses_total{endpoint=/v1/completions,status=200}"] == 4
     assert counted["http_responses_total{endpoint=/v1/completions,status=400}"] == 1

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
+from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
+from nanovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings, salt_of
-from tests.serving import MODEL, serving
+from tests.serving import MODEL, Serving, serving
 
 PROMPT = list(range(100, 148))
 BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
@@ -66,6 +70,14 @@ def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
     keys = ApiKeys(["a", "a much longer key", "c"])
     keys.check("Bearer a")
     assert compared == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize("key", ["sécret", " secret", "secret\t", "sec\nret"])
+def test_a_key_that_no_request_can_bring_is_refused_and_not_shown(key):
+    with pytest.raises(ValueError, match="API key 2") as refused:
+        ApiKeys(["right", key])
+    assert "ret" not in str(refused.value)
+    assert "ret" not in repr(ServerSettings(api_key=(key,)))
 
 
 def test_without_the_key_a_body_is_not_even_read():
@@ -143,6 +155,8 @@ def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
         answer = http.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text
+        counted = 'http_responses_total{endpoint="/v1/models",model_name="tiny",status="500"} 1.0'
+        assert counted in http.get("/metrics").text
 
 
 def test_the_model_is_not_named_by_its_path(tmp_path):
@@ -156,3 +170,84 @@ def test_the_model_is_not_named_by_its_path(tmp_path):
 
 def test_it_listens_on_the_loopback_unless_told_otherwise():
     assert ServerSettings().host == "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving() as running:
+        yield running
+
+
+HI = [{"role": "user", "content": "Hi"}]
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY] * 2}),
+        (CompletionRequest, {"prompt": [1], "stop": [1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "bad_words": [1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "allowed_token_ids": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "logit_bias": {str(number): "x" for number in range(MANY)}}),
+        (CompletionRequest, {"prompt": [1]} | {f"x{number}": 1 for number in range(MANY)}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
+        (ChatRequest, {"messages": HI, "tools": [{}] * MANY}),
+        (TokenizeRequest, {"messages": [{}] * MANY}),
+        (DetokenizeRequest, {"tokens": [-1] * MANY}),
+    ],
+)
+def test_a_body_with_many_faults_is_refused_at_the_first_ones(model, body):
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert 0 < refused.value.error_count() <= 4  # one for each form of a field
+
+
+LONG = "x" * 20_000
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"messages": [{"role": "assistant", "reasoning_content": LONG}]},
+        {"messages": [{"role": "user", "content": "x", "name": LONG}]},
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "function": {"name": "f", "arguments": f'{{"x": "{LONG}"}}'}}]}]},
+        {"chat_template_kwargs": {"x": LONG}},
+    ],
+)  # fmt: skip
+def test_all_that_the_chat_template_is_given_counts_for_the_longest_prompt(running, more):
+    with running.http() as http:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            if path == "/tokenize" and "chat_template_kwargs" in more:
+                continue
+            answer = http.post(path, json={"messages": HI} | more)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
+            assert str(32 * 512) in error["message"]
+
+
+def test_json_that_is_nested_too_deeply_is_bad_input(running):
+    call = {"id": "c", "function": {"name": "f", "arguments": "[" * 200_000}}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert (answer.status_code, "'c'" in answer.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "a\udfff"}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
+    with running.http() as http:
+        answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "surrogate" in answer.json()["error"]["message"]

@@ -120,6 +120,14 @@ def test_the_template_is_told_of_the_tools_unless_none_is_to_be_called(running):
             assert prompt.startswith(begin)
 
 
+@pytest.mark.parametrize(
+    "arguments", ["null", "3", '{"x": NaN}', "[" * 100_000, '{"x": ' * 5_000], ids=lambda text: text[:8]
+)
+def test_arguments_that_are_no_object_of_json_are_no_call(arguments):
+    for text in (f'<tool_call>{{"name": "time", "arguments": {arguments}}}</tool_call>', f"<tool_call>{arguments}"):
+        assert read("hermes", [text]) == (text, [])
+
+
 CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
@@ -137,6 +145,15 @@ def stop_id(running, monkeypatch) -> int:
 
     monkeypatch.setattr(runner, "execute", says_call)
     return stop_id
+
+
+def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
+    monkeypatch.setattr("nanovllm.server.chat.ToolStream.add", lambda *_, **__: ("", [{"arguments": "\ud800"}]))
+    with running.http() as http:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["arguments"] == "\ud800"
 
 
 def ask(client: Any, stop_id: int, **options: Any) -> Any:

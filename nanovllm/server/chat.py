@@ -25,6 +25,7 @@ class ChatJob:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    num_prompts = 1
 
     def __init__(self, state: ServerState, request: Request, body: ChatRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
@@ -32,9 +33,9 @@ class ChatJob:
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         state.check_size(body, 1, num_logprobs)
         self._conversation = body.conversation()
-        state.check_length("".join(message["content"] for message in self._conversation), "messages")
-        self._num_top = num_logprobs or 0
         self._tools = body.callable_tools
+        state.check_conversation(self._conversation, self._tools, body.chat_template_kwargs)
+        self._num_top = num_logprobs or 0
         self._format = FORMATS[state.tool_format] if self._tools else None
         options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": num_logprobs}
         if self._format is not None and self._format.has_special_tokens:
@@ -47,7 +48,7 @@ class ChatJob:
         }
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
-    def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
+    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
         return [
             self._state.engine.chat(
                 self._conversation,

@@ -31,7 +31,8 @@ class CompletionJob:
     def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("cmpl")
         state.check_model(body.model)
-        state.check_size(body, len(body.prompts), body.logprobs)
+        self.num_prompts = len(body.prompts)
+        state.check_size(body, self.num_prompts, body.logprobs)
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 state.check_length(prompt, "prompt")
@@ -50,8 +51,10 @@ class CompletionJob:
         }
         self._logprobs: dict[int, Legacy] = {}  # by choice
 
-    def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
+    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
         generate, prompts = self._state.engine.generate, self.body.prompts
+        if len(prompts) > 1:
+            await self._state.engine.check(prompts, self._params, **self._options)
         ids = [self.id] if len(prompts) == 1 else [f"{self.id}-{number}" for number in range(len(prompts))]
         return [
             generate(prompt, self._params, request_id=request_id, output_kind=kind, **self._options)

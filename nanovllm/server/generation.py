@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from nanovllm.batch import NO_TOKEN_LEFT
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -49,8 +49,11 @@ class Job(Protocol):
     def id(self) -> str:
         """Of the answer; the engine and its log know the request by it, too."""
 
-    def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
-        """A stream of the engine's for each prompt."""
+    @property
+    def num_prompts(self) -> int: ...
+
+    async def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
+        """A stream of the engine's for each prompt; raises for what is wrong with any of several."""
 
     def read(self, output: RequestOutput) -> None:
         """Look at an output before it is counted and shown; may take out what is not the client's."""
@@ -125,7 +128,8 @@ async def respond(
             chunks = _chunks(state, job)
             first = await until_disconnect(request.receive, anext(chunks))
             return EventStream(_after(first, chunks))
-        return JSONResponse(await until_disconnect(request.receive, _whole(state, job)))
+        answer = compact(await until_disconnect(request.receive, _whole(state, job)))  # may hold a lone surrogate
+        return Response(answer, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
 
@@ -201,19 +205,22 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
 
 async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
     """The outputs of all prompts as they come, with the numbers of their prompts; raises ApiError alone."""
-    watch = state.metrics.watch()
+    watch, is_left = state.metrics.watch(job.num_prompts), False
     try:
-        async with aclosing(_merged(job.start(kind))) as outputs:
+        async with aclosing(_merged(await job.start(kind))) as outputs:
             async for number, output in outputs:
                 watch.note(number, output)
                 job.read(output)
                 yield number, output
+    except (asyncio.CancelledError, GeneratorExit):
+        is_left = True
+        raise
     except Exception as error:
         if state.admission.is_draining and type(error) is RuntimeError:
             raise errors.shutting_down() from error  # the engine was closed
         raise errors.from_engine(error, job.body.names()) from error
     finally:
-        watch.end()
+        watch.end(is_left=is_left)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:

@@ -30,6 +30,9 @@ class Admission:
         self._engine = engine
         self.is_draining = False
         self.num_open = 0
+        config = engine.config
+        # Of samples in the engine; None is without limit.
+        self.num_places = None if config.max_queue is None else config.max_num_seqs + config.max_queue
 
     def check(self) -> None:
         """Raise ApiError (503) if nothing is answered any more."""
@@ -40,8 +43,12 @@ class Admission:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Around one answer, from before it is queued until its last byte is handed over; raises as `check`."""
+        """Around one answer, from before it is queued until its last byte is handed over; raises as `check`, or
+        ApiError (429) if too many are open."""
         self.check()
+        # The engine refuses only what has been tokenised. Twice its places, for answers that slow clients still read.
+        if self.num_places is not None and self.num_open >= 2 * self.num_places:
+            raise errors.queue_full()
         self.num_open += 1
         try:
             yield

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from nanovllm.server.strict import NO_CONSTRAINTS, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
 
 
 class TextPart(Strict):
@@ -15,7 +15,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Each[TextPart]
 
 
 class FunctionCall(Strict):
@@ -53,7 +53,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Each[ToolCall] | None = None
 
 
 class ToolMessage(Strict):
@@ -97,6 +97,6 @@ def as_template_message(message: Any) -> dict[str, Any]:
     for call in given.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"messages: the arguments of tool call {call['id']!r} are not JSON ({error}).") from error
     return given

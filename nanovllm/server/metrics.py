@@ -67,20 +67,22 @@ class EngineFigures(Collector):
 class RequestWatch:
     """Takes note of one answer's prompts: those that end, and at the end those that were left."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, num_prompts: int) -> None:
         self._metrics = metrics
-        self._running: dict[int, RequestOutput] = {}
+        self._open: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))  # with their last outputs
 
     def note(self, number: int, output: RequestOutput) -> None:
         if output.finished:
-            self._running.pop(number, None)
+            self._open.pop(number, None)
             self._metrics.note_ended(output)
         else:
-            self._running[number] = output
+            self._open[number] = output
 
-    def end(self) -> None:
-        for output in self._running.values():
-            self._metrics.note_left(output)
+    def end(self, *, is_left: bool) -> None:
+        """is_left: by the client, so that prompts count of which nothing was seen."""
+        for output in self._open.values():
+            if is_left or output is not None:
+                self._metrics.note_left(output)
 
 
 class ServerMetrics:
@@ -127,8 +129,8 @@ class ServerMetrics:
         histogram = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return histogram.labels(self._model_name)
 
-    def watch(self) -> RequestWatch:
-        return RequestWatch(self)
+    def watch(self, num_prompts: int) -> RequestWatch:
+        return RequestWatch(self, num_prompts)
 
     def on_step(self, record: StepRecord) -> None:
         self._step_time.observe(record.time - record.start_time)
@@ -155,10 +157,11 @@ class ServerMetrics:
         for gap in metrics.itls or ():
             self._itl.observe(gap)
 
-    def note_left(self, output: RequestOutput) -> None:
-        """A request's client has left it."""
+    def note_left(self, output: RequestOutput | None) -> None:
+        """A request's client has left it, with this as its last output."""
         self._outcomes.labels(self._model_name, "abort").inc()
-        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        if output is not None:
+            self._prompt_tokens.inc(len(output.prompt_token_ids))
 
     def note_response(self, endpoint: str, status: int) -> None:
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
@@ -184,10 +187,22 @@ class CountResponses:
             await self._app(scope, receive, send)
             return
 
+        has_begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # unknown for paths that are none, of which there is no end
-                self._metrics.note_response(getattr(route, "path", "other"), message["status"])
+                has_begun = True
+                self._note(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not has_begun:  # what handles this error stands outside
+                self._note(scope, 500)
+            raise
+
+    def _note(self, scope: Scope, status: int) -> None:
+        route = scope.get("route")  # unknown for paths that are none, of which there is no end
+        self._metrics.note_response(getattr(route, "path", "other"), status)

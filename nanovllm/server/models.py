@@ -54,23 +54,26 @@ async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     return _model(state)
 
 
+async def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        state.check_length(body.prompt, "prompt")
+        return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+    messages = [as_template_message(message) for message in body.messages or ()]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+    state.check_conversation(messages, tools)
+    return await state.engine.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=body.add_generation_prompt
+    )
+
+
 @router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     state = state_of(request)
     state.check_model(body.model)
-    state.admission.check()
     engine = state.engine
     try:
-        if body.prompt is not None:
-            state.check_length(body.prompt, "prompt")
-            token_ids = await engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            messages = [as_template_message(message) for message in body.messages or ()]
-            state.check_length("".join(message["content"] for message in messages), "messages")
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-            token_ids = await engine.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=body.add_generation_prompt
-            )
+        with state.admission.one():
+            token_ids = await _tokens(state, body)
     except Exception as error:
         raise from_engine(error) from error
     answer = {"count": len(token_ids), "max_model_len": engine.config.max_model_len, "tokens": token_ids}
@@ -86,10 +89,20 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "the model is served without a tokenizer.")
+    limit = state.engine.config.max_model_len
+    if len(body.tokens) > limit:
+        raise ApiError(
+            400, f"tokens: {len(body.tokens)} are too many for one request; at most {limit}.", param="tokens"
+        )
     unknown = [token_id for token_id in body.tokens if token_id >= len(tokenizer)]
     if unknown:
         raise ApiError(400, f"tokens: {unknown[0]} is no token; there are {len(tokenizer)}, from 0 on.", param="tokens")
-    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)}
+    try:
+        with state.admission.one():
+            text = await state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    except Exception as error:
+        raise from_engine(error) from error
+    return {"prompt": text}
 
 
 @router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Figures for Prometheus")

@@ -11,11 +11,12 @@ from pydantic import Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.messages import ChatMessage, Tool, as_template_message
-from nanovllm.server.strict import NO_CONSTRAINTS, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = Each[Annotated[int, Field(ge=0)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
+MAX_BIASES = 1024
 # Options that are `SamplingParams`' under the same name.
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -50,8 +51,8 @@ class SamplingFields(Strict):
     top_p: Number | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
+    stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     user: str | None = None
 
@@ -62,7 +63,7 @@ class SamplingFields(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(max_length=256)] | None = None
+    bad_words: Annotated[Each[str], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -70,6 +71,14 @@ class SamplingFields(Strict):
     priority: int = 0
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Number | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_biases(cls, biases: Any) -> Any:
+        # pydantic looks at the length last, with an error for each bad entry at hand.
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise ValueError(f"it has {len(biases)} entries; at most {MAX_BIASES}.")
+        return biases
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -93,7 +102,7 @@ class CompletionRequest(SamplingFields):
         "best_of": ((None, 1), "samples are not ranked; use n"),
     }
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Each[str] | TokenIds | Each[TokenIds]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -134,12 +143,12 @@ class ChatRequest(SamplingFields):
         "service_tier": ((None, "auto", "default"), "there is one; see priority"),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Each[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[Tool] | None = None
+    tools: Each[Tool] | None = None
     tool_choice: Any = None
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -203,8 +212,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Each[ChatMessage], Field(min_length=1)] | None = None
+    tools: Each[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

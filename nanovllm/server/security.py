@@ -14,9 +14,17 @@ from nanovllm.server.errors import ApiError
 
 
 class ApiKeys:
-    """The keys that are accepted; without any, everybody may call."""
+    """The keys that are accepted; without any, everybody may call.
+
+    Raises ValueError for a key that no header can bring.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
+        for number, key in enumerate(keys, 1):  # its value must not show in a log
+            if not (key.isascii() and key.isprintable() and key == key.strip()):
+                raise ValueError(
+                    f"API key {number} holds more than ASCII, or space at an end; no request could bring it."
+                )
         self._keys = {hashlib.sha256(key.encode()).digest(): key for key in keys}
 
     def check(self, authorization: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanovllm.validation import integer, real, strings, truth
@@ -25,8 +25,8 @@ class ServerSettings:
     cors_origin: a web origin whose pages may call the server, such as https://example.org; give it again for more.
     max_body_bytes: the largest body of a request.
     max_prompts: prompts in one request.
-    max_prompt_chars: the longest prompt in characters; longer ones are refused before they are tokenised. Not set: 32
-        for each token of max_model_len.
+    max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer
+        ones are refused before they are tokenised. Not set: 32 for each token of max_model_len.
     max_samples: completions of one request, prompts times n.
     max_logprobs: the most probable tokens that a request may ask for beside each token.
     request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.
@@ -41,7 +41,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     cache_salt_per_key: bool = False
     cors_origin: tuple[str, ...] = ()

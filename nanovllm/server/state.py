@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastapi import Request
 
@@ -44,7 +46,7 @@ class ServerState:
             )
 
     def check_length(self, prompt: str, param: str) -> None:
-        """Raise ApiError (400) for a text that is too long to be worth tokenising."""
+        """Raise ApiError (400) for a text that is too long to be worth tokenising, or that is none."""
         limit = self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
         if len(prompt) > limit:
             raise ApiError(
@@ -53,13 +55,31 @@ class ServerState:
                 param=param,
                 code=TOO_LONG,
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                400,
+                f"{param} holds half of a surrogate pair (character {error.start}), so it is no text.",
+                param=param,
+            ) from error
+
+    def check_conversation(self, *parts: Any) -> None:
+        """The same for all that the chat template is given: its parts count as JSON."""
+        try:
+            text = json.dumps(parts, ensure_ascii=False)
+        except RecursionError as error:
+            raise ApiError(400, "the messages, or what goes with them, are nested too deeply.") from error
+        self.check_length(text, "messages")
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
         """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
         settings = self.settings
+        places = self.admission.num_places
+        max_samples = settings.max_samples if places is None else min(settings.max_samples, places)
         for param, count, limit, what in (
             ("prompt", num_prompts, settings.max_prompts, "prompts"),
-            ("n", num_prompts * (body.n or 1), settings.max_samples, "completions"),
+            ("n", num_prompts * (body.n or 1), max_samples, "completions"),
             ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
         ):
             if count > limit:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Item = TypeVar("Item")
+# Of many bad items the first is named; an error for each would take seconds and memory.
+Each = Annotated[list[Item], Field(fail_fast=True)]
 
 NO_CONSTRAINTS = "answers cannot be constrained to a form yet"
 
@@ -30,4 +34,6 @@ class Strict(BaseModel):
         for name, (harmless, reason) in cls.refused.items():
             if name in rest and rest.pop(name) not in harmless:
                 raise ValueError(f"{name} is not supported: {reason}.")
+        for name in [name for name in rest if name not in cls.model_fields][1:]:
+            del rest[name]  # pydantic refuses the first, and would write an error for each
         return rest

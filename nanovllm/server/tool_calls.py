@@ -131,8 +131,8 @@ class ToolStream:
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         try:
-            calls = list(self._form.parse(text))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            calls = [(name, _as_json(arguments)) for name, arguments in self._form.parse(text)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
         if not all(isinstance(name, str) and name in self._names for name, _ in calls):
             return []
@@ -140,10 +140,16 @@ class ToolStream:
             {
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-                },
+                "function": {"name": name, "arguments": arguments},
             }
             for name, arguments in calls
         ]
+
+
+def _as_json(arguments: Any) -> str:
+    """Raises TypeError and ValueError for what is neither an object nor its text."""
+    if isinstance(arguments, str):
+        return arguments
+    if not isinstance(arguments, dict):
+        raise TypeError(f"arguments are an object, not {type(arguments).__name__}")
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
