@@ -15,6 +15,9 @@ from nanovllm.routing import POLICIES
 from nanovllm.simulator import report, simulate
 from nanovllm.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 
+# Engine options that make no difference to a replay; the pool is the calibration's, or what the other options say.
+NOT_SIMULATED = ("gpu_memory_utilization", "record_itl", "seed", "revision", "trust_remote_code")
+
 
 def add_calibrate_command(commands: Any) -> None:
     """Add `nanovllm calibrate` to those of the command line."""
@@ -47,7 +50,7 @@ def add_simulate_command(commands: Any) -> None:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
     parser.add_argument("--model", help="refuse a calibration of another")
-    add_engine_flags(parser)
+    add_engine_flags(parser, leave_out=NOT_SIMULATED)
     parser.set_defaults(run=_simulate)
 
 

@@ -77,7 +77,10 @@ def positive(text: str) -> int:
 
 
 def _rates(text: str) -> list[float]:
-    rates = sorted(float(item) for item in text.split(","))
+    try:
+        rates = sorted(float(item) for item in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FLOAT,FLOAT,... such as 1,2.5") from None
     if len(set(rates)) < len(rates):
         raise argparse.ArgumentTypeError(f"{text!r} names a rate twice")
     return rates
@@ -114,6 +117,12 @@ def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
     """The workloads that are asked for, with arrivals of their own."""
     texts = options.workload or ([] if options.trace else ["random"])
     workloads = [build(text, seed=options.seed) for text in texts]
+    uses_seed = any(workload.parameters.get("seed") == options.seed for workload in workloads)
+    if options.seed is not None and options.rate is None and not uses_seed:
+        raise ValueError(
+            f"--seed is {options.seed}, but nothing is drawn with it: {' and '.join([*texts, *options.trace])} has "
+            "its own tokens or its own seed, and without --rate its own arrivals. Leave --seed out, or give a --rate."
+        )
     workloads += [read_trace(path, tokenize=_Tokenize(options)) for path in options.trace]
     if options.requests:
         workloads = [workload.first(options.requests) for workload in workloads]
@@ -127,12 +136,22 @@ def check_arrival_flags(options: argparse.Namespace) -> None:
         raise ValueError(f"--burst is {options.burst}, but only --arrivals bursty has bursts.")
 
 
+def arrivals_of(options: argparse.Namespace) -> dict[str, Any]:
+    """How requests arrive, in full, by "arrivals", "burst" and "seed"; None where it makes no difference."""
+    is_drawn, is_bursty = options.rate is not None, options.arrivals == "bursty"
+    return {
+        "arrivals": (options.arrivals or "poisson") if is_drawn else None,
+        "burst": (options.burst or 8) if is_bursty else None,
+        "seed": (options.seed or 0) if is_drawn else None,
+    }
+
+
 def arriving(options: argparse.Namespace, workload: Workload, rate: float) -> Workload:
     """A workload whose requests arrive, so many a second, in the way that the flags say."""
-    seed = options.seed or 0
-    if options.arrivals == "bursty":
-        return bursty(workload, rate, burst=options.burst or 8, seed=seed)
-    return poisson(workload, rate, seed=seed)
+    how = arrivals_of(options)
+    if how["arrivals"] == "bursty":
+        return bursty(workload, rate, burst=how["burst"], seed=how["seed"])
+    return poisson(workload, rate, seed=how["seed"])
 
 
 class _Tokenize:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
+from nanovllm.cli import main
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.simulator import Simulation, figures, report, simulate
 from nanovllm.workloads import TimedRequest, Workload
@@ -267,6 +268,13 @@ def test_what_is_not_simulated_is_refused():
         simulate(Workload("test", [request(4, 1)]), config(), PER_TOKEN, num_replicas=0)
     with pytest.raises(ValueError, match="no requests"):
         run([])
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory-utilization=0.5", "--record-itl", "--engine-seed=1", "--revision=a"])
+def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--calibration", "costs.json", option])
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
 def test_the_simulator_does_without_torch():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 
 import hypothesis
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen3Config
 
+from nanovllm.attention import flash
 from nanovllm.calibration import Calibration
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
@@ -24,8 +29,9 @@ from nanovllm.tune.forecast import forecast
 from nanovllm.tune.goals import Goal
 from nanovllm.tune.halving import MeasurementError, Round, Sweep, num_measurements, rounds_for
 from nanovllm.tune.journal import Journal
+from nanovllm.tune.question import ask
 from nanovllm.tune.ranking import ranked, standing_of
-from nanovllm.tune.settings import SWEPT, Resolver, Setting, default_values, sample
+from nanovllm.tune.settings import SWEPT, Resolver, Setting, sample, values_to_try
 from nanovllm.tune.shares import share_of, smallest_share
 from nanovllm.workload_files import read_trace
 from nanovllm.workloads import Workload, bursty, chat, poisson, random_requests, whales
@@ -53,13 +59,14 @@ def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | 
 
 
 def test_the_first_setting_is_what_the_engine_does_when_nobody_says_anything():
-    values = default_values("cpu", {}, longest_prompt=10, most_at_once=1000, wide=False)
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=10, most_at_once=10, wide=False)
+    assert values["max_num_seqs"] == [16]  # chosen, but not asked for
     first = Resolver("cpu", {}).candidates(values).settings[0]
     assert first.options == {
         "max_num_batched_tokens": 1024, "max_num_seqs": 64, "block_size": 64, "max_num_partial_prefills": 4,
         "max_long_partial_prefills": 1, "long_prefill_token_threshold": 512,
     }  # fmt: skip
-    pinned = Resolver("cpu", {}).candidates({**values, "block_size": [32]}).settings[0]
+    pinned = Resolver("cpu", {}).candidates({**values, "block_size": [32]}, ["block_size"]).settings[0]
     assert pinned.options["block_size"] == 32 and pinned.options["max_num_batched_tokens"] == 1024
 
 
@@ -77,7 +84,9 @@ def test_combinations_that_come_to_the_same_are_one_setting_and_contradictions_a
 
 def test_values_that_cannot_differ_are_not_tried():
     def tried(**about) -> dict:
-        return default_values("cpu", {}, **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about))
+        return values_to_try(
+            "cpu", {}, backend="auto", **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about)
+        )
 
     assert tried()["max_num_seqs"] == [16, 32, 64, 128]
     assert tried(most_at_once=20)["max_num_seqs"] == [16, 32]  # 64 can never run
@@ -85,6 +94,16 @@ def test_values_that_cannot_differ_are_not_tried():
     assert tried()["max_num_partial_prefills"] == (None,)
     assert 16 in tried(longest_prompt=200)["max_num_partial_prefills"]  # it takes more than half of a step of 256
     assert max(tried(wide=True)["max_num_batched_tokens"]) == 4096
+
+
+def test_limits_of_partial_prefills_are_tried_by_the_budgets_that_are_named():
+    def partial(*budgets: int) -> tuple:
+        named = {"max_num_batched_tokens": budgets}
+        values = values_to_try("cpu", named, backend="auto", longest_prompt=200, most_at_once=9, wide=False)
+        return values["max_num_partial_prefills"]
+
+    assert partial(4096, 8192) == (None,)  # 200 tokens are no long prompt there
+    assert partial(8192, 399) == (None, 16)
 
 
 @hypothesis.settings(deadline=None)
@@ -103,7 +122,7 @@ def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, 
 
 
 def test_a_sample_holds_the_first_and_every_value_about_equally_often():
-    values = default_values("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=5000, most_at_once=1000, wide=True)
     settings = Resolver("cpu", {}).candidates(values).settings
     taken = sample(settings, 36)
     assert taken[0] == settings[0] and len(set(taken)) == 36 and set(taken) <= set(settings)
@@ -171,7 +190,7 @@ def test_with_as_many_tokens_the_one_furthest_from_the_limits_comes_first():
 
 
 def test_of_several_rates_the_fastest_that_keeps_the_goals_counts():
-    points = [run(100, arrivals=1.0), run(200, arrivals=2.0, itl=0.039), run(300, arrivals=4.0, itl=0.05)]
+    points = [run(201, arrivals=1.0), run(200, arrivals=2.0, itl=0.039), run(300, arrivals=4.0, itl=0.05)]
     standing = standing_of(setting(256), [points], [ITL_40])
     assert (standing.best["rate"], standing.tokens_per_second, standing.keeps_goals) == (2.0, 200, True)
     missed = standing_of(setting(256), [points], [Goal("itl", "p99", 0.005)])
@@ -256,6 +275,36 @@ def test_a_setting_that_fails_never_ends_the_sweep():
     assert everything.finalists() == [] and len(everything.failures) == 8
 
 
+def unshared(goals=(), *, repeats: int, **measured: list[dict]) -> report.Outcome:
+    """A sweep in which every round is of the whole workload; of each setting what its repeats come to, by budget."""
+    runs = {setting(int(budget[1:])): of for budget, of in measured.items()}
+    sweep = Sweep(list(runs), list(goals), rounds_for(len(runs), 1.0), repeats)
+    sweep.run(lambda of, share, repeat: [runs[of][repeat]])
+    return report.Outcome(sweep, Resolver("cpu", {}), {}, None, [])
+
+
+def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
+    others = {f"_{budget}": [run(1)] for budget in range(104, 116)}
+    outcome = unshared(
+        repeats=2, _100=[run(200)] * 2, _101=[run(500), run(100), run(300)], _102=[run(499), run(41)], _103=[run(400)],
+        **others,
+    )  # fmt: skip
+    # The medians of the last are 300, 270 and 200; 103 was given up with 400.
+    assert len(outcome.sweep.results[setting(103)][1.0]) == 1
+    assert [standing.setting.values[0] for standing in outcome.sweep.finalists()] == [101, 102, 100]
+    rows = [line.split() for line in report.table(outcome).splitlines()]
+    assert [row[1] for row in rows if row[0] == "->"] == ["101"]
+
+
+def test_a_run_at_the_very_end_is_told_of_the_setting_that_had_it():
+    stays = report.advice(unshared(repeats=2, _100=[run(500), run(500), run(490)], _101=[run(450)] * 2))
+    assert "the last time, after all others, 490, and 500 the first" in stays
+    # 100 is best until its last run, which takes its median from 500 to 400.
+    changes = report.advice(unshared(repeats=2, _100=[run(600), run(400), run(400)], _101=[run(449), run(451)]))
+    assert "--max-num-batched-tokens 101" in changes and "measured 2 times: 449 to 451" in changes
+    assert "the last time" not in changes
+
+
 # ------------------------------------------------------------------------------------------------------------- journal
 
 
@@ -306,6 +355,24 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
     assert again.find(setting(256), 1.0, [None], 0) and again.find(setting(512), 1.0, [None], 0) is None
     again.add(setting(512), 1.0, [None], 0, runs=[run(7)])
     assert Journal(path, {}).find(setting(512), 1.0, [None], 0) == [run(7)]
+
+
+def test_a_file_that_was_cut_off_within_its_first_line_is_begun_again(tmp_path):
+    path = tmp_path / "m.jsonl"
+    Journal(path, {"model": "a"})
+    whole = path.read_text()
+    for end in (0, 20, len(whole) - 1):
+        path.write_text(whole[:end])
+        Journal(path, {"model": "a"})
+        assert path.read_text() == whole
+
+
+def test_what_is_installed_for_other_engines_makes_no_other_machine(tmp_path):
+    journal = Journal(tmp_path / "m.jsonl", {})
+    journal.add(setting(256), 1.0, [None], 0, runs=[run(100)])
+    journal.check_environment({"torch": "2", "vllm": "1", "llama-cpp-python": "1"})
+    with pytest.raises(ValueError, match="numpy was None, and is 2"):
+        journal.check_environment({"torch": "2", "numpy": "2"})
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", '{"prompt": [1], "output_tokens": 2}\n', "[1]\n", "half a li"])
@@ -441,7 +508,9 @@ def as_played(workload: Workload, options: dict) -> dict:
 
 def test_the_best_by_forecast_is_the_best_of_all_simulations():
     workload = poisson(random_requests(requests=24, prompt=(20, 300), output=(5, 40)), 12.0)
-    values = default_values("cpu", {}, longest_prompt=300, most_at_once=24, wide=True) | {"block_size": [16, 64]}
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=300, most_at_once=24, wide=True) | {
+        "block_size": [16, 64]
+    }
     settings = Resolver("cpu", {}).candidates(values).settings[:40]
     made = forecast(CALIBRATION, settings, {12.0: workload}, {}, model="m")
     assert len(made.runs) == 40 and not made.refused
@@ -457,7 +526,7 @@ def test_the_best_by_forecast_is_the_best_of_all_simulations():
 
 def test_of_settings_with_one_forecast_only_one_is_measured():
     workload = random_requests(requests=2, prompt=8, output=4)  # nothing that is tried matters to it
-    values = default_values("cpu", {}, longest_prompt=8, most_at_once=2, wide=True)
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=8, most_at_once=2, wide=True)
     settings = Resolver("cpu", {}).candidates(values).settings
     made = forecast(CALIBRATION, settings, {None: workload}, {}, model="m")
     assert len(settings) > 10 and made.best(5, [], settings[0]) == [settings[0]]
@@ -475,6 +544,12 @@ def test_a_forecast_tells_what_the_simulator_refuses():
 # ------------------------------------------------------------------------------------------------------------- command
 
 WORKLOAD = ["--workload", "random:requests=12,prompt=40,output=6,vocab=512"]
+
+
+def asked(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_tune_command(parser.add_subparsers())
+    return parser.parse_args(["tune", "--model", "m", *arguments])
 
 
 class Engines:
@@ -556,7 +631,9 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
     status, out, _ = tune(*arguments, "--ttft-mean", "1ms")
     assert status == 1 and "no setting keeps the goals; the nearest" in out and len(engines.options) == measured
     status, _, err = tune(*arguments, "--seed", "3")
-    assert status == 2 and "another question" in err and "arrivals.seed was None, and is 3" in err
+    assert status == 2 and "another question" in err and "arrivals.seed was 0, and is 3" in err
+    defaults = ["--arrivals", "poisson", "--seed", "0", "--dtype", "auto"]
+    assert tune(*arguments, *defaults)[0] == 0 and len(engines.options) == measured
     status, _, err = tune(*arguments, workload=["--workload", "random:requests=9"])
     assert status == 2 and "workload.requests was 12, and is 9" in err
     assert len(engines.options) == measured
@@ -566,6 +643,17 @@ def test_contradictions_are_told_of_values_that_were_asked_for(engines, tune):
     assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
     out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
     assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
+    assert "refused" not in tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256")[1]
+
+
+def test_what_an_earlier_sweep_recommended_is_gone_when_another_begins(engines, tune, tmp_path):
+    arguments = ["--rate", "20", "--max-num-batched-tokens", "256,1024", "--max-num-seqs", "16"]
+    assert tune(*arguments, "--block-size", "64")[0] == 0
+    told = [tmp_path / "t" / name for name in ("result.json", "curves.png")]
+    assert all(path.exists() for path in told)
+    engines.interrupt_at = len(engines.options)
+    assert tune(*arguments, "--block-size", "32,64")[0] == 130
+    assert not any(path.exists() for path in told)
 
 
 def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
@@ -580,6 +668,47 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
 
 
+def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_told(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
+    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+    arguments += ["--gpu-memory-utilization", "0.5", "--output", str(tmp_path / "half")]
+    assert "forecasts are of a KV cache of 819,200 bytes" in tune(*arguments)[2]
+    arguments += ["--kv-cache-memory-bytes", "409600", "--output", str(tmp_path / "bytes")]
+    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+
+
+def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypatch):
+    """A GPU and a package that are not there are all that is made up."""
+    Qwen3Config(head_dim=128, num_attention_heads=16, hidden_size=1024, dtype="bfloat16").save_pretrained(tmp_path)
+    workload = ["--workload", "random:requests=2", "--model", str(tmp_path)]
+
+    def first(*arguments: str) -> int:
+        return ask(asked(*workload, *arguments)).candidates.settings[0].options["block_size"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert first() == 64
+    monkeypatch.setattr(flash, "has_tried_version", lambda: True)
+    monkeypatch.setattr(flash, "find_spec", lambda name: name)
+    assert first() == 128 and first("--block-size", "64") == 64
+    assert {of.options["block_size"] for of in ask(asked(*workload)).candidates.settings} == {32, 64, 128}
+    for other in (["--device", "cpu"], ["--enforce-eager"], ["--attention-backend", "flex"], ["--dtype", "float32"]):
+        assert first(*other) == 64, other
+    Qwen3Config(head_dim=64, dtype="bfloat16").save_pretrained(tmp_path)
+    assert first() == 64
+
+
+def test_with_a_calibration_of_flash_the_defaults_can_be_simulated(tmp_path):
+    calibration = replace(
+        CALIBRATION, device="cuda", attention_backend="flash", enforce_eager=False, cuda_graphs=True, block_size=128
+    )
+    calibration.save(tmp_path / "costs.json")
+    question = ask(asked("--workload", "random:requests=2,prompt=40", "--simulate", str(tmp_path / "costs.json")))
+    made = forecast(calibration, question.candidates.settings[:5], question.workloads, {}, model="m")
+    assert question.candidates.settings[0] in made.runs and not made.refused
+
+
 def test_what_the_simulator_refuses_for_every_setting_is_told_and_not_measured(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     arguments = ["--simulate", str(tmp_path / "costs.json"), "--max-model-len", "32"]
@@ -588,11 +717,15 @@ def test_what_the_simulator_refuses_for_every_setting_is_told_and_not_measured(e
     assert "no setting can be simulated: request 0 has 40 prompt tokens" in err
 
 
-def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune):
+def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, tmp_path):
     _, _, err = tune("--ttft-p99", "1s", "--candidates", "8")
     assert "all requests are there from the start" in err
     assert "every setting gets the whole workload" in err
     assert "from the start" not in tune("--ttft-p99", "1s", "--candidates", "8", "--rate", "2")[2]
+    few = tune(
+        "--candidates", "8", "--rate", "2", "--output", str(tmp_path / "few"), workload=[*WORKLOAD, "--requests", "8"]
+    )[2]
+    assert "too few requests for a share of them" in few and "a --rate" not in few
 
 
 @pytest.mark.parametrize(
@@ -603,6 +736,7 @@ def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune):
         (["--itl-mean", "0ms"], "'0ms' cannot be kept"),
         (["--rate", "0"], "the rate is 0.0"),
         (["--rate", "2,2"], "names a rate twice"),
+        (["--rate", "a"], "'a' is not of the form FLOAT,FLOAT"),
         (["--burst", "2"], "--burst is 2"),
         (["--block-size", "16,17"], "block_size is 17"),
         (["--block-size", "16,x"], "'16,x' is not of the form INT,INT"),
@@ -617,6 +751,16 @@ def test_flags_that_make_no_sense_are_refused_before_anything_runs(engines, tune
     status, out, err = tune(*arguments)
     assert (status, out, engines.options) == (2, "", []) and named in err and "Traceback" not in err
     assert not (tmp_path / "t").exists()
+
+
+def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [1], "output_tokens": 2}\n')
+    for workload in (["--workload", "W"], ["--workload", "random:seed=3"], ["--trace", str(trace)]):
+        status, _, err = tune("--seed", "5", workload=workload)
+        assert status == 2 and f"--seed is 5, but nothing is drawn with it: {workload[1]} has" in err
+        assert ask(asked("--seed", "5", "--rate", "2", *workload)).workloads
+    assert ask(asked("--seed", "5", "--workload", "random")).workload.parameters["seed"] == 5
 
 
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):

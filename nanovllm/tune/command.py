@@ -84,6 +84,8 @@ def _tune(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
     journal.check_environment(environment())
+    for name in ("result.json", "curves.png"):  # of a sweep before, with other goals perhaps
+        (folder / name).unlink(missing_ok=True)
     predicted = _forecast(question) if question.calibration else Forecast()
     sweep = _sweep(question, predicted)
     for note in _notes(question, sweep):
@@ -135,14 +137,21 @@ def _notes(question: Question, sweep: Sweep) -> Iterator[str]:
         f"{len(sweep.settings)} of {len(question.candidates.settings)} settings are measured, on "
         f"{sweep.rounds[0].share:.3g} of the workload at first; {planned} measurements"
     )
+    is_timed = any(workload.is_timed for workload in question.workloads.values())
     if len(sweep.rounds) > 1 and sweep.rounds[0].share == 1.0:
         yield (
-            "requests are there all at once, and a share of them could not fill max_num_seqs, so every setting gets "
-            "the whole workload; more requests, or a --rate, would save time"
+            "there are too few requests for a share of them to tell anything, so every setting gets the whole "
+            "workload; more requests would save time"
+            if is_timed
+            else "requests are there all at once, and a share of them could not fill max_num_seqs, so every setting "
+            "gets the whole workload; more requests, or a --rate, would save time"
         )
-    if not any(workload.is_timed for workload in question.workloads.values()) and any(
-        goal.time == "ttft" for goal in question.goals
-    ):
+    if predicted_pool := question.pool_of_forecasts:
+        yield (
+            f"forecasts are of a KV cache of {predicted_pool:,} bytes, as the calibration's engine had, whatever "
+            "--gpu-memory-utilization is; give --kv-cache-memory-bytes for the same in both"
+        )
+    if not is_timed and any(goal.time == "ttft" for goal in question.goals):
         yield (
             "all requests are there from the start, so the time to the first token is mostly that of waiting for the "
             "others; give a --rate at which they arrive"

@@ -2,7 +2,7 @@
 
 After Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (AISTATS 2016),
 with a share of the workload for what they call an arm's budget. The last few are measured on the whole, in turn and
-more than once, and the best of them once more at the end, so that a machine that slows down shows.
+more than once, and the one that is best then once more at the end, so that a machine that slows down shows.
 """
 
 from __future__ import annotations
@@ -83,8 +83,18 @@ class Sweep:
             self._measure(measure, [finalists[0].setting], 1.0, self.repeats)
 
     def finalists(self) -> list[Standing]:
-        """Those measured on the whole workload, best first."""
-        return self.standings(1.0, self.settings)
+        """Those measured on the whole workload as often as any, but for the run at the very end; best first.
+
+        Where no share of the workload would do, settings that were given up have a run on the whole of it, too: one
+        that was lucky must not win over medians.
+        """
+        counts = {
+            setting: len(self.results.get(setting, {}).get(1.0, ()))
+            for setting in self.settings
+            if setting not in self.failures
+        }
+        most = min(self.repeats, max(counts.values(), default=0))
+        return self.standings(1.0, [setting for setting, count in counts.items() if count >= most])
 
     def standings(self, share: float, among: Iterable[Setting]) -> list[Standing]:
         """Of the settings that were measured on a share, best first."""

@@ -12,6 +12,7 @@ from nanovllm.tune.ranking import Run
 from nanovllm.tune.settings import Setting
 
 FORMAT = 1
+OF_PEERS = ("vllm", "llama-cpp-python")  # in an environment; they change nothing here
 
 
 class Journal:
@@ -34,14 +35,15 @@ class Journal:
         self._question = json.loads(json.dumps({"format": FORMAT} | question))
         self._entries: dict[str, dict[str, Any]] = {}
         self.environment: dict[str, Any] | None = None
-        lines = _whole_lines(path) if path.exists() else []
+        first = {"question": self._question}
+        lines = _whole_lines(path, json.dumps(first)) if path.exists() else []
         if lines:
             self._check_question(lines[0])
             for line in lines[1:]:
                 if not (retry and "failed" in line):
                     self._note(line)
         else:
-            self._write({"question": self._question})
+            self._write(first)
 
     def find(self, setting: Setting, share: float, rates: list[float | None], repeat: int) -> list[Run] | None:
         """What was measured; None if nothing was. Raises MeasurementError if it failed."""
@@ -65,7 +67,7 @@ class Journal:
 
     def check_environment(self, environment: dict[str, Any]) -> None:
         """Raise ValueError if what is known of hardware and versions differs from the measurements that there are."""
-        known = {name: value for name, value in environment.items() if value is not None}
+        known = {name: value for name, value in environment.items() if value is not None and name not in OF_PEERS}
         before = self.environment or known
         self._refuse_differences({name: before.get(name) for name in known}, known)
 
@@ -98,8 +100,11 @@ def _key(options: dict[str, int], share: float, rates: list[float | None], repea
     return json.dumps([sorted(options.items()), share, rates, repeat])
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
+def _whole_lines(path: Path, first: str) -> list[dict[str, Any]]:
     """The lines of a file; one that was cut off at its end, by a full disk say, is taken away.
+
+    Args:
+        first: the line that it would begin with; nothing else is taken for a first line that was cut off.
 
     Raises ValueError for a file of something else, which is left as it is.
     """
@@ -107,7 +112,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     whole = text[: text.rfind("\n") + 1]
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
-        if not all(isinstance(line, dict) for line in lines) or (text and not lines):
+        if not all(isinstance(line, dict) for line in lines) or (not lines and not first.startswith(text)):
             raise ValueError("a line is no object")
     except ValueError as error:
         raise ValueError(

@@ -11,9 +11,11 @@ from typing import Any
 from nanovllm.bench.processes import about
 from nanovllm.calibration import Calibration
 from nanovllm.cli_flags import engine_options
+from nanovllm.config import EngineConfig
+from nanovllm.tune.flash_default import auto_takes_flash
 from nanovllm.tune.goals import Goal, goals_from
-from nanovllm.tune.settings import SWEPT, Candidates, Resolver, Values, default_values
-from nanovllm.workload_flags import arriving, check_arrival_flags, check_is_one, with_own_arrivals
+from nanovllm.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
+from nanovllm.workload_flags import arrivals_of, arriving, check_arrival_flags, check_is_one, with_own_arrivals
 from nanovllm.workloads import Workload
 
 Workloads = dict[float | None, Workload]  # by rate of arrival; None for arrivals of their own
@@ -33,6 +35,14 @@ class Question:
     candidates: Candidates
 
     @property
+    def pool_of_forecasts(self) -> int | None:
+        """Bytes of the KV cache that forecasts have, if what engines are told makes no difference to them."""
+        sizes = {"num_kv_blocks", "kv_cache_memory_bytes"} & self.fixed.keys()
+        if self.calibration is None or sizes or "gpu_memory_utilization" not in self.fixed:
+            return None
+        return self.calibration.kv_cache_bytes
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What a measurement depends on, besides the machine."""
         options = self.options
@@ -40,9 +50,9 @@ class Question:
         return {
             "model": options.model,
             "tokenizer": options.tokenizer,
-            "engine_options": self.fixed,
+            "engine_options": {name: of for name, of in self.fixed.items() if of != getattr(EngineConfig(), name)},
             "workload": {"name": self.workload.name, **about(self.workload), "sha256": tokens.hexdigest()},
-            "arrivals": {name: getattr(options, name) for name in ("arrivals", "burst", "seed")},
+            "arrivals": arrivals_of(options),
             "warm_ups": options.warm_ups,
         }
 
@@ -63,15 +73,19 @@ def ask(options: argparse.Namespace) -> Question:
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
     named: Values = {name: of for name in SWEPT if (of := getattr(options, f"try_{name}")) is not None}
-    values: Values = default_values(
-        device, fixed, wide=calibration is not None, most_at_once=len(workload.requests),
+    backend = calibration.attention_backend if calibration else fixed.get("attention_backend", "auto")
+    values = values_to_try(
+        device, named, backend=backend, wide=calibration is not None, most_at_once=len(workload.requests),
         longest_prompt=max(len(request.prompt_token_ids) for request in workload.requests),
-    ) | named  # fmt: skip
-    resolver = Resolver(device, fixed)
-    candidates = resolver.candidates(values)
-    if not named:  # contradictions among values that nobody asked for are no news
-        candidates = replace(candidates, refused=[])
-    return Question(options, fixed, goals, workload, workloads, calibration, resolver, candidates)
+    )  # fmt: skip
+    takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
+    resolver = Resolver(device, fixed, takes_flash=takes_flash)
+    candidates = resolver.candidates(values, named)
+    # Contradictions with values that nobody asked for are no news.
+    news = [(of, reason) for of, reason in candidates.refused if sum(name in reason for name in named) > 1]
+    return Question(
+        options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=news)
+    )
 
 
 def _device(fixed: dict[str, Any], calibration: Calibration | None) -> str:

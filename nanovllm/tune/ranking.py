@@ -21,7 +21,7 @@ class Standing:
     """What counts of a setting: its best rate of arrival, by medians over repeats.
 
     points: the medians at each rate, in the order of the rates.
-    best: of the points that keep all goals, the one with most output tokens a second; if none does, the one nearest.
+    best: of the points that keep all goals, the one with the highest rate; if none does, the one nearest.
     excess: of the best point, by which share of a goal's limit the worst one is exceeded; 0 or less keeps all.
     """
 
@@ -48,7 +48,7 @@ def standing_of(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Seque
     points = [_median(runs) for runs in zip(*repeats, strict=True)]
     keeping = [point for point in points if excess_of(point, goals) <= 0.0]
     if keeping:
-        best = max(keeping, key=lambda point: point["output_tokens_per_second"])
+        best = max(keeping, key=lambda point: point["rate"] or 0.0)
     else:
         best = min(points, key=lambda point: excess_of(point, goals))
     return Standing(setting, points, best, excess_of(best, goals))

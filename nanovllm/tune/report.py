@@ -42,9 +42,12 @@ class Outcome:
         return list(self.sweep.goals)
 
     def latest(self) -> list[tuple[float, Standing]]:
-        """Each measured setting on the largest share that it came to; larger shares first, then the best first."""
+        """Each measured setting on the largest share that it came to.
+
+        The finalists come first, then larger shares, and of a share the best first.
+        """
         shares = sorted({share for of in self.sweep.results.values() for share in of}, reverse=True)
-        rows: dict[Setting, tuple[float, Standing]] = {}
+        rows = {standing.setting: (1.0, standing) for standing in self.sweep.finalists()}
         for share in shares:
             for standing in self.sweep.standings(share, self.sweep.settings):
                 rows.setdefault(standing.setting, (share, standing))
@@ -206,7 +209,10 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
     rates = spread_of(outcome, best)
     if len(rates) > 1:
         told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {_spread(rates):.1%} apart"
-        yield f"{told}; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first"
+        is_last = len(rates) > outcome.sweep.repeats  # else another one was best when the last run came
+        yield told + (
+            f"; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first" if is_last else ""
+        )
     if (apart := max(_apart(outcome, standing) for standing in finalists)) > DISTURBED:
         yield (
             f"the same setting came out up to {apart:.0%} apart when it was measured again: something else used the "

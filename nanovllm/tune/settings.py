@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,13 @@ class Resolver:
     Args:
         device: "cpu" or "cuda".
         fixed: engine options that all settings have.
+        takes_flash: whether attention is "flash" where nobody says a block size.
     """
 
-    def __init__(self, device: str, fixed: dict[str, Any]) -> None:
+    def __init__(self, device: str, fixed: dict[str, Any], *, takes_flash: bool = False) -> None:
         self._device = device
         self._fixed = fixed
-        self._block_size = FLASH_BLOCK_SIZE if fixed.get("attention_backend") == "flash" else None
+        self._block_size = FLASH_BLOCK_SIZE if takes_flash else None
 
     def resolve(self, options: dict[str, int]) -> Setting:
         """Raises ValueError for options that contradict one another."""
@@ -82,15 +83,18 @@ class Resolver:
         told = {name for setting in settings for name in self.told(setting)}
         return [name for name in SWEPT if name in told and len({setting.options[name] for setting in settings}) > 1]
 
-    def candidates(self, values: Values) -> Candidates:
-        """Every combination of values; an option with one value has it in the first setting too.
+    def candidates(self, values: Values, named: Collection[str] = ()) -> Candidates:
+        """Every combination of values.
+
+        Args:
+            named: options whose values somebody asked for; one of a single value has it in the first setting too.
 
         Raises ValueError for a value that no combination makes good.
         """
         for name, of in values.items():
             for value in of:
                 EngineConfig.from_options(**_given({name: value}))
-        pinned = {name: of[0] for name, of in values.items() if len(of) == 1}
+        pinned = {name: values[name][0] for name in named if len(values[name]) == 1}
         settings = {self.resolve(_given(pinned)): None}
         refused: dict[str, dict[str, int]] = {}
         for combination in itertools.product(*values.values()):
@@ -106,10 +110,13 @@ def _given(options: dict[str, int | None]) -> dict[str, int]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def default_values(device: str, fixed: dict[str, Any], *, longest_prompt: int, most_at_once: int, wide: bool) -> Values:
-    """What to try of each option where nobody says what.
+def values_to_try(
+    device: str, named: Values, *, backend: str, longest_prompt: int, most_at_once: int, wide: bool
+) -> Values:
+    """What to try of each option: the values that are named, and others around the device's defaults.
 
     Args:
+        backend: of attention, "auto" if nobody says which.
         longest_prompt: in tokens; limits of partial prefills are tried if it can take more than half of a step.
         most_at_once: requests that there can be; of larger values of `max_num_seqs` the smallest is enough.
         wide: many values, for the simulator.
@@ -118,9 +125,10 @@ def default_values(device: str, fixed: dict[str, Any], *, longest_prompt: int, m
     budgets = [int(factor * defaults.max_num_batched_tokens) for factor in factors]
     num_seqs = [int(factor * defaults.max_num_seqs) for factor in factors]
     enough = min((number for number in num_seqs if number >= most_at_once), default=num_seqs[-1])
-    block_sizes = (FLASH_BLOCK_SIZE,) if fixed.get("attention_backend") == "flash" else (32, 64, 128)
-    are_long = longest_prompt > budgets[0] // 2
-    return {
+    block_sizes = (FLASH_BLOCK_SIZE,) if backend == "flash" else (32, 64, 128)
+    least_budget = min(budget for budget in named.get("max_num_batched_tokens", budgets) if budget is not None)
+    are_long = longest_prompt > least_budget // 2
+    values: Values = {
         "max_num_batched_tokens": budgets,
         "max_num_seqs": [number for number in num_seqs if number <= enough],
         "block_size": block_sizes,
@@ -128,6 +136,7 @@ def default_values(device: str, fixed: dict[str, Any], *, longest_prompt: int, m
         "max_long_partial_prefills": (None, 4) if are_long else (None,),
         "long_prefill_token_threshold": (None,),
     }
+    return values | named
 
 
 def sample(settings: Sequence[Setting], count: int, *, seed: int = 0) -> list[Setting]:
