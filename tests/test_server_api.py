@@ -322,7 +322,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
         ("completions", COMPLETION | {"stream_options": {}}, "stream_options", "stream is not true"),
         ("completions", COMPLETION | {"prompt": []}, "prompt", "empty"),
         ("completions", COMPLETION | {"prompt": ""}, "prompt", "empty"),
-        ("completions", COMPLETION | {"prompt": ["x", ""]}, None, "empty"),
+        ("completions", COMPLETION | {"prompt": ["x", ""]}, "prompt", "prompt 1: the prompt is an empty"),
         ("completions", COMPLETION | {"prompt": [1, "x"]}, "prompt", "token ids"),
         ("completions", COMPLETION | {"prompt": [VOCAB_SIZE]}, None, "vocabulary"),
         ("completions", COMPLETION | {"prompt": [1] * 512}, None, "max_model_len"),
