@@ -295,6 +295,7 @@ def test_health_and_version(running):
 
     with running.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
+        assert http.head("/health").status_code == 200
         assert http.get("/version").json() == {"version": nanovllm.__version__}
 
 
@@ -336,6 +337,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
         ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1"),
         ("chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages.0", "king"),
         ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "tokenize"),
+        ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ("chat/completions", CHAT | {"functions": [{"name": "f"}]}, "functions", "tools"),
     ],
 )  # fmt: skip

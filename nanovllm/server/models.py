@@ -21,6 +21,7 @@ router = APIRouter(dependencies=[Depends(require_api_key)])
 _STARTED = int(time.time())
 
 
+@open_router.head("/health", include_in_schema=False)  # some load balancers ask so
 @open_router.get("/health", responses=ANSWERS, summary="200 while requests are answered, else 503")
 async def health(request: Request) -> dict[str, str]:
     state_of(request).admission.check()

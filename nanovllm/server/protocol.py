@@ -26,9 +26,9 @@ _SAMPLING = (
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 # Arguments of `apply_chat_template` that are not the template's.
 _NOT_FOR_TEMPLATES = {
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
 }  # fmt: skip
 
 
