@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanovllm.engine import Engine
-from nanovllm.errors import EngineDeadError, StepError
+from nanovllm.errors import EngineClosedError, EngineDeadError, StepError
 from nanovllm.garbage import LongCall
 from nanovllm.streams import Mailroom
 
@@ -74,7 +74,7 @@ class EngineLoop:
     def refusal(self) -> Exception:
         """A new exception for one caller: why nothing is run any more."""
         if self._cause is None:
-            return RuntimeError("this AsyncLLM is closed; build a new one.")
+            return EngineClosedError("this AsyncLLM is closed; build a new one.")
         error = EngineDeadError(f"the engine died ({type(self._cause).__name__}: {self._cause}); build a new one.")
         error.__cause__ = self._cause
         return error

@@ -23,6 +23,10 @@ class EngineDeadError(RuntimeError):
     """
 
 
+class EngineClosedError(RuntimeError):
+    """The engine was closed by its owner."""
+
+
 class PromptTooLongError(ValueError):
     """The prompt leaves no room for a new token within max_model_len."""
 

@@ -18,6 +18,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from nanovllm.batch import NO_TOKEN_LEFT
+from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.protocol import SamplingFields
@@ -216,8 +217,8 @@ async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
         is_left = True
         raise
     except Exception as error:
-        if state.admission.is_draining and type(error) is RuntimeError:
-            raise errors.shutting_down() from error  # the engine was closed
+        if state.admission.is_draining and isinstance(error, EngineClosedError):
+            raise errors.shutting_down() from error
         raise errors.from_engine(error, job.body.names()) from error
     finally:
         watch.end(is_left=is_left)

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import EngineDeadError
+from nanovllm.errors import EngineClosedError, EngineDeadError
 from nanovllm.server.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot
 from nanovllm.server.sse import compact, event
 from nanovllm.step_records import RECENT_STEPS, StepRecord
@@ -148,7 +148,7 @@ class LiveFeed:
                 await asyncio.sleep(max(INTERVAL_SECONDS, snapshot.seconds / MOST_ENGINE_TIME))
         except EngineDeadError:
             self._end("dead")
-        except RuntimeError:
+        except EngineClosedError:
             self._end("closed")
         except Exception:
             logger.exception("the live view could not look at the engine; it ends here")
