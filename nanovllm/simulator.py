@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from nanovllm.bench.play import spread
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel
 from nanovllm.outputs import EngineStats, RequestMetrics
@@ -181,8 +182,8 @@ def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) ->
     """A run's figures, simulated or real, from its requests (with `itls`) and its engines' counters.
 
     seconds: from the first arrival to the last token.
-    ttft, itl: seconds; mean, and p50, p90 and p99 (the smallest value that so many percent do not exceed), of all
-        requests and of all gaps between two tokens of one.
+    ttft, itl: seconds, spread as a benchmark's (`bench.play.spread`): of all requests, and of all gaps between two
+        tokens of one; None if there are none.
     hit_rate: prompt tokens found in the prefix cache, of those looked up; None without a look-up.
     """
     stats = list(stats)
@@ -198,21 +199,13 @@ def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) ->
         "seconds": seconds,
         "output_tokens_per_second": num_output_tokens / seconds,
         "steps": sum(of_engine.num_steps for of_engine in stats),
-        "ttft": _distribution([m.ttft for m in requests]),
-        "itl": _distribution([itl for m in requests for itl in m.itls or ()]),
+        "ttft": spread(m.ttft for m in requests if m.ttft is not None),
+        "itl": spread(itl for m in requests for itl in m.itls or ()),
         "cached_tokens": hits,
         "hit_rate": hits / queries if queries else None,
         "preemptions": sum(of_engine.num_preemptions for of_engine in stats),
         "evictions": sum(of_engine.prefix_cache_evictions for of_engine in stats),
     }
-
-
-def _distribution(values: list[Any]) -> dict[str, float] | None:
-    if not values:
-        return None
-    values.sort()
-    ranks = {f"p{percent}": values[math.ceil(percent / 100 * len(values)) - 1] for percent in (50, 90, 99)}
-    return {"mean": sum(values) / len(values)} | ranks
 
 
 def report(result: dict[str, Any]) -> str:
@@ -225,9 +218,9 @@ def report(result: dict[str, Any]) -> str:
         f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     for name, title in (("ttft", "to the first token"), ("itl", "between two tokens")):
-        if (spread := result[name]) is not None:
+        if (of := result[name]) is not None:
             lines.append(
-                f"{title:<24}" + "".join(f"{1e3 * spread[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99"))
+                f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99"))
             )
     rate = "" if result["hit_rate"] is None else f" ({result['hit_rate']:.0%})"
     lines.append(
