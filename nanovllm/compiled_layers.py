@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.attention.compiled import own_code
@@ -28,14 +30,39 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     if next(model.parameters()).device.type == "cpu":
         compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
-    few, many = (
-        torch.compile(own_code(_call), fullgraph=True, dynamic=False, options=options)
-        for options in (FEW_ROWS_OPTIONS, None)
-    )
+    few = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_few)
+    many = torch.compile(own_code(_call), fullgraph=True, dynamic=False)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
     for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
         calls[module] = partial(torch.compile(own_code(_call), dynamic=True), module)
     return calls
+
+
+def _compile_for_few(module: GraphModule, inputs: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx  # seconds of imports
+
+    join_last_sum(module)
+    return compile_fx(module, inputs, config_patches=FEW_ROWS_OPTIONS)
+
+
+def join_last_sum(module: GraphModule) -> None:
+    """Let the product that a layer ends with add the residual itself, which would take a launch of its own."""
+    product, joined = torch.ops.nanovllm.linear, torch.ops.nanovllm.linear_and_add
+    output: Any
+    for output in module.graph.output_node().all_input_nodes:
+        if output.target not in (operator.add, operator.iadd, torch.add) or len(output.args) != 2 or output.kwargs:
+            continue
+        for last, residual in (output.args, output.args[::-1]):
+            is_product = isinstance(last, Node) and last.target in (product, product.default)
+            if is_product and isinstance(residual, Node) and len(last.users) == 1:
+                with module.graph.inserting_before(output):
+                    output.replace_all_uses_with(
+                        module.graph.call_function(joined.default, (*last.args, residual), dict(last.kwargs))
+                    )
+                module.graph.erase_node(output)
+                module.graph.erase_node(last)
+                break
+    module.recompile()
 
 
 def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

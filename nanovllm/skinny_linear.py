@@ -25,6 +25,7 @@ def _kernel() -> Any:
     def skinny(
         states,
         weight,
+        residual,
         output,
         num_rows,
         stride,
@@ -34,6 +35,7 @@ def _kernel() -> Any:
         BLOCK_DEPTH: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         NUM_STAGES: tl.constexpr,
+        ADDS: tl.constexpr,
     ):
         outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         rows = tl.arange(0, BLOCK_ROWS)
@@ -45,11 +47,11 @@ def _kernel() -> Any:
                 states + rows[None, :] * stride + (start + steps)[:, None], mask=(rows < num_rows)[None, :], other=0.0
             )
             sums = tl.dot(weights, inputs, sums)
-        tl.store(
-            output + rows[None, :] * num_outputs + outputs[:, None],
-            sums.to(output.dtype.element_ty),
-            mask=(rows < num_rows)[None, :],
-        )
+        places, is_there = rows[None, :] * num_outputs + outputs[:, None], (rows < num_rows)[None, :]
+        if ADDS:  # rounded before, as a sum of its own finds the product
+            before = tl.load(residual + places, mask=is_there, other=0.0).to(tl.float32)
+            sums = sums.to(output.dtype.element_ty).to(tl.float32) + before
+        tl.store(output + places, sums.to(output.dtype.element_ty), mask=is_there)
 
     return skinny
 
@@ -60,10 +62,34 @@ _compiled: list[Any] = []
 @torch.library.custom_op("nanovllm::linear", mutates_args=())
 def linear(states: Tensor, weight: Tensor) -> Tensor:
     """`F.linear` without a bias, whatever the number of rows: states [..., depth], weight [num_outputs, depth]."""
+    return _skinny(states, weight, None) if _num_rows(states) <= MAX_ROWS else F.linear(states, weight)
+
+
+@torch.library.custom_op("nanovllm::linear_and_add", mutates_args=())
+def linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual [..., num_outputs] plus `linear` of the others, in one kernel where there are few rows."""
+    if _num_rows(states) <= MAX_ROWS:
+        return _skinny(states, weight, residual.contiguous())
+    return F.linear(states, weight).add_(residual)
+
+
+@linear.register_fake
+def _(states, weight):
+    return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+
+@linear_and_add.register_fake
+def _(states, weight, residual):
+    return states.new_empty(*states.shape[:-1], weight.shape[0])
+
+
+def _num_rows(states: Tensor) -> int:
+    return states.numel() // states.shape[-1]
+
+
+def _skinny(states: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     num_outputs, depth = weight.shape
-    num_rows = states.numel() // depth
-    if num_rows > MAX_ROWS:
-        return F.linear(states, weight)
+    num_rows = _num_rows(states)
     if not _compiled:
         _compiled.append(_kernel())
     block_depth, num_stages = (512, 3) if depth % 512 == 0 and depth >= 2048 else (128, 4)
@@ -73,15 +99,10 @@ def linear(states: Tensor, weight: Tensor) -> Tensor:
     output = states.new_empty(*states.shape[:-1], num_outputs)
     with torch.cuda.device(states.device):
         _compiled[0][(num_outputs // _BLOCK_OUTPUTS,)](
-            rows, weight, output, num_rows, rows.stride(0), num_outputs, depth, _BLOCK_OUTPUTS, block_depth, 16,
-            num_stages, num_warps=2,
+            rows, weight, output if residual is None else residual, output, num_rows, rows.stride(0), num_outputs,
+            depth, _BLOCK_OUTPUTS, block_depth, 16, num_stages, residual is not None, num_warps=2,
         )  # fmt: skip
     return output
-
-
-@linear.register_fake
-def _(states, weight):
-    return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
 def suits(weight: Tensor) -> bool:
