@@ -22,7 +22,7 @@ from nanovllm.attention.layout import BatchLayout, build_layout
 from nanovllm.attention_choice import AttentionChoice
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
-from nanovllm.direct_executor import DirectExecutor
+from nanovllm.direct_executor import AttentionForm, DirectExecutor
 from nanovllm.errors import DeviceError
 from nanovllm.graph_executor import GraphExecutor, workspace_bytes
 from nanovllm.kernels import has_matrix_tiles
@@ -160,14 +160,18 @@ class ModelRunner:
     def _measure_peak(self) -> int:
         """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
         config, block_size = self.config, self.config.block_size
-        # One chunk of all the budget at the end of the longest sequence, and as many decodes as there may be. Every
-        # page is the same one: only sizes matter here.
+        # One chunk of all the budget at the end of the longest sequence, and as many decodes as there may be, of which
+        # one as long: where decodes' pages are gathered, long ones come one by one. Every page is the same one: only
+        # sizes matter here.
         chunk = min(config.max_num_batched_tokens - config.max_num_seqs + 1, config.max_model_len - 1)
         start = config.max_model_len - 1 - chunk
-        entries = [self._dummy_entry(start, 1)] * (config.max_num_seqs - 1)
+        entries = [self._dummy_entry(0, 1)] * (config.max_num_seqs - 2)
+        entries += [self._dummy_entry(start, 1)] * min(1, config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
         self.binding.allocate_caches(2 * block_size)
-        form = _NoAttention() if self._choice.uses_graphs else self._choice.form(self.binding, config, uncompiled=True)
+        form = _NoAttention()
+        if not self._choice.uses_graphs:  # what one layer's attention takes is free again for the next one's
+            form = _AttendsInOneLayer(self._choice.form(self.binding, config, uncompiled=True))
         self._executor = DirectExecutor(self.binding, form, block_size, self.sampler)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -267,6 +271,22 @@ class _NoAttention:
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
         return torch.zeros_like(query)
+
+
+class _AttendsInOneLayer(_NoAttention):
+    """For measuring what all of a step takes: one layer's attention tells it, and all of them may take seconds."""
+
+    def __init__(self, form: AttentionForm) -> None:
+        self._form = form
+        self._attend = super().attend
+
+    def plan(self, layout: BatchLayout) -> _NoAttention:
+        self._attend = self._form.plan(layout).attend
+        return self
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        attend, self._attend = self._attend, super().attend
+        return attend(query, key_cache, value_cache, scaling)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.attention.layout import BatchLayout
@@ -28,7 +29,8 @@ GROUP_BYTES = 8 * 2**20
 class _DecodeGroup:
     rows: Tensor  # [group] int64: rows of the flat batch
     pages: Tensor  # [group * max_pages] int64, each row padded with the null block
-    mask: Tensor  # [group, 1, 1, max_pages * block_size], 0 or -inf
+    context: int  # of the longest
+    mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a sequence by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +87,22 @@ class SdpaAttention:
             for index, row in enumerate(rows.tolist()):
                 table = layout.entries[row].block_table[: num_pages[row]]
                 pages[index, : len(table)] = table
-            hidden = torch.from_numpy(np.arange(width * self.block_size)[None] >= contexts[rows][:, None])
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device="cpu").masked_fill_(hidden, float("-inf"))
+            context = int(contexts[rows].max())
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
                     torch.from_numpy(pages.reshape(-1)).to(self.device),
-                    mask[:, None, None].to(self.device),
+                    context,
+                    self._decode_mask(contexts[rows], context) if len(rows) > 1 else None,
                 )
             )
             first = end
         return groups
+
+    def _decode_mask(self, contexts: NDArray[np.int64], longest: int) -> Tensor:
+        hidden = torch.from_numpy(np.arange(longest)[None] >= contexts[:, None])
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device="cpu").masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None].to(self.device)
 
     def _chunk(self, first_row: int, entry: ScheduledSequence) -> _Chunk:
         count, context = entry.num_new_tokens, entry.start + entry.num_new_tokens
@@ -150,9 +157,13 @@ class SdpaPlan:
             size = len(group.rows)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
             folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
-            keys = self._gather(key_cache, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            values = self._gather(value_cache, group.pages).view(size, -1, num_kv_heads, head_dim).transpose(1, 2)
-            mask = group.mask.expand(-1, -1, folded.shape[2], -1)
+            keys, values = (
+                self._gather(cache, group.pages)
+                .view(size, -1, num_kv_heads, head_dim)[:, : group.context]
+                .transpose(1, 2)
+                for cache in (key_cache, value_cache)
+            )
+            mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
             attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
             output[group.rows] = attended.reshape(size, -1, head_dim)
 
