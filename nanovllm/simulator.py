@@ -219,9 +219,7 @@ def report(result: dict[str, Any]) -> str:
     ]
     for name, title in (("ttft", "to the first token"), ("itl", "between two tokens")):
         if (of := result[name]) is not None:
-            lines.append(
-                f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99"))
-            )
+            lines.append(f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99")))
     rate = "" if result["hit_rate"] is None else f" ({result['hit_rate']:.0%})"
     lines.append(
         f"{result['cached_tokens']} prompt tokens from the prefix cache{rate}; {result['preemptions']} preemptions"
