@@ -48,7 +48,7 @@ class GraphExecutor:
         self._sampler = sampler
         self._block_size = block_size
         self._captures = config.cuda_graphs
-        self._buckets = Buckets(config)
+        self._buckets = Buckets(config, layer.num_kv_heads)
         max_pages = -(-config.max_model_len // block_size)
         self._form = GpuFlexAttention(
             block_size=block_size,
@@ -205,7 +205,8 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler, twice
     for log-probabilities, and what it does with them, and the graphs themselves.
     """
-    layer, buckets = binding.layers[0], Buckets(config)
+    layer = binding.layers[0]
+    buckets = Buckets(config, layer.num_kv_heads)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
     sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
@@ -222,7 +223,8 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
 def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
     return StepTables(
         inputs.tables, inputs.decode_tables, inputs.decode_pages, inputs.positions[: shape.num_decodes],
-        inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
+        shape.is_uneven, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows,
+        inputs.chunk_rows,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.gpu_options import is_uneven
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.config import EngineConfig
 from nanovllm.sampler import DrawInputs
@@ -26,6 +27,7 @@ class StepShape(NamedTuple):
     """Sizes of a step, padding included. The flat batch has its decodes first, padded, then its chunks, padded.
 
     num_rows: of the flat batch.
+    is_uneven: whether one decode has much more to see than the others; see `gpu_options.is_uneven`.
     draws: how its tokens are sampled within the step ("greedy", "noise"), or "none" for the host's sampler.
     """
 
@@ -34,13 +36,15 @@ class StepShape(NamedTuple):
     num_tiles: int
     num_samples: int
     draws: str
+    is_uneven: bool = False
 
 
 class Buckets:
     """Rounds sizes up. Fine where a step is short and of one kind, coarse where kinds multiply: mixed steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, num_kv_heads: int) -> None:
         self._block_size = config.block_size
+        self._num_kv_heads = num_kv_heads
         most = max(MIN_ROWS, config.max_num_seqs)
         self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, most, 64)])
         self._mixed_decodes = [0, *_up_to(most, [4, 16, 32, 64, *(128 << n for n in range(8))])]
@@ -60,12 +64,16 @@ class Buckets:
         num_samples = len(layout.sample_rows)
         if not num_tiles:
             size = _round_up(self._decodes, layout.num_decodes)
-            return StepShape(size, size, 0, size, draws)
+            return StepShape(size, size, 0, size, draws, self._is_uneven(layout, size))
         num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
         num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
         whole = self._whole_tiles(num_rows)
         num_tiles = whole + _round_up(self._more_tiles, max(0, num_tiles - whole))
-        return StepShape(num_decodes, num_rows, num_tiles, _round_up(self._mixed_samples, num_samples), draws)
+        num_samples = _round_up(self._mixed_samples, num_samples)
+        return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, self._is_uneven(layout, num_decodes))
+
+    def _is_uneven(self, layout: BatchLayout, num_decodes: int) -> bool:
+        return is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1, self._num_kv_heads)
 
     def _whole_tiles(self, num_rows: int) -> int:
         return -(-num_rows // self._block_size)

@@ -64,7 +64,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
     for budget in (max_num_seqs + block_size, max_num_seqs + block_size + 1, 8192, 12_345):
         if budget < max_num_seqs + block_size:
             continue
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size))
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size), 8)
         for shape in buckets.common():
             assert_fits(shape, buckets, block_size)
         for _ in range(12):
@@ -81,7 +81,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
 
 
 def test_padding_stays_moderate():
-    buckets = Buckets(config_of(1024, 8192, 64))
+    buckets = Buckets(config_of(1024, 8192, 64), 8)
     entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
     for count in range(1, 1025):
         shape = buckets.shape(build_layout([entry] * count, 64), 0, "noise")
@@ -95,6 +95,33 @@ def test_padding_stays_moderate():
     assert buckets.shape(layout, 180, "noise").num_tiles <= 400
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_heads):
+    buckets = Buckets(config_of(1024, 2048, 64, 200_000), num_kv_heads)
+
+    def is_uneven(*contexts: int, chunk: int = 0) -> bool:
+        entries = [
+            ScheduledSequence(Sequence(str(n), [1] * context, SamplingParams(), arrival=n, max_model_len=10**6),
+                              context - 1, 1, True, [1] * -(-context // 64), context - 1)
+            for n, context in enumerate(contexts)
+        ]  # fmt: skip
+        if chunk:
+            prompt = Sequence("chunk", [1] * chunk, SamplingParams(), arrival=0, max_model_len=10**6)
+            entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
+        layout = build_layout(entries, 64)
+        return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), "noise").is_uneven
+
+    for count in range(1, 1025, 7):
+        assert not is_uneven(*[500] * count)
+    for chunk in (0, 900):
+        assert is_uneven(*[600] * 300, 190_000, chunk=chunk)
+    assert not is_uneven(chunk=900)
+    if num_kv_heads == 8:
+        assert is_uneven(30_000) and not is_uneven(2000)
+        assert is_uneven(8200, *[640] * 64) and is_uneven(8200, *[640] * 15)
+        assert not is_uneven(2048, *[900] * 255)
+
+
 def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
     """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
     num_steps = 0
@@ -103,7 +130,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         block_size, max_num_seqs = choice.choice([16, 32, 64, 256]), choice.choice([1, 3, 8, 21, 40])
         longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
         budget = max_num_seqs + block_size + choice.randint(0, 200)
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest))
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest), 8)
         width = -(-longest // block_size) + 1
         decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
         piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
@@ -203,7 +230,7 @@ def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decod
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
+    shape = Buckets(config_of(16, 256, 16), 8).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
     assert shape.num_decodes > layout.num_decodes
     packing = StepPacking(shape, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)

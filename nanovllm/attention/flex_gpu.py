@@ -81,7 +81,7 @@ class GpuFlexAttention:
                 table(1, 1, max_tiles, chunk_width),
             )  # fmt: skip
         self._uses_flash = uses_flash
-        self._decode_calls: dict[int, _DecodeCall] = {}
+        self._decode_calls: dict[tuple[int, bool], _DecodeCall] = {}
         self._chunk_calls: dict[int, _ChunkCall] = {}
         self._fill_decodes, self._fill_tiles = (
             torch.compile(own_code(fill), fullgraph=True, dynamic=True) for fill in (_fill_decodes, _fill_tiles)
@@ -97,28 +97,29 @@ class GpuFlexAttention:
                 step.decode_pages,
                 step.decode_positions,
                 self.block_size,
-                self._decode_call(len(step.decode_pages)).piece,
+                self._decode_call(len(step.decode_pages), step.is_uneven).piece,
             )
         if len(step.tile_blocks):
             self._fill_tiles(
                 self._chunk.parts(), step.tables, step.tile_tables, step.tile_blocks, step.tile_is_used, self._max_pages
             )
-        return GpuFlexPlan(self, len(step.decode_pages), step.tile_rows, step.chunk_rows)
+        return GpuFlexPlan(self, len(step.decode_pages), step.is_uneven, step.tile_rows, step.chunk_rows)
 
-    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, is_uneven: bool) -> Tensor:
         """query [num_decodes, num_heads, head_dim]."""
         num_rows = len(query)
         tables = _DecodeTables(*(table[:num_rows] for table in self._decode.parts()))
-        return self._decode_call(num_rows)(query, keys, values, tables, scaling)
+        return self._decode_call(num_rows, is_uneven)(query, keys, values, tables, scaling)
 
-    def _decode_call(self, num_rows: int) -> _DecodeCall:
+    def _decode_call(self, num_rows: int, is_uneven: bool) -> _DecodeCall:
         """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
-        call = self._decode_calls.get(num_rows)
+        call = self._decode_calls.get((num_rows, is_uneven))
         if call is None:
             options = decode_options(
-                num_rows, self.num_kv_heads, self.num_groups, self.block_size, self._head_bytes, self._device
-            )
-            call = self._decode_calls[num_rows] = _DecodeCall(self.num_kv_heads, options)
+                num_rows, is_uneven, self.num_kv_heads, self.num_groups, self.block_size, self._head_bytes,
+                self._device,
+            )  # fmt: skip
+            call = self._decode_calls[num_rows, is_uneven] = _DecodeCall(self.num_kv_heads, options)
         return call
 
     def attend_tiles(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -141,6 +142,7 @@ class StepTables:
     decode_tables: [num_decodes], where each one's table begins.
     decode_pages: [num_decodes], how many pages it sees; 0 for padding.
     decode_positions: [num_decodes] int64, of its token.
+    is_uneven: whether one of the decodes has much more to see than the others; see `gpu_options.is_uneven`.
     tile_tables: [num_tiles], where the table of each one's sequence begins.
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.
@@ -152,6 +154,7 @@ class StepTables:
     decode_tables: Tensor
     decode_pages: Tensor
     decode_positions: Tensor
+    is_uneven: bool
     tile_tables: Tensor
     tile_blocks: Tensor
     tile_is_used: Tensor
@@ -165,6 +168,7 @@ class GpuFlexPlan:
 
     form: GpuFlexAttention
     num_decodes: int
+    is_uneven: bool
     tile_rows: Tensor
     chunk_rows: Tensor
 
@@ -174,10 +178,11 @@ class GpuFlexPlan:
         values = value_cache.transpose(0, 1)[None]
         count = self.num_decodes
         if not len(self.tile_rows):
-            return self.form.attend_decodes(query, keys, values, scaling)
+            return self.form.attend_decodes(query, keys, values, scaling, is_uneven=self.is_uneven)
         output = torch.empty_like(query)
         if count:
-            output[:count] = self.form.attend_decodes(query[:count], keys, values, scaling)
+            decodes = query[:count]
+            output[:count] = self.form.attend_decodes(decodes, keys, values, scaling, is_uneven=self.is_uneven)
         tiles = self.form.attend_tiles(query.index_select(0, self.tile_rows), keys, values, scaling)
         torch.index_select(tiles, 0, self.chunk_rows, out=output[count:])
         return output

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
@@ -20,17 +22,21 @@ class DecodeEntry(NamedTuple):
     batch: int
     piece: int  # slots of a block that are read or left out together, at most
     splits: int  # programs a sequence and KV head
+    uneven_splits: int  # the same, where one sequence would keep them waiting
     num_stages: int
     num_warps: int
 
 
 _DECODES = (
-    DecodeEntry(2, 64, 16, 3, 2), DecodeEntry(8, 64, 8, 3, 2), DecodeEntry(16, 32, 4, 4, 2),
-    DecodeEntry(40, 32, 2, 4, 1), DecodeEntry(80, 64, 2, 2, 2), DecodeEntry(1 << 30, 64, 1, 3, 2),
+    DecodeEntry(2, 64, 16, 16, 3, 2), DecodeEntry(8, 64, 8, 16, 3, 2), DecodeEntry(16, 32, 4, 16, 4, 2),
+    DecodeEntry(40, 32, 2, 8, 4, 1), DecodeEntry(80, 64, 2, 8, 2, 2), DecodeEntry(1 << 30, 64, 1, 8, 3, 2),
 )  # fmt: skip
 MIN_PIECE = min(entry.piece for entry in _DECODES)
-MAX_SPLITS = max(entry.splits for entry in _DECODES)
+MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)
 _KV_HEADS_OF_TABLE = 8  # the table is for as many: a program serves one sequence and KV head
+# A program reads so many tokens of its KV head in a microsecond, at best as many programs read at that rate together,
+# and splits as numerous as the finer ones take some microseconds more to put together.
+_TOKENS_PER_US, _PROGRAMS, _FINER_US = 64, 128, 4.0
 
 
 class DecodeOptions(NamedTuple):
@@ -40,23 +46,47 @@ class DecodeOptions(NamedTuple):
     kernel: dict[str, Any]
 
 
+def is_uneven(num_decodes: int, contexts: NDArray[np.int64], num_kv_heads: int) -> bool:
+    """Whether the longest context, in tokens, would be read for longer than all together; `num_decodes` counts padding.
+
+    Then the step waits for the programs of one sequence, and it is split finer.
+    """
+    entry = _entry_of(num_decodes, num_kv_heads)
+    if entry.splits == entry.uneven_splits or not len(contexts):
+        return False
+    alone = contexts.max() / entry.splits / _TOKENS_PER_US
+    together = contexts.sum() * num_kv_heads / _PROGRAMS / _TOKENS_PER_US
+    return bool(alone > together + _FINER_US)
+
+
 def decode_options(
-    num_decodes: int, num_kv_heads: int, num_groups: int, block_size: int, head_bytes: int, device: torch.device
+    num_decodes: int,
+    is_uneven: bool,
+    num_kv_heads: int,
+    num_groups: int,
+    block_size: int,
+    head_bytes: int,
+    device: torch.device,
 ) -> DecodeOptions:
     """For a fixed number of decodes."""
     block_m = max(16, 1 << (num_groups - 1).bit_length())
-    batch = -(-num_decodes * num_kv_heads // _KV_HEADS_OF_TABLE)
-    entry = next(entry for entry in _DECODES if batch <= entry.batch)
+    entry = _entry_of(num_decodes, num_kv_heads)
+    splits = entry.uneven_splits if is_uneven else entry.splits
     piece = min(entry.piece, block_size)
     num_warps = entry.num_warps if piece >= 32 else 1
     sizes = _fitting(entry.num_stages, block_m, piece, head_bytes, device)
-    return DecodeOptions(piece, {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+    return DecodeOptions(piece, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+
+
+def _entry_of(num_decodes: int, num_kv_heads: int) -> DecodeEntry:
+    batch = -(-num_decodes * num_kv_heads // _KV_HEADS_OF_TABLE)
+    return next(entry for entry in _DECODES if batch <= entry.batch)
 
 
 def most_parts(max_decodes: int, num_kv_heads: int) -> int:
     """Into how many parts the decodes of a step are split together, at most."""
     batches = {entry: min(max_decodes, entry.batch * _KV_HEADS_OF_TABLE // num_kv_heads) for entry in _DECODES}
-    return max(batch * entry.splits for entry, batch in batches.items())
+    return max(batch * entry.uneven_splits for entry, batch in batches.items())
 
 
 def chunk_options(block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:

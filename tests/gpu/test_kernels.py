@@ -17,7 +17,7 @@ from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, p
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import tables_of
 from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gumbel_noise, noise_keys, token_counters
-from nanovllm.skinny_linear import linear
+from nanovllm.skinny_linear import linear, linear_and_add
 from nanovllm.step_inputs import Buckets, StepPacking, Tiles
 from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
@@ -30,7 +30,7 @@ def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttent
     key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash)
     if key not in _forms:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
-        buckets = Buckets(config)
+        buckets = Buckets(config, case.num_kv_heads)
         form = GpuFlexAttention(
             block_size=case.block_size,
             num_kv_heads=case.num_kv_heads,
@@ -47,12 +47,12 @@ def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttent
     return _forms[key]
 
 
-def run(case: PagedCase, *, uses_flash: bool = False) -> torch.Tensor:
+def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
     form, buckets = form_of(case, uses_flash=uses_flash)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.of(layout, block_size)
-    shape = buckets.shape(layout, len(tiles.blocks), "greedy")
+    shape = buckets.shape(layout, len(tiles.blocks), "greedy")._replace(is_uneven=is_uneven)
     packing = StepPacking(shape, block_size)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, tiles, None, packed)
@@ -92,6 +92,14 @@ def test_any_split_of_any_sequences_equals_dense_attention(block_size):
             spans.append((start, choice.choice([1, 1, choice.randint(1, 60)])))
         case = PagedCase(spans, seed=seed, block_size=block_size)
         case.check(run(case))
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
+def test_decodes_that_are_split_finer_equal_dense_attention(num_kv_heads):
+    case = PagedCase(
+        [(130, 1), (0, 1), (16, 1), (33, 1), (5, 1), (15, 1)], num_kv_heads=num_kv_heads, dtype=torch.bfloat16
+    )
+    case.check(run(case, is_uneven=True))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 6, 7, 8, 16])
@@ -138,6 +146,9 @@ def test_skinny_products_equal_float32_products(num_rows, num_outputs, depth, dt
     exact = F.linear(states.double(), weight.double())
     error = (linear(states, weight).double() - exact).norm() / exact.norm()
     assert error < 4e-3
+    residual = torch.randn(1, num_rows, num_outputs, generator=generator, device="cuda").to(dtype)
+    together = linear_and_add(states, weight, residual)
+    torch.testing.assert_close(together, residual + linear(states, weight), rtol=0, atol=0)
     wide = torch.randn(1, num_rows, 2 * depth, generator=generator, device="cuda").to(dtype)[..., :depth]
     torch.testing.assert_close(linear(wide, weight), linear(wide.contiguous(), weight), atol=0, rtol=0)
 
