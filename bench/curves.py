@@ -3,7 +3,7 @@
     python bench/curves.py --output curves                       # the embedded model on this machine's CPU
     python bench/curves.py --output curves --device cuda budget  # random weights in the shape of Qwen3-0.6B
 
-Each experiment writes its figures to results.json as soon as it has them, and a picture. A workload is played once
+Each figure is in results.json as soon as it was taken; an experiment ends with a picture. A workload is played once
 without being measured, and then `--repeats` times, of which the one of median length counts.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from nanovllm.bench.play import Playback, figures, play
 from nanovllm.bench.players import NanoVLLM
 from nanovllm.workloads import TimedRequest, Workload, p1, poisson, random_requests, w, w1, whales
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 class Bench:
@@ -62,27 +63,25 @@ class Bench:
 # ------------------------------------------------------------------------------------------------------- experiments
 
 
-def budget(bench: Bench) -> Rows:
+def budget(bench: Bench) -> Iterator[Row]:
     """Throughput of a batch, and latencies of requests that arrive at two thirds of what the engine can do."""
     batch = w1() if bench.is_gpu else w()
-    arriving = poisson(batch, 30.0 if bench.is_gpu else 5.0)
-    rows = []
-    for size in (1280, 2048, 4096, 8192, 16_384) if bench.is_gpu else (128, 256, 512, 1024, 2048, 4096):
+    arriving = poisson(Workload(batch.name, batch.requests[:128]), 30.0) if bench.is_gpu else poisson(batch, 5.0)
+    for size in (1280, 2048, 4096, 8192) if bench.is_gpu else (128, 256, 512, 1024, 2048, 4096):
         played = bench.play([batch, arriving], max_num_batched_tokens=size)
         whole, timed = (figures(load, run) for load, run in zip((batch, arriving), played, strict=True))
         row = {"max_num_batched_tokens": size, "output_tokens_per_second": whole["output_tokens_per_second"]}
-        rows.append(row | {name: timed[name] for name in ("ttft", "itl")})
-    return rows
+        yield row | {name: timed[name] for name in ("ttft", "itl")}
 
 
-def whale(bench: Bench) -> Rows:
+def whale(bench: Bench) -> Iterator[Row]:
     """What decoding requests see of long prompts, in chunks of several sizes and in one piece."""
     sizes = {"decoding": 64, "prompt": 512, "output": 600, "whales": 8, "whale_prompt": 8192, "delay": 0.5}
     if not bench.is_gpu:
         sizes = {"decoding": 8, "prompt": 64, "output": 160, "whales": 4, "whale_prompt": 2048, "delay": 1.0}
     workload = whales(**sizes)
     decoding = Workload("decoding", workload.requests[: sizes["decoding"]])
-    rows = []
+    rows: Rows = []
     for size in (2048, 4096, 8192) if bench.is_gpu else (128, 256, 512, 1024):
         rows.append({"chunks": "of the budget", "max_num_batched_tokens": size})
     # A whole prompt beside the decodes, and less than a block besides, for the beginning of another.
@@ -97,21 +96,19 @@ def whale(bench: Bench) -> Rows:
         ]
         ends = zip(played.arrivals[count:], played.finished[count:], strict=True)
         row["last first token of a long prompt"] = max(ended.token_times[0] - arrival for arrival, ended in ends)
-    return rows
+        yield row
 
 
-def prefix(bench: Bench) -> Rows:
+def prefix(bench: Bench) -> Iterator[Row]:
     """Time to the first token of requests that come one after another, by how many first tokens they share."""
     lengths = (0, 512, 1024, 2048, 4096, 8192) if bench.is_gpu else (0, 256, 512, 1024, 2048)
     workloads = [one_by_one(random_requests(requests=9, prompt=n + 64, shared=n, output=2)) for n in lengths]
-    rows = []
     for caching in (True, False):
         played = bench.play(workloads, enable_prefix_caching=caching)
         for length, workload, run in zip(lengths, workloads, played, strict=True):
             later = Workload("later", workload.requests[1:])  # the first finds nothing
             ttft = figures(later, Playback(run.seconds, run.arrivals[1:], run.finished[1:]))["ttft"]
-            rows.append({"shared": length, "enable_prefix_caching": caching, "ttft": ttft})
-    return rows
+            yield {"shared": length, "enable_prefix_caching": caching, "ttft": ttft}
 
 
 def one_by_one(workload: Workload) -> Workload:
@@ -122,21 +119,24 @@ def one_by_one(workload: Workload) -> Workload:
     return Workload(workload.name, requests)
 
 
-def block(bench: Bench) -> Rows:
+def block(bench: Bench) -> Iterator[Row]:
     """Throughput of a batch without shared tokens, and of one with, by the size of a block."""
     plain = w1() if bench.is_gpu else w()
     shared = p1() if bench.is_gpu else p1(requests=48, prompts=4, shared=500, own=(8, 40), output=32)
-    rows = []
     for size in (16, 32, 64, 128, 256):
         played = bench.play([plain, shared], block_size=size)
         alone, together = (figures(load, run) for load, run in zip((plain, shared), played, strict=True))
         row = {"block_size": size, "output_tokens_per_second": alone["output_tokens_per_second"]}
         row["output_tokens_per_second, shared"] = together["output_tokens_per_second"]
-        rows.append(row | {"cached share": together["cached_tokens"] / shared.num_prompt_tokens})
-    return rows
+        yield row | {"cached share": together["cached_tokens"] / shared.num_prompt_tokens}
 
 
-EXPERIMENTS: dict[str, Callable[[Bench], Rows]] = {"budget": budget, "whale": whale, "prefix": prefix, "block": block}
+EXPERIMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "budget": budget,
+    "whale": whale,
+    "prefix": prefix,
+    "block": block,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- pictures
@@ -229,10 +229,11 @@ def main() -> None:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     bench = Bench(arguments.device, arguments.repeats)
     for name in arguments.experiments or EXPERIMENTS:
-        rows = EXPERIMENTS[name](bench)
+        rows: Rows = []
         results[name] = {"environment": environment(), "repeats": arguments.repeats, "rows": rows}
-        path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        for row in rows:
+        for row in EXPERIMENTS[name](bench):
+            rows.append(row)
+            path.write_text(json.dumps(results, indent=1), encoding="utf-8")
             print(name, json.dumps(row), flush=True)
         draw(name, rows, arguments.output / f"{name}.png")
 

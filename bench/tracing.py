@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.test_bench_scheduler import decoding
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
@@ -45,13 +46,13 @@ def steady(path: Path, num_running: int, *, rounds: int = 5, num_steps: int = 10
     return min(took) * 1e6
 
 
-def real(path: Path, model: str, num_requests: int, num_tokens: int) -> str:
+def real(path: Path, model: str, num_requests: int, num_tokens: int, **options: Any) -> str:
     """How long steps of a model take, and the share of them that the trace takes."""
     records: list[StepRecord] = []
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     with (
         TimedWriter(path) as trace,
-        LLM(model, on_step=records.append, trace=trace, max_num_seqs=num_requests) as llm,
+        LLM(model, on_step=records.append, trace=trace, max_num_seqs=num_requests, **options) as llm,
     ):
         llm.generate([[5 + number] * 16 for number in range(num_requests)], params, use_tqdm=False)
     steps = [record.time - record.start_time for record in records]
@@ -62,14 +63,20 @@ def real(path: Path, model: str, num_requests: int, num_tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--random", action="store_true", help="random weights in the shape of Qwen3-0.6B, on a GPU")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=40)
     arguments = parser.parse_args()
+    model, options = arguments.model, {}
+    if arguments.random:
+        from bench.gpu import NoText, checkpoint
+
+        model, options = str(checkpoint("0.6b")), {"dtype": "bfloat16", "tokenizer": NoText(), "max_model_len": 4096}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
         for num_running in (64, 256, 1024):
             print(f"{num_running} steady decodes: {steady(path, num_running):.1f} µs of CPU time a step")
-        print(f"{arguments.model}: {real(path, arguments.model, arguments.requests, arguments.tokens)}")
+        print(f"{model}: {real(path, model, arguments.requests, arguments.tokens, **options)}")
 
 
 if __name__ == "__main__":
