@@ -26,7 +26,13 @@ from nanovllm.workloads import TimedRequest, Workload
 COSTS = CostModel(
     schedule=HostCost(5e-5, 1e-6),
     device=DeviceCost(
-        knee=64, fixed=1.8e-3, per_token_above=3.3e-6, per_decode=2.5e-6, per_context_token=27e-9, per_chunk_pair=2e-10
+        knee=64,
+        fixed=1.8e-3,
+        per_token_above=3.3e-6,
+        per_decode=2.5e-6,
+        per_context_token=27e-9,
+        per_shared_context_token=27e-9,
+        per_chunk_pair=2e-10,
     ),
     update=HostCost(5e-5, 1e-6),
     launch_blocks=False,

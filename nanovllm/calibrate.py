@@ -41,12 +41,13 @@ NUM_DECODES = 6  # steps of decodes in a scenario
 
 
 class Group(NamedTuple):
-    """So many equal requests, added once the scenario has made so many steps."""
+    """So many equal requests, added once the scenario has made so many steps; their prompts may begin alike."""
 
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
     after_steps: int = 0
+    num_shared_tokens: int = 0
 
 
 Scenario = tuple[Group, ...]
@@ -62,7 +63,7 @@ class _NotingScheduler(Scheduler):
     def schedule(self) -> ScheduledBatch | None:
         batch = super().schedule()
         if batch is not None:
-            self.shapes[batch.step_id] = StepShape.of(batch)
+            self.shapes[batch.step_id] = StepShape.of(batch, self.config.block_size)
         return batch
 
 
@@ -121,6 +122,11 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     ]
     prompts: list[Scenario] = [(Group(1, 2**power, 1),) for power in range(3, 13)]
     prompts += [(Group(count, length, 1),) for count, length in ((4, 16), (16, 16), (64, 16), (8, 64), (4, 256))]
+    decodes += [
+        (Group(count, shared + 16, NUM_DECODES + 1, num_shared_tokens=shared),)
+        for count in (4, 16, 48)
+        for shared in (512, 1024)
+    ]
     mixed: list[Scenario] = [
         (Group(count, 64, NUM_DECODES + 1), Group(1, length, 2, after_steps=3))
         for count in (4, 16, 48)
@@ -150,8 +156,9 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
         while groups and (groups[0].after_steps <= num_steps or not engine.has_unfinished):
             group = groups.pop(0)
             params = SamplingParams(temperature=0.0, max_tokens=group.num_output_tokens, ignore_eos=True)
+            shared = r.choices(range(vocab_size), k=group.num_shared_tokens)
             for _ in range(group.num_requests):
-                prompt = [r.randrange(vocab_size) for _ in range(group.num_prompt_tokens)]
+                prompt = shared + r.choices(range(vocab_size), k=group.num_prompt_tokens - len(shared))
                 engine.add_request(f"calibration-{num_added}", prompt, params)
                 num_added += 1
         engine.step()

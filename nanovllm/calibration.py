@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

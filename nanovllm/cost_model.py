@@ -19,7 +19,9 @@ class StepShape(NamedTuple):
 
     num_tokens: new tokens, all of which pass the dense layers.
     num_decodes, num_chunks: sequences by the kind of their attention.
-    num_context_tokens: KV entries that the decodes read.
+    num_context_tokens: KV entries that the decodes read, each counted once.
+    num_shared_context_tokens: how many more it were if each decode counted all of its own: where several begin with the
+        same blocks, a kernel may read these once for all of them.
     num_chunk_pairs: pairs of a query and a key that the chunks' attention multiplies.
     num_samples: rows that reach the vocabulary projection and draw a token.
     """
@@ -28,23 +30,43 @@ class StepShape(NamedTuple):
     num_decodes: int
     num_chunks: int
     num_context_tokens: int
+    num_shared_context_tokens: int
     num_chunk_pairs: int
     num_samples: int
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> StepShape:
+    def of(cls, batch: ScheduledBatch, block_size: int) -> StepShape:
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         for _, start, size, samples, _, _ in batch.prefills:
             num_tokens += size
             num_pairs += size * start + size * (size + 1) // 2
             num_samples += samples
-        context = sum([entry.start for entry in batch.entries[:num_decodes]]) + num_decodes
+        decodes = batch.entries[:num_decodes]
+        shared = block_size * _num_shared_blocks([entry.block_table for entry in decodes])
+        context = sum([entry.start for entry in decodes]) + num_decodes - shared
         num_chunks = len(batch.entries) - num_decodes
-        return cls(num_tokens, num_decodes, num_chunks, context, num_pairs, num_samples)
+        return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
 
     @property
     def num_sequences(self) -> int:
         return self.num_decodes + self.num_chunks
+
+
+def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
+    """How many blocks less are read if those that tables begin with in common are read once for all of these tables."""
+    groups: dict[int, list[list[int]]] = {}
+    for table in tables:
+        groups.setdefault(table[0], []).append(table)
+    if len(groups) == len(tables):
+        return 0
+    num_blocks = 0
+    for group in groups.values():
+        first, last = min(group), max(group)  # what these two have in common, all between them have
+        common = next(
+            (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
+        )
+        num_blocks += (len(group) - 1) * common
+    return num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,7 @@ class DeviceCost:
         reading the weights bounds small steps the first is about 0, and both together are a floor and a slope.
     per_decode, per_chunk: attention of one more sequence.
     per_context_token: reading one token's K and V for a decode.
+    per_shared_context_token: using it for another decode as well: the same again, unless the kernel reads it once.
     per_chunk_pair: one query with one key of a chunk.
     per_sample: vocabulary projection and drawing, of a row.
     """
@@ -67,6 +90,7 @@ class DeviceCost:
     per_decode: float = 0.0
     per_chunk: float = 0.0
     per_context_token: float = 0.0
+    per_shared_context_token: float = 0.0
     per_chunk_pair: float = 0.0
     per_sample: float = 0.0
 
@@ -83,6 +107,7 @@ class DeviceCost:
             self.per_decode,
             self.per_chunk,
             self.per_context_token,
+            self.per_shared_context_token,
             self.per_chunk_pair,
             self.per_sample,
         )
@@ -163,7 +188,7 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
     """Coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / targets)², and that sum.
 
     The best c is the plain least-squares solution over its own positive entries, so of the solutions over all subsets
-    of columns that came out positive it is the one with the least error. With at most eight columns there are few.
+    of columns that came out positive it is the one with the least error. With at most nine columns there are few.
     """
     import numpy as np  # the only place that needs it
 

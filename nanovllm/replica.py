@@ -122,7 +122,7 @@ class Replica:
         return self._read()
 
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
-        shape, cost_model = StepShape.of(batch), self._cost_model
+        shape, cost_model = StepShape.of(batch, self.scheduler.config.block_size), self._cost_model
         schedule_time = cost_model.schedule.seconds(shape.num_sequences)
         launched = self.now = start + schedule_time
         done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)

@@ -115,7 +115,7 @@ def test_another_model_is_refused_and_the_same_is_not():
         lambda text: "no JSON",
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"format": 1', '"format": 2'),
+        lambda text: text.replace('"format": 2', '"format": 1'),
         lambda text: text.replace('"knee"', '"knees"'),
         lambda text: text.replace('"dtype"', '"type"'),
     ],
@@ -141,8 +141,16 @@ def test_scenarios_respect_the_limits_of_the_engine():
     assert any(len(groups) == 2 for groups in plan)
 
 
+def test_scenarios_with_a_shared_beginning_share_it():
+    plan = scenarios(make_config(max_model_len=2048, max_num_seqs=16, num_kv_blocks=1001, device="cpu", block_size=16))
+    shared = [group for groups in plan for group in groups if group.num_shared_tokens]
+    assert {(group.num_requests, group.num_shared_tokens) for group in shared} == {
+        (4, 512), (4, 1024), (16, 512)
+    }  # fmt: skip
+
+
 def test_residuals_are_relative_errors():
-    shape = StepShape(16, 16, 0, 0, 0, 16)
+    shape = StepShape(16, 16, 0, 0, 0, 0, 16)
     samples = [StepSample(shape, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
     assert residuals(samples, COST) == pytest.approx({"median": 0.2, "p90": 0.2, "max": 0.5})
 
@@ -168,7 +176,7 @@ def test_a_real_engine_is_measured_on_its_clock():
     cost = calibration.cost_model
     assert cost.launch_blocks
     # A launch and a wait are two looks; scheduling is one.
-    assert cost.device.seconds(StepShape(8, 8, 0, 800, 0, 8)) == pytest.approx(2e-3, rel=0.05)
+    assert cost.device.seconds(StepShape(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
     assert cost.schedule.seconds(4) == pytest.approx(1e-3, rel=0.05)
     assert calibration.residuals["max"] < 0.1
     config = calibration.resolve(EngineConfig(max_model_len=128, max_num_seqs=4))

@@ -19,6 +19,7 @@ TRUE = CostModel(
         per_decode=0.05e-3,
         per_chunk=0.3e-3,
         per_context_token=4e-7,
+        per_shared_context_token=1e-7,
         per_chunk_pair=5e-8,
         per_sample=0.03e-3,
     ),
@@ -32,8 +33,10 @@ def random_shape(r: random.Random) -> StepShape:
         num_chunks = 1
     new = num_chunks * r.choice([8, 16, 32, 64, 128])
     context, chunk_context = num_decodes * r.randint(1, 2000), r.choice([0, 0, 1024, 4096])
+    shared = r.choice([0, 0, context // 2])
     num_samples = num_decodes + r.randint(0, num_chunks)
-    return StepShape(num_decodes + new, num_decodes, num_chunks, context, new * (chunk_context + 20), num_samples)
+    pairs = new * (chunk_context + 20)
+    return StepShape(num_decodes + new, num_decodes, num_chunks, context, shared, pairs, num_samples)
 
 
 def sampled(shapes: list[StepShape], noise: float, seed: int = 0) -> list[StepSample]:
@@ -64,10 +67,22 @@ def test_a_shape_counts_tokens_sequences_context_pairs_and_samples():
     first = loop.step()
     loop.add(range(200, 220), max_tokens=9)
     second = loop.step()
-    assert StepShape.of(first) == (9, 0, 2, 0, 6 * 7 // 2 + 3 * 4 // 2, 2)
+    assert StepShape.of(first, 4) == (9, 0, 2, 0, 0, 6 * 7 // 2 + 3 * 4 // 2, 2)
     # Two decodes read 7 and 4 tokens; 12 of the 20 prompt tokens fit in whole blocks of 4.
-    assert StepShape.of(second) == (14, 2, 1, 11, 12 * 13 // 2, 2)
-    assert StepShape.of(loop.step()) == (10, 2, 1, 13, 8 * 12 + 8 * 9 // 2, 3)
+    assert StepShape.of(second, 4) == (14, 2, 1, 11, 0, 12 * 13 // 2, 2)
+    assert StepShape.of(loop.step(), 4) == (10, 2, 1, 13, 0, 8 * 12 + 8 * 9 // 2, 3)
+
+
+def test_a_shape_counts_what_decodes_begin_with_in_common_once():
+    loop = Loop(make_scheduler(max_num_batched_tokens=200))
+    for own in (range(100, 103), range(200, 205), range(300, 301)):
+        loop.add([*range(17), *own], max_tokens=9)
+    loop.add([*range(9), *range(400, 420)], max_tokens=9)  # two blocks of 4 like those
+    loop.add(range(500, 507), max_tokens=9)
+    loop.step()
+    # All but the last begin alike, the four together with 8 tokens; the first three have 8 more of their own.
+    contexts = [21, 23, 19, 30, 8]
+    assert StepShape.of(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
 
 
 def test_without_noise_the_fit_is_exact():
@@ -91,9 +106,9 @@ def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
 def test_small_steps_weigh_as_much_as_large_ones():
     # One large step is 30 % off; in absolute terms it would outweigh all the small ones.
     r = random.Random(3)
-    shapes = [StepShape(n, n, 0, n * 100, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
+    shapes = [StepShape(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
     samples = sampled(shapes, noise=0.01)
-    large = StepShape(4096, 0, 1, 0, 4096 * 2048, 1)
+    large = StepShape(4096, 0, 1, 0, 0, 4096 * 2048, 1)
     samples.append(StepSample(large, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
     fitted = fit(samples, launch_blocks=True)
     assert worst_error(fitted, r.sample(shapes, 10)) < 0.02
@@ -124,4 +139,4 @@ def test_the_least_squares_minimum_is_no_worse_than_points_around_it():
 
 def test_too_few_samples_are_refused():
     with pytest.raises(ValueError, match="3 measured steps are too few"):
-        fit(sampled([StepShape(1, 1, 0, 1, 0, 1)] * 3, noise=0.0), launch_blocks=True)
+        fit(sampled([StepShape(1, 1, 0, 1, 0, 0, 1)] * 3, noise=0.0), launch_blocks=True)
