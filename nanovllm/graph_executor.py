@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.attention.compiled import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
-from nanovllm.attention.gpu_options import MIN_PIECE, most_parts
+from nanovllm.attention.gpu_options import MIN_PIECE, Gpu, KernelOptions
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.batch import ScheduledBatch
@@ -43,18 +43,15 @@ class GraphExecutor:
     """
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler) -> None:
-        layer, block_size = binding.layers[0], config.block_size
+        block_size, options = config.block_size, options_of(binding, config)
         self._binding = binding
         self._sampler = sampler
         self._block_size = block_size
         self._captures = config.cuda_graphs
-        self._buckets = Buckets(config, layer.num_kv_heads)
+        self._buckets = Buckets(config, options)
         max_pages = -(-config.max_model_len // block_size)
         self._form = GpuFlexAttention(
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            num_groups=layer.num_heads // layer.num_kv_heads,
-            head_bytes=layer.head_dim * layer.dtype.itemsize,
+            options=options,
             max_decodes=self._buckets.max_decodes,
             max_tiles=self._buckets.max_tiles,
             max_pages=max_pages,
@@ -201,16 +198,27 @@ class GraphExecutor:
         self._forget_graphs()
 
 
+def options_of(binding: ModelBinding, config: EngineConfig) -> KernelOptions:
+    layer = binding.layers[0]
+    return KernelOptions(
+        Gpu.of(binding.device),
+        layer.num_kv_heads,
+        layer.num_heads // layer.num_kv_heads,
+        layer.head_dim * layer.dtype.itemsize,
+        config.block_size,
+    )
+
+
 def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler, twice
     for log-probabilities, and what it does with them, and the graphs themselves.
     """
-    layer = binding.layers[0]
-    buckets = Buckets(config, layer.num_kv_heads)
+    layer, options = binding.layers[0], options_of(binding, config)
+    buckets = Buckets(config, options)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
     sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
-    parts = most_parts(buckets.max_decodes, layer.num_kv_heads) * row_values * 4  # of outputs, in float32
+    parts = options.most_parts(buckets.max_decodes) * row_values * 4  # of outputs, in float32
     max_pages = -(-config.max_model_len // config.block_size)
     pieces = max_pages * max(1, config.block_size // MIN_PIECE)
     width = max_pages + 1

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.attention.gpu_options import is_uneven
+from nanovllm.attention.gpu_options import KernelOptions
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.config import EngineConfig
 from nanovllm.sampler import DrawInputs
@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
     """Sizes of a step, padding included. The flat batch has its decodes first, padded, then its chunks, padded.
 
     num_rows: of the flat batch.
-    is_uneven: whether one decode has much more to see than the others; see `gpu_options.is_uneven`.
+    is_uneven: whether one decode has much more to see than the others; see `KernelOptions`.
     draws: how its tokens are sampled within the step ("greedy", "noise"), or "none" for the host's sampler.
     """
 
@@ -42,9 +42,9 @@ class StepShape(NamedTuple):
 class Buckets:
     """Rounds sizes up. Fine where a step is short and of one kind, coarse where kinds multiply: mixed steps."""
 
-    def __init__(self, config: EngineConfig, num_kv_heads: int) -> None:
+    def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
         self._block_size = config.block_size
-        self._num_kv_heads = num_kv_heads
+        self._options = options
         most = max(MIN_ROWS, config.max_num_seqs)
         self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, most, 64)])
         self._mixed_decodes = [0, *_up_to(most, [4, 16, 32, 64, *(128 << n for n in range(8))])]
@@ -73,7 +73,7 @@ class Buckets:
         return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, self._is_uneven(layout, num_decodes))
 
     def _is_uneven(self, layout: BatchLayout, num_decodes: int) -> bool:
-        return is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1, self._num_kv_heads)
+        return self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
 
     def _whole_tiles(self, num_rows: int) -> int:
         return -(-num_rows // self._block_size)

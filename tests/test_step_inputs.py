@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
+from nanovllm.attention.gpu_options import Gpu, KernelOptions
 from nanovllm.attention.layout import build_layout
 from nanovllm.batch import ScheduledSequence
 from nanovllm.config import EngineConfig
@@ -17,6 +18,8 @@ from nanovllm.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 from nanovllm.step_inputs import MIN_ROWS, Buckets, StepPacking, StepShape, Tiles, with_sampled
+
+H200 = Gpu(132, 232_448)
 
 
 def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int, budget: int, max_model_len: int):
@@ -49,6 +52,10 @@ def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: in
     )
 
 
+def options_of(block_size: int, num_kv_heads: int = 8) -> KernelOptions:
+    return KernelOptions(H200, num_kv_heads, 2, 256, block_size)
+
+
 def assert_fits(shape: StepShape, buckets: Buckets, block_size: int) -> None:
     largest = buckets.largest()
     assert all(size <= bound for size, bound in zip(shape[:4], largest[:4], strict=True)), (shape, largest)
@@ -64,7 +71,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
     for budget in (max_num_seqs + block_size, max_num_seqs + block_size + 1, 8192, 12_345):
         if budget < max_num_seqs + block_size:
             continue
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size), 8)
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size), options_of(block_size))
         for shape in buckets.common():
             assert_fits(shape, buckets, block_size)
         for _ in range(12):
@@ -81,7 +88,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
 
 
 def test_padding_stays_moderate():
-    buckets = Buckets(config_of(1024, 8192, 64), 8)
+    buckets = Buckets(config_of(1024, 8192, 64), options_of(64))
     entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
     for count in range(1, 1025):
         shape = buckets.shape(build_layout([entry] * count, 64), 0, "noise")
@@ -97,7 +104,7 @@ def test_padding_stays_moderate():
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_heads):
-    buckets = Buckets(config_of(1024, 2048, 64, 200_000), num_kv_heads)
+    buckets = Buckets(config_of(1024, 2048, 64, 200_000), options_of(64, num_kv_heads))
 
     def is_uneven(*contexts: int, chunk: int = 0) -> bool:
         entries = [
@@ -122,6 +129,23 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
         assert not is_uneven(2048, *[900] * 255)
 
 
+@pytest.mark.parametrize(
+    "gpu", [Gpu(108, 166_912), Gpu(148, 232_448), Gpu(132, 101_376)], ids=["A100", "B200", "small"]
+)
+def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
+    of_gpu, of_h200 = (KernelOptions(each, 8, 2, 256, 64) for each in (gpu, H200))
+    for count in range(4, 1025, 4):
+        alike = count * H200.num_multiprocessors // gpu.num_multiprocessors
+        for is_uneven in (False, True):
+            options, measured = (of.of_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike)))
+            assert (options.piece, options.kernel["SPLIT_KV"]) == (measured.piece, measured.kernel["SPLIT_KV"])
+            tiles = 16 + 2 * options.kernel["num_stages"] * options.kernel["BLOCK_N"]
+            assert 256 * tiles <= gpu.shared_memory
+        assert of_gpu.most_parts(count) >= count * of_gpu.of_decodes(count, is_uneven=True).kernel["SPLIT_KV"]
+    chunks = of_gpu.of_chunks()
+    assert 256 * (chunks["BLOCK_M"] + 2 * chunks["num_stages"] * chunks["BLOCK_N"]) <= gpu.shared_memory
+
+
 def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
     """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
     num_steps = 0
@@ -130,7 +154,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         block_size, max_num_seqs = choice.choice([16, 32, 64, 256]), choice.choice([1, 3, 8, 21, 40])
         longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
         budget = max_num_seqs + block_size + choice.randint(0, 200)
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest), 8)
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest), options_of(block_size))
         width = -(-longest // block_size) + 1
         decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
         piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
@@ -230,7 +254,7 @@ def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decod
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16), 8).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
+    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
     assert shape.num_decodes > layout.num_decodes
     packing = StepPacking(shape, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)

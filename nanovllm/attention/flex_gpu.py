@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.compiled import forward_mask, own_code
-from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE, DecodeOptions, chunk_options, decode_options
+from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE, DecodeOptions, KernelOptions
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {
@@ -37,8 +37,7 @@ class GpuFlexAttention:
     """The `flex` form on a GPU. One instance serves every layer of an engine.
 
     Args:
-        num_groups: query heads per KV head.
-        head_bytes: bytes of one head's K of one token.
+        options: of the kernels, for the model and the GPU.
         max_decodes, max_tiles: bounds of a step.
         max_pages: bound of a sequence's pages.
         num_blocks: pages of the cache.
@@ -48,10 +47,7 @@ class GpuFlexAttention:
     def __init__(
         self,
         *,
-        block_size: int,
-        num_kv_heads: int,
-        num_groups: int,
-        head_bytes: int,
+        options: KernelOptions,
         max_decodes: int,
         max_tiles: int,
         max_pages: int,
@@ -59,12 +55,10 @@ class GpuFlexAttention:
         uses_flash: bool,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
-        self.num_kv_heads = num_kv_heads
-        self.num_groups = num_groups
-        self._head_bytes = head_bytes
+        self._options = options
+        self.block_size = block_size = options.block_size
+        self.num_kv_heads = options.num_kv_heads
         self._max_pages = max_pages
-        self._device = device
         width = max_pages + 1  # a kernel may read one index past the last
         chunk_width = num_blocks if uses_flash else width
 
@@ -115,10 +109,7 @@ class GpuFlexAttention:
         """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
         call = self._decode_calls.get((num_rows, is_uneven))
         if call is None:
-            options = decode_options(
-                num_rows, is_uneven, self.num_kv_heads, self.num_groups, self.block_size, self._head_bytes,
-                self._device,
-            )  # fmt: skip
+            options = self._options.of_decodes(num_rows, is_uneven=is_uneven)
             call = self._decode_calls[num_rows, is_uneven] = _DecodeCall(self.num_kv_heads, options)
         return call
 
@@ -129,7 +120,7 @@ class GpuFlexAttention:
         if call is None:
             options: dict[str, Any] = {"BACKEND": "FLASH"}
             if not self._uses_flash:
-                options = chunk_options(self.block_size, self._head_bytes, self._device)
+                options = self._options.of_chunks()
             call = self._chunk_calls[fixed_rows] = _ChunkCall(self.block_size, options, fixed_rows=fixed_rows > 0)
         return call(query, keys, values, self._chunk, scaling)
 
@@ -142,7 +133,7 @@ class StepTables:
     decode_tables: [num_decodes], where each one's table begins.
     decode_pages: [num_decodes], how many pages it sees; 0 for padding.
     decode_positions: [num_decodes] int64, of its token.
-    is_uneven: whether one of the decodes has much more to see than the others; see `gpu_options.is_uneven`.
+    is_uneven: whether one of the decodes has much more to see than the others; see `KernelOptions`.
     tile_tables: [num_tiles], where the table of each one's sequence begins.
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.

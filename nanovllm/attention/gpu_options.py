@@ -1,11 +1,13 @@
 """Options of FlexAttention's GPU kernels: one table, and what follows from sizes alone.
 
-The table was measured on an H200 (sm_90; bfloat16, heads of 128, pages of 64). Other GPUs take the same, with as many
-stages and as large tiles as their shared memory holds; what else would suit them was not measured.
+The table was measured on an H200 (sm_90; bfloat16, heads of 128, pages of 64). Other GPUs (sm_80, sm_100) take the
+same by two rules, which were not measured: batches count in proportion to the multiprocessors, and tiles are as large,
+and stages as many, as shared memory holds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +35,26 @@ _DECODES = (
 )  # fmt: skip
 MIN_PIECE = min(entry.piece for entry in _DECODES)
 MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)
-_KV_HEADS_OF_TABLE = 8  # the table is for as many: a program serves one sequence and KV head
-# A program reads so many tokens of its KV head in a microsecond, at best as many programs read at that rate together,
-# and splits as numerous as the finer ones take some microseconds more to put together.
-_TOKENS_PER_US, _PROGRAMS, _FINER_US = 64, 128, 4.0
+# Of the GPU that it was measured on: a program serves one sequence and KV head.
+_PROGRAMS_PER_BATCH, _MULTIPROCESSORS = 8, 132
+# A program reads so many tokens of its KV head in a microsecond, and as many programs as there are multiprocessors read
+# at that rate together. Splits as numerous as the finer ones take some microseconds more to put together.
+_TOKENS_PER_US, _FINER_US = 64, 4.0
+
+
+class Gpu(NamedTuple):
+    """What the options depend on.
+
+    shared_memory: bytes of a multiprocessor that one program may take.
+    """
+
+    num_multiprocessors: int
+    shared_memory: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu:
+        properties: Any = torch.cuda.get_device_properties(device)
+        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 class DecodeOptions(NamedTuple):
@@ -46,63 +64,67 @@ class DecodeOptions(NamedTuple):
     kernel: dict[str, Any]
 
 
-def is_uneven(num_decodes: int, contexts: NDArray[np.int64], num_kv_heads: int) -> bool:
-    """Whether the longest context, in tokens, would be read for longer than all together; `num_decodes` counts padding.
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """The options of a model's kernels on a GPU.
 
-    Then the step waits for the programs of one sequence, and it is split finer.
+    num_groups: query heads per KV head.
+    head_bytes: bytes of one head's K of one token.
     """
-    entry = _entry_of(num_decodes, num_kv_heads)
-    if entry.splits == entry.uneven_splits or not len(contexts):
-        return False
-    alone = contexts.max() / entry.splits / _TOKENS_PER_US
-    together = contexts.sum() * num_kv_heads / _PROGRAMS / _TOKENS_PER_US
-    return bool(alone > together + _FINER_US)
 
+    gpu: Gpu
+    num_kv_heads: int
+    num_groups: int
+    head_bytes: int
+    block_size: int
 
-def decode_options(
-    num_decodes: int,
-    is_uneven: bool,
-    num_kv_heads: int,
-    num_groups: int,
-    block_size: int,
-    head_bytes: int,
-    device: torch.device,
-) -> DecodeOptions:
-    """For a fixed number of decodes."""
-    block_m = max(16, 1 << (num_groups - 1).bit_length())
-    entry = _entry_of(num_decodes, num_kv_heads)
-    splits = entry.uneven_splits if is_uneven else entry.splits
-    piece = min(entry.piece, block_size)
-    num_warps = entry.num_warps if piece >= 32 else 1
-    sizes = _fitting(entry.num_stages, block_m, piece, head_bytes, device)
-    return DecodeOptions(piece, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+    def is_uneven(self, num_decodes: int, contexts: NDArray[np.int64]) -> bool:
+        """Whether the longest context, in tokens, would be read for longer than all of them together.
 
+        Then a step waits for the programs of one sequence, and is split finer. `num_decodes` counts padding too.
+        """
+        entry = self._entry_of(num_decodes)
+        if entry.splits == entry.uneven_splits or not len(contexts):
+            return False
+        alone = contexts.max() / entry.splits / _TOKENS_PER_US
+        together = contexts.sum() * self.num_kv_heads / self.gpu.num_multiprocessors / _TOKENS_PER_US
+        return bool(alone > together + _FINER_US)
 
-def _entry_of(num_decodes: int, num_kv_heads: int) -> DecodeEntry:
-    batch = -(-num_decodes * num_kv_heads // _KV_HEADS_OF_TABLE)
-    return next(entry for entry in _DECODES if batch <= entry.batch)
+    def of_decodes(self, num_decodes: int, *, is_uneven: bool) -> DecodeOptions:
+        """For a fixed number of decodes."""
+        block_m = max(16, 1 << (self.num_groups - 1).bit_length())
+        entry = self._entry_of(num_decodes)
+        splits = entry.uneven_splits if is_uneven else entry.splits
+        piece = min(entry.piece, self.block_size)
+        num_warps = entry.num_warps if piece >= 32 else 1
+        sizes = self._fitting(entry.num_stages, block_m, piece)
+        return DecodeOptions(piece, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
 
+    def of_chunks(self) -> dict[str, Any]:
+        """For tiles of `block_size` rows."""
+        block_m = min(64, self.block_size)
+        sizes = self._fitting(CHUNK_STAGES, block_m, self.block_size)
+        fixed = {"num_warps": CHUNK_WARPS, "IS_DIVISIBLE": True, "FORCE_USE_FLEX_ATTENTION": True}
+        return {"BLOCK_M": block_m, **fixed, **sizes}
 
-def most_parts(max_decodes: int, num_kv_heads: int) -> int:
-    """Into how many parts the decodes of a step are split together, at most."""
-    batches = {entry: min(max_decodes, entry.batch * _KV_HEADS_OF_TABLE // num_kv_heads) for entry in _DECODES}
-    return max(batch * entry.uneven_splits for entry, batch in batches.items())
+    def most_parts(self, max_decodes: int) -> int:
+        """Into how many parts the decodes of a step are split together, at most."""
+        return max(min(max_decodes, self._most_decodes(entry)) * entry.uneven_splits for entry in _DECODES)
 
+    def _entry_of(self, num_decodes: int) -> DecodeEntry:
+        return next(entry for entry in _DECODES if num_decodes <= self._most_decodes(entry))
 
-def chunk_options(block_size: int, head_bytes: int, device: torch.device) -> dict[str, Any]:
-    """For tiles of `block_size` rows."""
-    block_m = min(64, block_size)
-    sizes = _fitting(CHUNK_STAGES, block_m, block_size, head_bytes, device)
-    fixed = {"num_warps": CHUNK_WARPS, "IS_DIVISIBLE": True, "FORCE_USE_FLEX_ATTENTION": True}
-    return {"BLOCK_M": block_m, **fixed, **sizes}
+    def _most_decodes(self, entry: DecodeEntry) -> int:
+        """What the entry's batch is for this model's KV heads and this GPU's multiprocessors."""
+        programs = entry.batch * _PROGRAMS_PER_BATCH * self.gpu.num_multiprocessors
+        return programs // (_MULTIPROCESSORS * self.num_kv_heads)
 
-
-def _fitting(max_stages: int, block_m: int, block_size: int, head_bytes: int, device: torch.device) -> dict[str, int]:
-    """The largest tiles whose queries, and K and V once a stage, fit into the shared memory of a multiprocessor."""
-    row_bytes = 1 << (head_bytes - 1).bit_length()  # heads are padded to a power of two
-    properties: Any = torch.cuda.get_device_properties(device)
-    available = 0.9 * properties.shared_memory_per_block_optin
-    sizes = [(n, stages) for n in (64, 32, 16) if n <= min(block_size, BLOCK_N) for stages in range(max_stages, 0, -1)]
-    fitting = ((n, stages) for n, stages in sizes if (block_m + 2 * stages * n) * row_bytes <= available)
-    block_n, num_stages = next(fitting, sizes[-1])
-    return {"BLOCK_N": block_n, "num_stages": num_stages}
+    def _fitting(self, max_stages: int, block_m: int, block_size: int) -> dict[str, int]:
+        """The largest tiles whose queries, and K and V once a stage, fit into a multiprocessor's shared memory."""
+        row_bytes = 1 << (self.head_bytes - 1).bit_length()  # heads are padded to a power of two
+        lengths = [n for n in (64, 32, 16) if n <= min(block_size, BLOCK_N)]
+        sizes = [(n, stages) for n in lengths for stages in range(max_stages, 0, -1)]
+        available = 0.9 * self.gpu.shared_memory
+        fitting = ((n, stages) for n, stages in sizes if (block_m + 2 * stages * n) * row_bytes <= available)
+        block_n, num_stages = next(fitting, sizes[-1])
+        return {"BLOCK_N": block_n, "num_stages": num_stages}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from nanovllm.attention.cache_kernels import clear_blocks, store_states
 from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
+from nanovllm.attention.gpu_options import Gpu, KernelOptions
 from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
 from nanovllm.config import EngineConfig
@@ -30,12 +31,11 @@ def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttent
     key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash)
     if key not in _forms:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
-        buckets = Buckets(config, case.num_kv_heads)
+        heads = case.num_kv_heads, num_heads // case.num_kv_heads, head_dim * case.dtype.itemsize
+        options = KernelOptions(Gpu.of(torch.device("cuda")), *heads, case.block_size)
+        buckets = Buckets(config, options)
         form = GpuFlexAttention(
-            block_size=case.block_size,
-            num_kv_heads=case.num_kv_heads,
-            num_groups=num_heads // case.num_kv_heads,
-            head_bytes=head_dim * case.dtype.itemsize,
+            options=options,
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
             max_pages=NUM_BLOCKS - 1,
