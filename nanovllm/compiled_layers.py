@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+import nanovllm.skinny_linear  # noqa: F401  registers the operators
 from nanovllm.attention.compiled import own_code
 from nanovllm.weights import modules_of
 
@@ -46,23 +47,39 @@ def _compile_for_few(module: GraphModule, inputs: Any) -> Any:
 
 
 def join_last_sum(module: GraphModule) -> None:
-    """Let the product that a layer ends with add the residual itself, which would take a launch of its own."""
-    product, joined = torch.ops.nanovllm.linear, torch.ops.nanovllm.linear_and_add
-    output: Any
+    """Let the product that a layer ends with add the residual itself, which would take a launch of its own.
+
+    The residual must be a tensor of the product's shape and dtype; nothing is joined where a graph does not tell them.
+    """
     for output in module.graph.output_node().all_input_nodes:
-        if output.target not in (operator.add, operator.iadd, torch.add) or len(output.args) != 2 or output.kwargs:
+        if output.target not in (operator.add, torch.add) or len(output.args) != 2 or output.kwargs:
             continue
         for last, residual in (output.args, output.args[::-1]):
-            is_product = isinstance(last, Node) and last.target in (product, product.default)
-            if is_product and isinstance(residual, Node) and len(last.users) == 1:
+            if _is_product(last) and residual is not last and _are_alike(last, residual, output):
                 with module.graph.inserting_before(output):
-                    output.replace_all_uses_with(
-                        module.graph.call_function(joined.default, (*last.args, residual), dict(last.kwargs))
-                    )
+                    joined = module.graph.call_function(_linear_and_add, (*last.args, residual))
+                output.replace_all_uses_with(joined)
                 module.graph.erase_node(output)
                 module.graph.erase_node(last)
                 break
     module.recompile()
+
+
+_linear, _linear_and_add = torch.ops.nanovllm.linear, torch.ops.nanovllm.linear_and_add.default
+
+
+def _is_product(value: Any) -> TypeGuard[Node]:
+    """Of two tensors, and nobody else reads it."""
+    if not isinstance(value, Node) or value.target not in (_linear, _linear.default) or value.kwargs:
+        return False
+    return len(value.users) == 1
+
+
+def _are_alike(*values: Any) -> bool:
+    of: list[Any] = [value.meta.get("example_value") if isinstance(value, Node) else None for value in values]
+    if not all(isinstance(example, Tensor) for example in of):
+        return False
+    return all(example.shape == of[0].shape and example.dtype == of[0].dtype for example in of)
 
 
 def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

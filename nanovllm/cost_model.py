@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple
+
+import numpy as np
 
 from nanovllm.batch import ScheduledBatch
 
@@ -19,9 +21,9 @@ class StepShape(NamedTuple):
 
     num_tokens: new tokens, all of which pass the dense layers.
     num_decodes, num_chunks: sequences by the kind of their attention.
-    num_context_tokens: KV entries that the decodes read, each counted once.
-    num_shared_context_tokens: how many more it were if each decode counted all of its own: where several begin with the
-        same blocks, a kernel may read these once for all of them.
+    num_context_tokens: KV entries that the decodes read. Of decodes with the same first block, what all of them begin
+        with is counted once: a kernel may read it once for all.
+    num_shared_context_tokens: how many more it were if each decode counted all of its own.
     num_chunk_pairs: pairs of a query and a key that the chunks' attention multiplies.
     num_samples: rows that reach the vocabulary projection and draw a token.
     """
@@ -54,11 +56,11 @@ class StepShape(NamedTuple):
 
 def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
     """How many blocks less are read if those that tables begin with in common are read once for all of these tables."""
+    if len({table[0] for table in tables}) == len(tables):
+        return 0
     groups: dict[int, list[list[int]]] = {}
     for table in tables:
         groups.setdefault(table[0], []).append(table)
-    if len(groups) == len(tables):
-        return 0
     num_blocks = 0
     for group in groups.values():
         first, last = min(group), max(group)  # what these two have in common, all between them have
@@ -171,12 +173,18 @@ def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
 
 
 def fit_device(shapes: Sequence[StepShape], seconds: Sequence[float]) -> DeviceCost:
-    """The coefficients and the knee with the least squared relative errors."""
+    """The coefficients and the knee with the least squared relative errors.
+
+    If no step shared any context, sharing saves nothing: who did not measure it cannot promise it.
+    """
     fits = []
     for knee in KNEES:
         coefficients, error = non_negative_least_squares([_columns(shape, knee) for shape in shapes], seconds)
         fits.append((error, DeviceCost(knee, *coefficients)))
-    return min(fits, key=lambda candidate: candidate[0])[1]
+    _, best = min(fits, key=lambda candidate: candidate[0])
+    if not any(shape.num_shared_context_tokens for shape in shapes):
+        best = replace(best, per_shared_context_token=best.per_context_token)
+    return best
 
 
 def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
@@ -190,8 +198,6 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
     The best c is the plain least-squares solution over its own positive entries, so of the solutions over all subsets
     of columns that came out positive it is the one with the least error. With at most nine columns there are few.
     """
-    import numpy as np  # the only place that needs it
-
     times = np.asarray(targets, dtype=float)
     keep = times > 0.0
     matrix = np.asarray(rows, dtype=float)[keep] / times[keep, None]  # [num_samples, num_columns], relative

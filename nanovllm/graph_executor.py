@@ -218,7 +218,8 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
     sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
-    parts = options.most_parts(buckets.max_decodes) * row_values * 4  # of outputs, in float32
+    padded_values = layer.num_kv_heads * options.padded_groups * layer.head_dim
+    parts = options.most_parts(buckets.max_decodes) * padded_values * 4  # of outputs, in float32
     max_pages = -(-config.max_model_len // config.block_size)
     pieces = max_pages * max(1, config.block_size // MIN_PIECE)
     width = max_pages + 1

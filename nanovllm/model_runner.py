@@ -160,13 +160,13 @@ class ModelRunner:
     def _measure_peak(self) -> int:
         """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
         config, block_size = self.config, self.config.block_size
-        # One chunk of all the budget at the end of the longest sequence, and as many decodes as there may be, of which
-        # one as long: where decodes' pages are gathered, long ones come one by one. Every page is the same one: only
-        # sizes matter here.
-        chunk = min(config.max_num_batched_tokens - config.max_num_seqs + 1, config.max_model_len - 1)
+        # One chunk of all the budget at the end of the longest sequence, behind another where there is room, so that it
+        # takes a mask; and as many decodes as there may be, which gather less than it, however long they are. Every
+        # page is the same one: only sizes matter here.
+        chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
+        chunk = min(chunk, max(1, config.max_model_len - 2))
         start = config.max_model_len - 1 - chunk
-        entries = [self._dummy_entry(0, 1)] * (config.max_num_seqs - 2)
-        entries += [self._dummy_entry(start, 1)] * min(1, config.max_num_seqs - 1)
+        entries = [self._dummy_entry(0, 1)] * (config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
         self.binding.allocate_caches(2 * block_size)
         form = _NoAttention()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from nanovllm.bench.play import spread
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel
 from nanovllm.outputs import EngineStats, RequestMetrics
@@ -22,6 +21,7 @@ from nanovllm.replica import Replica
 from nanovllm.routing import Route, round_robin
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence as RequestSequence
+from nanovllm.spread import spread
 from nanovllm.step_records import StepRecord
 from nanovllm.workloads import TimedRequest, Workload
 
@@ -182,7 +182,7 @@ def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) ->
     """A run's figures, simulated or real, from its requests (with `itls`) and its engines' counters.
 
     seconds: from the first arrival to the last token.
-    ttft, itl: seconds, spread as a benchmark's (`bench.play.spread`): of all requests, and of all gaps between two
+    ttft, itl: seconds, as `spread` tells them: of all requests, and of all gaps between two
         tokens of one; None if there are none.
     hit_rate: prompt tokens found in the prefix cache, of those looked up; None without a look-up.
     """

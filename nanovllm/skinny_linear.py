@@ -68,6 +68,8 @@ def linear(states: Tensor, weight: Tensor) -> Tensor:
 @torch.library.custom_op("nanovllm::linear_and_add", mutates_args=())
 def linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual [..., num_outputs] plus `linear` of the others, in one kernel where there are few rows."""
+    if residual.shape != (*states.shape[:-1], weight.shape[0]) or residual.dtype != states.dtype:
+        raise ValueError(f"the residual is {residual.dtype} {[*residual.shape]}, and must be as the product is.")
     if _num_rows(states) <= MAX_ROWS:
         return _skinny(states, weight, residual.contiguous())
     return F.linear(states, weight).add_(residual)

@@ -10,11 +10,12 @@ import pytest
 from nanovllm import timeline
 from nanovllm.bench import processes, report
 from nanovllm.bench.child import run_job
-from nanovllm.bench.play import Finished, figures, play, spread
+from nanovllm.bench.play import Finished, figures, play
 from nanovllm.bench.players import check_takes, open_player
 from nanovllm.bench.processes import EngineSpec
 from nanovllm.bench.step_profile import _TIMED, StepProfile
 from nanovllm.cli import main
+from nanovllm.spread import spread
 from nanovllm.workload_files import read_trace, write_trace
 from nanovllm.workloads import TimedRequest, Workload, chat, random_requests
 from tests.tiny_models import save_tiny

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from nanovllm import EngineConfig
-from nanovllm.calibrate import calibrate, residuals, scenarios
+from nanovllm.calibrate import Group, _NotingScheduler, _run, calibrate, residuals, scenarios
 from nanovllm.calibration import Calibration
 from nanovllm.cli import main
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost, StepSample, StepShape
+from nanovllm.opening import open_engine
 from tests.scheduling import make_config
 from tests.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 
@@ -142,6 +144,15 @@ def test_scenarios_respect_the_limits_of_the_engine():
 
 
 def test_scenarios_with_a_shared_beginning_share_it():
+    engine = open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})
+    with closing(engine):
+        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+        _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
+    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in scheduler.shapes.values()]
+    assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
+
+
+def test_shared_beginnings_are_among_the_scenarios():
     plan = scenarios(make_config(max_model_len=2048, max_num_seqs=16, num_kv_blocks=1001, device="cpu", block_size=16))
     shared = [group for groups in plan for group in groups if group.num_shared_tokens]
     assert {(group.num_requests, group.num_shared_tokens) for group in shared} == {

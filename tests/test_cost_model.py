@@ -95,6 +95,13 @@ def test_without_noise_the_fit_is_exact():
     assert (fitted.update.fixed, fitted.update.per_sequence) == pytest.approx((3e-5, 2e-6))
 
 
+def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
+    r = random.Random(1)
+    shapes = [random_shape(r)._replace(num_shared_context_tokens=0) for _ in range(80)]
+    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=True).device
+    assert fitted.per_shared_context_token == fitted.per_context_token == pytest.approx(4e-7, rel=1e-6)
+
+
 def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
     r = random.Random(2)
     fitted = fit(sampled([random_shape(r) for _ in range(200)], noise=0.05), launch_blocks=True)

@@ -37,8 +37,8 @@ MIN_PIECE = min(entry.piece for entry in _DECODES)
 MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)
 # Of the GPU that it was measured on: a program serves one sequence and KV head.
 _PROGRAMS_PER_BATCH, _MULTIPROCESSORS = 8, 132
-# A program reads so many tokens of its KV head in a microsecond, and as many programs as there are multiprocessors read
-# at that rate together. Splits as numerous as the finer ones take some microseconds more to put together.
+# A program reads so many tokens of its KV head (of 256 bytes) in a microsecond on that GPU, and as many programs as
+# there are multiprocessors read at that rate together. The finer splits take some microseconds more to put together.
 _TOKENS_PER_US, _FINER_US = 64, 4.0
 
 
@@ -78,6 +78,11 @@ class KernelOptions:
     head_bytes: int
     block_size: int
 
+    @property
+    def padded_groups(self) -> int:
+        """Decodes take groups of a power of two of query heads; the kernel fills them up to 16 anyway."""
+        return 1 << (self.num_groups - 1).bit_length()
+
     def is_uneven(self, num_decodes: int, contexts: NDArray[np.int64]) -> bool:
         """Whether the longest context, in tokens, would be read for longer than all of them together.
 
@@ -92,7 +97,7 @@ class KernelOptions:
 
     def of_decodes(self, num_decodes: int, *, is_uneven: bool) -> DecodeOptions:
         """For a fixed number of decodes."""
-        block_m = max(16, 1 << (self.num_groups - 1).bit_length())
+        block_m = max(16, self.padded_groups)
         entry = self._entry_of(num_decodes)
         splits = entry.uneven_splits if is_uneven else entry.splits
         piece = min(entry.piece, self.block_size)

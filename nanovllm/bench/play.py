@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
-
 from nanovllm.garbage import LongCall
+from nanovllm.spread import spread
 from nanovllm.workloads import TimedRequest, Workload
 
 
@@ -119,12 +118,3 @@ def figures(workload: Workload, played: Playback) -> dict[str, Any]:
         "itl": spread(gaps),
         "cached_tokens": sum(ended.num_cached_tokens for ended in played.finished),
     }
-
-
-def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, median and the tails of some values; None of none."""
-    of = np.fromiter(values, np.float64)
-    if not of.size:
-        return None
-    p50, p90, p99 = np.percentile(of, (50, 90, 99)).tolist()
-    return {"mean": float(of.mean()), "p50": p50, "p90": p90, "p99": p99, "max": float(of.max())}

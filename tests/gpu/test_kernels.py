@@ -94,11 +94,15 @@ def test_any_split_of_any_sequences_equals_dense_attention(block_size):
         case.check(run(case))
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [8, 16, 40, 80, 96])
 def test_decodes_that_are_split_finer_equal_dense_attention(num_kv_heads):
-    case = PagedCase(
-        [(130, 1), (0, 1), (16, 1), (33, 1), (5, 1), (15, 1)], num_kv_heads=num_kv_heads, dtype=torch.bfloat16
-    )
+    """As many KV heads stand for as many more decodes: all entries of the options' table that are split finer."""
+    spans = [(900, 1), (0, 1), (64, 1), (33, 1), (63, 1), (130, 1), (5, 1), (15, 1)]
+    case = PagedCase(spans, num_kv_heads=num_kv_heads, groups=1, block_size=64, dtype=torch.bfloat16)
+    options = form_of(case)[0]._options
+    splits = [options.of_decodes(8, is_uneven=is_uneven).kernel["SPLIT_KV"] for is_uneven in (False, True)]
+    assert splits[0] < splits[1]
+    case.check(run(case))
     case.check(run(case, is_uneven=True))
 
 
