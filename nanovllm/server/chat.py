@@ -69,21 +69,22 @@ class ChatJob:
         return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_ids(output)
 
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        content = completion.text
+        content, num_calls = completion.text, 0
         calls: list[dict[str, Any]] = []
         if self._format is not None:
             if choice not in self._tool_streams:
                 self._tool_streams[choice] = self._tool_stream(self._format)
-            content, calls = self._tool_streams[choice].add(
-                completion.text, is_last=completion.finish_reason is not None
-            )
+            stream = self._tool_streams[choice]
+            content, calls = stream.add(completion.text, is_last=completion.finish_reason is not None)
+            num_calls = stream.num_calls
         logprobs = self._logprobs(completion)
         if not (content or calls or completion.finish_reason or logprobs or self.body.return_token_ids):
             return None
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
-            delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(calls)]
-        return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, bool(calls))
+            first = num_calls - len(calls)
+            delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(calls, first)]
+        return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, num_calls > 0)
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         content: str | None = completion.text
