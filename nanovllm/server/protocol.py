@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
-from nanovllm.server.messages import ChatMessage, Tool, as_template_message
+from nanovllm.server.messages import ChatMessage, Tool, as_conversation
 from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
 
 TokenIds = Each[Annotated[int, Field(ge=0)]]
@@ -204,7 +204,7 @@ class ChatRequest(SamplingFields):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
-        return [as_template_message(message) for message in self.messages]
+        return as_conversation(self.messages)
 
 
 class TokenizeRequest(Strict):

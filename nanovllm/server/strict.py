@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
 # Of many bad items the first is named; an error for each would take seconds and memory.
@@ -33,7 +34,9 @@ class Strict(BaseModel):
         rest = dict(given)
         for name, (harmless, reason) in cls.refused.items():
             if name in rest and rest.pop(name) not in harmless:
-                raise ValueError(f"{name} is not supported: {reason}.")
+                raise PydanticCustomError(
+                    "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
+                )
         for name in [name for name in rest if name not in cls.model_fields][1:]:
             del rest[name]  # pydantic refuses the first, and would write an error for each
         return rest
