@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,27 @@ def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing
             assert running.stats().num_running + running.stats().num_waiting == 1
         connection.close()
         comes_true(running.is_idle)
+
+
+def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
+    with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
+        slow_steps(running, monkeypatch, 0.002)
+        tokenize = running.engine._intake.tokenize
+
+        def slowly(prompt: Any, **options: Any) -> list[int]:
+            time.sleep(0.03)  # steps run between one prompt and the next
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        body = ENDLESS | {"prompt": [[5], [6], [7]], "stream": True, "ignore_eos": True, "timeout": 0.8}
+        answers = list(threads.map(lambda _: http.post("/v1/completions", json=body), range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
+        for answer in answers:
+            if answer.status_code == 200:
+                assert ("error" in answer.text, answer.text.endswith("data: [DONE]\n\n")) == (False, True)
+            else:
+                assert answer.json()["error"]["code"] == "queue_full"
+        assert running.is_idle()
 
 
 def test_what_no_queue_will_ever_take_is_bad_input():

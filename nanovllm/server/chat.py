@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,6 +15,7 @@ from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
 from nanovllm.server.tool_calls import FORMATS, ToolFormat, ToolStream
+from nanovllm.streams import Outputs
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 
@@ -25,10 +25,10 @@ class ChatJob:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    num_prompts = 1
 
     def __init__(self, state: ServerState, request: Request, body: ChatRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
+        self.request_ids = [self.id]
         state.check_model(body.model)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         state.check_size(body, 1, num_logprobs)
@@ -48,18 +48,16 @@ class ChatJob:
         }
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
-    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
-        return [
-            self._state.engine.chat(
-                self._conversation,
-                self._params,
-                tools=self._tools,
-                template_options=self.body.template_options,
-                request_id=self.id,
-                output_kind=kind,
-                **self._options,
-            )
-        ]
+    async def start(self, kind: OutputKind) -> Outputs:
+        return await self._state.engine.submit_chat(
+            self._conversation,
+            self._params,
+            tools=self._tools,
+            template_options=self.body.template_options,
+            request_id=self.id,
+            output_kind=kind,
+            **self._options,
+        )
 
     def read(self, output: RequestOutput) -> None:
         """Nothing is taken out."""

@@ -24,11 +24,11 @@ from nanovllm.server import errors
 from nanovllm.server.protocol import SamplingFields
 from nanovllm.server.sse import DONE, ClientGone, EventStream, compact, event, until_disconnect
 from nanovllm.server.state import ServerState
+from nanovllm.streams import Outputs
 
 logger = logging.getLogger("nanovllm")
 
 Body = TypeVar("Body", bound=SamplingFields)
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 CLIENT_GONE = 499  # as nginx says it; nobody reads this status
 
 
@@ -48,13 +48,14 @@ class Job(Protocol):
 
     @property
     def id(self) -> str:
-        """Of the answer; the engine and its log know the request by it, too."""
+        """Of the answer."""
 
     @property
-    def num_prompts(self) -> int: ...
+    def request_ids(self) -> Sequence[str]:
+        """Of its prompts, by which the engine and its log know them; they begin with that of the answer."""
 
-    async def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
-        """A stream of the engine's for each prompt; raises for what is wrong with any of several."""
+    async def start(self, kind: OutputKind) -> Outputs:
+        """Queue all prompts together; raises for what is wrong with any of them, or if there is no room for all."""
 
     def read(self, output: RequestOutput) -> None:
         """Look at an output before it is counted and shown; may take out what is not the client's."""
@@ -204,12 +205,14 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
         yield DONE
 
 
-async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
+async def _follow(state: ServerState, job: Job, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all prompts as they come, with the numbers of their prompts; raises ApiError alone."""
-    watch, is_left = state.metrics.watch(job.num_prompts), False
+    watch, is_left = state.metrics.watch(len(job.request_ids)), False
+    numbers = {request_id: number for number, request_id in enumerate(job.request_ids)}
     try:
-        async with aclosing(_merged(await job.start(kind))) as outputs:
-            async for number, output in outputs:
+        async with aclosing(await job.start(kind)) as outputs:
+            async for output in outputs:
+                number = numbers[output.request_id]
                 watch.note(number, output)
                 job.read(output)
                 yield number, output
@@ -222,28 +225,3 @@ async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
         raise errors.from_engine(error, job.body.names()) from error
     finally:
         watch.end(is_left=is_left)
-
-
-async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Whatever comes first of several streams; all of them are closed when it ends, or is closed."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for output in stream:
-                yield 0, output
-        return
-    pending = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                number = pending.pop(future)
-                output = future.result()
-                if not output.finished:
-                    pending[asyncio.ensure_future(anext(streams[number]))] = number
-                yield number, output
-    finally:
-        for future in pending:
-            future.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
