@@ -5,8 +5,8 @@
 
 Two ways take turns on one engine: "final" requests from this process, of which nobody reads along (the measure), and
 streams over HTTP to clients in a process of their own. The figure is the time from one step to the next while all
-requests decode; beside it stands the CPU time of this process for each token, whose difference is what a stream costs. A
-last round has faults: some clients vanish in mid-stream, some read nothing until others are done.
+requests decode; beside it stands this process's CPU time for each token, in the round that took least. A last round has
+faults: some clients vanish in mid-stream, some read nothing until others are done.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import SamplingFields
 from nanovllm.server.security import require_api_key
 from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.sse import EventStream
 from nanovllm.server.token_text import TokenText
 
 CHARS_PER_TOKEN = 32  # no text of a language has so many on average
@@ -98,6 +100,10 @@ class ServerState:
     def timeout(self, body: SamplingFields) -> float | None:
         limits = [limit for limit in (body.timeout, self.settings.request_timeout) if limit is not None]
         return min(limits, default=None)
+
+    def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+        settings = self.settings
+        return EventStream(events, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval)
 
 
 def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:
