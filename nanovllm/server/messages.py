@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
 
 
 class TextPart(Strict):
@@ -70,7 +70,7 @@ ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMes
 class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
     strict: bool | None = None
 
     @field_validator("strict")
@@ -102,8 +102,8 @@ def _as_template_message(message: Any, number: int) -> dict[str, Any]:
         given["role"] = "system"
     for place, call in enumerate(given.get("tool_calls", ())):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
         except (ValueError, RecursionError) as error:
             where = f"messages[{number}].tool_calls[{place}].function.arguments"
-            raise ValueError(f"{where}: those of {call['id']!r} are not JSON ({error}).") from error
+            raise ValueError(f"{where}: those of {call['id']!r} are no JSON that can be read ({error}).") from error
     return given

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.messages import ChatMessage, Tool, as_conversation
-from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
 
 TokenIds = Each[Annotated[int, Field(ge=0)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -151,7 +151,7 @@ class ChatRequest(SamplingFields):
     tools: Each[Tool] | None = None
     tool_choice: Any = None
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

@@ -68,11 +68,7 @@ class ServerState:
 
     def check_conversation(self, *parts: Any) -> None:
         """The same for all that the chat template is given: its parts count as JSON."""
-        try:
-            text = json.dumps(parts, ensure_ascii=False)
-        except RecursionError as error:
-            raise ApiError(400, "the messages, or what goes with them, are nested too deeply.") from error
-        self.check_length(text, "messages")
+        self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
         """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
