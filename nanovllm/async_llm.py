@@ -53,6 +53,7 @@ class AsyncLLM:
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
+        self.vocab_size = engine.vocab_size  # token ids lie below it
         self._intake = Intake(engine)
         self._mailroom = Mailroom()
         self._engine_loop = EngineLoop(engine, self._mailroom)

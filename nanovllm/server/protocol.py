@@ -25,7 +25,7 @@ _SAMPLING = (
 # Lists there, None for "none" here.
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 # Arguments of `apply_chat_template` that are not the template's.
-_NOT_FOR_TEMPLATES = {
+NOT_FOR_TEMPLATES = {
     "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
@@ -165,7 +165,7 @@ class ChatRequest(SamplingFields):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in sorted(_NOT_FOR_TEMPLATES & set(options or ())):
+        for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
             raise ValueError(f"{name} is no variable of a template.")
         return options
 

@@ -37,6 +37,16 @@ class ServerState:
     token_text: TokenText
     tool_format: str  # not "auto"
 
+    @property
+    def max_prompt_chars(self) -> int:
+        return self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
+
+    @property
+    def max_samples(self) -> int:
+        """Of one request: no more than ever have room."""
+        places = self.admission.num_places
+        return self.settings.max_samples if places is None else min(self.settings.max_samples, places)
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless it is the model that is served; None is."""
         if name is not None and name != self.model_name:
@@ -49,7 +59,7 @@ class ServerState:
 
     def check_length(self, prompt: str, param: str) -> None:
         """Raise ApiError (400) for a text that is too long to be worth tokenising, or that is none."""
-        limit = self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
+        limit = self.max_prompt_chars
         if len(prompt) > limit:
             raise ApiError(
                 400,
@@ -73,11 +83,9 @@ class ServerState:
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
         """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
         settings = self.settings
-        places = self.admission.num_places
-        max_samples = settings.max_samples if places is None else min(settings.max_samples, places)
         for param, count, limit, what in (
             ("prompt", num_prompts, settings.max_prompts, "prompts"),
-            ("n", num_prompts * (body.n or 1), max_samples, "completions"),
+            ("n", num_prompts * (body.n or 1), self.max_samples, "completions"),
             ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
         ):
             if count > limit:
