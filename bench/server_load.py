@@ -5,7 +5,8 @@
 
 Two ways take turns on one engine: "final" requests from this process, of which nobody reads along (the measure), and
 streams over HTTP to clients in a process of their own. The figure is the time from one step to the next while all
-requests decode. A last round has faults: some clients vanish in mid-stream, some read nothing until others are done.
+requests decode; beside it stands this process's CPU time for each token, in the round that took least. A last round has
+faults: some clients vanish in mid-stream, some read nothing until others are done.
 """
 
 from __future__ import annotations
@@ -122,11 +123,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"final": [], "streams": []}
     outcomes = run_clients(arguments, port, faults=False)  # kernels are compiled, memory is touched
     memory = process.memory_info().rss
+    cpu: dict[str, list[float]] = {"final": [], "streams": []}
     for _ in range(arguments.rounds):
         records.clear()
+        start = time.process_time()
         asyncio.run(run_final(engine, arguments))
+        middle = time.process_time()
         seconds["final"] += step_times(records, arguments.clients)
         found = run_clients(arguments, port, faults=False)
+        cpu["final"].append(middle - start)
+        cpu["streams"].append(time.process_time() - middle)
         outcomes = {name: outcomes[name] + found[name] for name in found}
         seconds["streams"] += step_times(records, arguments.clients)
     faulty = run_clients(arguments, port, faults=True)
@@ -144,6 +150,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps": {name: len(times) for name, times in seconds.items()},
         "median_ms": {name: statistics.median(times) * 1e3 for name, times in seconds.items()},
         "p10_ms": {name: statistics.quantiles(times, n=10)[0] * 1e3 for name, times in seconds.items()},
+        "cpu_us": {name: min(times) / arguments.clients / arguments.tokens * 1e6 for name, times in cpu.items()},
     }
 
 

@@ -6,9 +6,10 @@ import asyncio
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_records import StepHook
-from nanovllm.streams import Mailroom, Stream
+from nanovllm.streams import Mailroom, Outputs, Stream
 from nanovllm.tracing import TraceWriter
 
 Result = TypeVar("Result")
@@ -52,6 +53,7 @@ class AsyncLLM:
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
+        self.vocab_size = engine.vocab_size  # token ids lie below it
         self._intake = Intake(engine)
         self._mailroom = Mailroom()
         self._engine_loop = EngineLoop(engine, self._mailroom)
@@ -61,7 +63,7 @@ class AsyncLLM:
         self._preparation = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanovllm-prepare")
         weakref.finalize(self, self._engine_loop.stop).atexit = False  # if it is forgotten without being closed
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -87,17 +89,20 @@ class AsyncLLM:
         Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
         RuntimeError once it is closed.
         """
-        prepare = partial(
-            self._intake.prepare_one,
-            prompt,
+        answer = await self.submit(
+            [prompt],
             sampling_params,
+            request_ids=None if request_id is None else [request_id],
+            output_kind=output_kind,
             priority=priority,
             cache_salt=cache_salt,
             timeout=timeout,
         )
-        return self._generate(prepare, request_id, output_kind)
+        async with aclosing(answer) as outputs:
+            async for output in outputs:
+                yield output
 
-    def chat(
+    async def chat(
         self,
         messages: SequenceABC[Message],
         sampling_params: SamplingParams | None = None,
@@ -113,21 +118,57 @@ class AsyncLLM:
             template_options: variables of the template, such as {"enable_thinking": False}.
             sampling_params, **options: as in `generate`.
         """
-        request_id = options.pop("request_id", None)
-        output_kind = options.pop("output_kind", OutputKind.CUMULATIVE)
+        answer = await self.submit_chat(
+            messages, sampling_params, tools=tools, template_options=template_options, **options
+        )
+        async with aclosing(answer) as outputs:
+            async for output in outputs:
+                yield output
 
-        def prepare(*, arrival_time: float) -> PreparedRequest:
+    async def submit(
+        self,
+        prompts: SequenceABC[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_ids: SequenceABC[str] | None = None,
+        output_kind: OutputKind | str = OutputKind.CUMULATIVE,
+        **options: Any,
+    ) -> Outputs:
+        """Queue prompts, all of them together or none, and return once they are queued.
+
+        Args:
+            request_ids: one for each prompt, by which its outputs are known; None takes new ones.
+            sampling_params, output_kind, **options: as in `generate`, for all of them.
+
+        Raises what `generate` does before its first output; QueueFullError if not all of them have room.
+        """
+        if isinstance(prompts, str):
+            raise TypeError("prompts must be a list of prompts, not a string; put it into a list.")
+        if request_ids is None:
+            request_ids = [uuid.uuid4().hex for _ in prompts]
+        if not prompts or len(request_ids) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(request_ids)} request ids; give one for each.")
+        prepare = partial(self._intake.prepare_each, list(prompts), sampling_params, **options)
+        return await self._submit(prepare, request_ids, output_kind)
+
+    async def submit_chat(
+        self,
+        messages: SequenceABC[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_options: dict[str, Any] | None = None,
+        request_id: str | None = None,
+        output_kind: OutputKind | str = OutputKind.CUMULATIVE,
+        **options: Any,
+    ) -> Outputs:
+        """Queue a conversation and return once it is queued; arguments as in `chat`."""
+
+        def prepare(*, arrival_time: float) -> list[PreparedRequest]:
             token_ids = self._intake.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
-            return self._intake.prepare_one(token_ids, sampling_params, arrival_time=arrival_time, **options)
+            return self._intake.prepare_each([token_ids], sampling_params, arrival_time=arrival_time, **options)
 
-        return self._generate(prepare, request_id, output_kind)
-
-    async def check(
-        self, prompts: SequenceABC[Prompt], sampling_params: SamplingParams | None = None, **options: Any
-    ) -> None:
-        """Raise what `generate` would now for any of these prompts, or for all of them together; queues nothing."""
-        requests = await self._prepare(partial(self._intake.prepare, prompts, sampling_params, **options))
-        await self._run(lambda engine: engine.check_queue(sum(request.params.n for request in requests)))
+        return await self._submit(prepare, [uuid.uuid4().hex if request_id is None else request_id], output_kind)
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
@@ -145,14 +186,18 @@ class AsyncLLM:
         """The text of token ids, each of which the tokenizer must know."""
         return await self._prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
 
-    async def _generate(
-        self, prepare: Callable[..., PreparedRequest], request_id: str | None, output_kind: OutputKind | str
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _submit(
+        self,
+        prepare: Callable[..., list[PreparedRequest]],
+        request_ids: SequenceABC[str],
+        output_kind: OutputKind | str,
+    ) -> Outputs:
         arrival_time = self._clock()
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
+        for request_id in request_ids:
+            if not isinstance(request_id, str) or not request_id:
+                raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
+            if request_id in self._preparing or request_ids.count(request_id) > 1:
+                raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
         kinds = [str(kind) for kind in OutputKind]
         if output_kind not in kinds:
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(kinds)}.")
@@ -160,28 +205,23 @@ class AsyncLLM:
         stream = Stream(kind)
 
         def add(engine: Engine) -> None:
-            request.add_to(engine, request_id, kind)
-            self._mailroom.open(request_id, stream)
-            if self._preparing.get(request_id):
-                self._abort_in(engine, request_id)
+            _add_all(engine, dict(zip(request_ids, requests, strict=True)), kind)
+            for request_id in request_ids:
+                self._mailroom.open(request_id, stream)
+                if self._preparing.get(request_id):
+                    self._abort_in(engine, request_id)
 
-        if request_id in self._preparing:
-            raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
-        self._preparing[request_id] = False
-        is_finished = False
+        self._preparing |= dict.fromkeys(request_ids, False)
         try:
-            try:
-                request = await self._prepare(partial(prepare, arrival_time=arrival_time))
-                await self._run(add)
-            finally:
-                del self._preparing[request_id]
-            while not is_finished:
-                output = await stream.next()
-                is_finished = output.finished
-                yield output
+            requests = await self._prepare(partial(prepare, arrival_time=arrival_time))
+            await self._run(add)
+        except BaseException:  # a cancellation may come when they are queued already
+            self._abandon(request_ids, stream)
+            raise
         finally:
-            if not is_finished:
-                self._abandon(request_id, stream)
+            for request_id in request_ids:
+                del self._preparing[request_id]
+        return Outputs(stream, request_ids, self._abandon)
 
     async def _prepare(self, prepare: Callable[[], Result]) -> Result:
         self._engine_loop.check_process()
@@ -191,18 +231,19 @@ class AsyncLLM:
             raise self._engine_loop.refusal() from None
         return await asyncio.wrap_future(future)
 
-    def _abandon(self, request_id: str, stream: Stream) -> None:
-        """Abort a request that nobody reads any more, before the next step; without waiting, since this may be a
+    def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
+        """Abort requests that nobody reads any more, before the next step; without waiting, since this may be a
         cancellation."""
 
         def abort(engine: Engine) -> None:
-            if self._mailroom.close(request_id, stream):
-                engine.abort(request_id)
+            for request_id in request_ids:
+                if self._mailroom.close(request_id, stream):
+                    engine.abort(request_id)
 
         try:
             self._engine_loop.submit(abort)
         except RuntimeError:
-            return  # closed or dead, and the request with it
+            return  # closed or dead, and the requests with it
 
     async def _run(self, call: Callable[[Engine], Result]) -> Result:
         """In the engine's thread, between two steps."""
@@ -269,3 +310,17 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _add_all(engine: Engine, requests: dict[str, PreparedRequest], kind: OutputKind) -> None:
+    """Queue all of them or none."""
+    engine.check_queue(sum(request.params.n for request in requests.values()))
+    added: list[str] = []
+    try:
+        for request_id, request in requests.items():
+            request.add_to(engine, request_id, kind)
+            added.append(request_id)
+    except Exception:
+        for request_id in added:
+            engine.abort(request_id)
+        raise

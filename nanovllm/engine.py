@@ -72,7 +72,7 @@ class Engine:
         self.model_runner = model_runner
         self.tokenizer = tokenizer
         self._hash_seed = f"{model_identity}:{model_runner.binding.dtype}"
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         # A model padded after training may name one that its embedding does not have; it can never be sampled.
         eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._sample_maker = SampleMaker(self.config, tokenizer, eos_token_ids)
@@ -106,10 +106,10 @@ class Engine:
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
-        limits = {"vocab_size": self._vocab_size, "max_model_len": self.config.max_model_len}
+        limits = {"vocab_size": self.vocab_size, "max_model_len": self.config.max_model_len}
         check_prompt(truncated(prompt_token_ids, params), params, **limits)
         binding = self.model_runner.binding
-        check_params(params, vocab_size=self._vocab_size, tokenizer=self.tokenizer, binding=binding)
+        check_params(params, vocab_size=self.vocab_size, tokenizer=self.tokenizer, binding=binding)
 
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for this many more sequences, each sample being one."""

@@ -54,47 +54,25 @@ class Intake:
         self._engine = engine
         self._tokenizer = engine.tokenizer
 
-    def prepare(
-        self,
-        prompts: Any,
-        sampling_params: Any = None,
-        *,
-        priority: Any = 0,
-        cache_salt: Any = "",
-        timeout: Any = None,
-    ) -> list[PreparedRequest]:
-        """The requests of one call, all of them checked; arguments as in `LLM.generate`.
+    def prepare(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[PreparedRequest]:
+        """The requests of one call, all of them checked; arguments as in `LLM.generate`."""
+        return self.prepare_each(_as_prompts(prompts), sampling_params, **options)
 
-        Raises TypeError or ValueError, naming the prompt if there are several.
-        """
-        return self._prepare_each(
-            _as_prompts(prompts), sampling_params, priority, cache_salt, timeout, self._engine.clock()
-        )
-
-    def prepare_one(
+    def prepare_each(
         self,
-        prompt: Any,
+        prompts: list[Any],
         sampling_params: Any = None,
         *,
         priority: Any = 0,
         cache_salt: Any = "",
         timeout: Any = None,
         arrival_time: float | None = None,
-    ) -> PreparedRequest:
-        """The same for one prompt, which arrived at `arrival_time` on the engine's clock (None for now)."""
-        arrival_time = self._engine.clock() if arrival_time is None else arrival_time
-        (request,) = self._prepare_each([prompt], sampling_params, priority, cache_salt, timeout, arrival_time)
-        return request
-
-    def _prepare_each(
-        self,
-        prompts: list[Any],
-        sampling_params: Any,
-        priority: Any,
-        cache_salt: Any,
-        timeout: Any,
-        arrival_time: float,
     ) -> list[PreparedRequest]:
+        """The same for a list of prompts, which arrived at `arrival_time` on the engine's clock (None for now).
+
+        Raises TypeError or ValueError, naming the prompt if there are several.
+        """
+        arrival_time = self._engine.clock() if arrival_time is None else arrival_time
         count = len(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()

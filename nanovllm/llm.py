@@ -137,8 +137,8 @@ class LLM:
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        request = Intake(self._open_engine()).prepare_one(
-            prompt, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
+        (request,) = Intake(self._open_engine()).prepare_each(
+            [prompt], sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
         )
         return self._run({str(next(self._request_numbers)): request}, OutputKind.CUMULATIVE)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MIN_TEMPERATURE = 1e-6
 COLD_TEMPERATURE = 0.02
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # of one request: all of them are queued at once
 
@@ -31,8 +32,8 @@ class SamplingParams:
     allowed_token_ids: no other token is drawn; none given allows all.
     bad_words: strings whose tokens, spelt with or without a space in front, are never completed.
     logit_bias: added to the logits of these token ids; -100 to 100 each (in effect: never, or always).
-    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; above
-        0, and 1 changes nothing.
+    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; 1e-6 to
+        1e6, within which they stay finite, and 1 changes nothing.
     frequency_penalty: taken off a token's logit for each time that it stands in the output; -2 to 2.
     presence_penalty: taken off the logits of tokens that stand in the output; -2 to 2.
     logits_processors: functions from the tokens so far and a row of logits to another row, called in turn on the host;
@@ -108,9 +109,8 @@ class SamplingParams:
         self._set("logit_bias", biases(self.logit_bias))
         for name in ("frequency_penalty", "presence_penalty"):
             self._set(name, real(name, getattr(self, name), -2.0, 2.0))
-        self._set("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.0, math.inf))
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty is 0; it must be above 0, and 1 changes nothing.")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        self._set("repetition_penalty", real("repetition_penalty", self.repetition_penalty, low, high))
         self._set("logits_processors", functions("logits_processors", self.logits_processors))
 
     def _check_temperature_and_filters(self) -> None:

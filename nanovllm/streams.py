@@ -1,37 +1,39 @@
 """Where outputs wait between the engine's thread and its clients' event loops.
 
-Invariant: a stream keeps at most one output, however slowly it is read. A newer cumulative output replaces the one that
-waits, and a newer delta is appended to it, so nothing is lost, nobody is waited for, and memory is bounded.
+Invariant: a stream keeps at most one output of a request, however slowly it is read. A newer cumulative output
+replaces the one that waits, and a newer delta is appended to it, so nothing is lost, nobody is waited for, and memory
+is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nanovllm.outputs import OutputKind, RequestOutput
 
 
 class Stream:
-    """The outputs of one request, for one reader in the event loop that built it."""
+    """The outputs of one request or several, for one reader in the event loop that built it."""
 
     def __init__(self, kind: OutputKind) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_due = False  # its reader is about to be woken; the mailroom's
         self._kind = kind
         self._lock = threading.Lock()
-        self._waiting: RequestOutput | None = None
+        self._waiting: dict[str, RequestOutput] = {}  # by request id
         self._refusal: Callable[[], Exception] | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         """From the engine's thread."""
         with self._lock:
-            if self._waiting is not None and self._kind is OutputKind.DELTA:
-                self._waiting.extend(output)
+            waiting = self._waiting.get(output.request_id)
+            if waiting is not None and self._kind is OutputKind.DELTA:
+                waiting.extend(output)
             else:
-                self._waiting = output
+                self._waiting[output.request_id] = output
 
     def end(self, refusal: Callable[[], Exception]) -> None:
         """From the engine's thread: nothing more will come; once all is read, the reader is told why."""
@@ -47,15 +49,42 @@ class Stream:
         """What has come since the last one; raises what the stream was ended with."""
         while True:
             with self._lock:
-                output, self._waiting = self._waiting, None
+                if self._waiting:
+                    return self._waiting.pop(next(iter(self._waiting)))
                 refusal = self._refusal
-            if output is not None:
-                return output
             if refusal is not None:
                 raise refusal()
             # Whatever is put from here on wakes us later, since waking happens in this very event loop.
             self._reader = self.loop.create_future()
             await self._reader
+
+
+class Outputs:
+    """An asynchronous iterator over the outputs of requests that were queued together, as they come.
+
+    Who does not read it to its end must close it (`aclose`, `contextlib.aclosing`), which aborts what is unfinished.
+    """
+
+    def __init__(self, stream: Stream, request_ids: Iterable[str], abandon: Callable[[set[str], Stream], None]) -> None:
+        self._stream, self._abandon = stream, abandon
+        self._unfinished = set(request_ids)
+
+    def __aiter__(self) -> Outputs:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        output = await self._stream.next()
+        if output.finished:
+            self._unfinished.discard(output.request_id)
+        return output
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished, before the next step, and give no more; again does nothing."""
+        left, self._unfinished = self._unfinished, set()
+        if left:
+            self._abandon(left, self._stream)
 
 
 class Mailroom:

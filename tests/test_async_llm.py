@@ -240,14 +240,14 @@ async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other
 async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatch):
     async with open_llm() as llm:
         is_tokenising, may_go_on = threading.Event(), threading.Event()
-        prepare = llm._intake.prepare_one
+        prepare = llm._intake.prepare_each
 
         def slow(*arguments: Any, **options: Any) -> Any:
             is_tokenising.set()
             may_go_on.wait(10)
             return prepare(*arguments, **options)
 
-        monkeypatch.setattr(llm._intake, "prepare_one", slow)
+        monkeypatch.setattr(llm._intake, "prepare_each", slow)
         task = asyncio.create_task(collect(llm.generate([5] * 40, ENDLESS)))
         await asyncio.to_thread(is_tokenising.wait, 10)
         task.cancel()
@@ -772,3 +772,44 @@ async def test_a_live_module_is_its_owners_again_after_closing():
         changed = await answer(llm.generate([5, 6, 7], GREEDY))
     assert changed != answers([[5, 6, 7]])[0]
     assert sorted(vars(model.model.layers[0].self_attn)) == before
+
+
+@bounded
+async def test_submitted_prompts_are_queued_together_under_their_ids_or_not_at_all():
+    async with open_llm(max_num_seqs=2, max_queue=2) as llm:
+        with pytest.raises(QueueFullError):
+            await llm.submit([[5], [6], [7], [8], [9]], GREEDY)
+        outputs = await llm.submit([[5, 6], [7]], GREEDY, request_ids=["a", "b"], output_kind="final")
+        with pytest.raises(ValueError, match="'b' is running already"):
+            await llm.submit([[5], [6]], GREEDY, request_ids=["c", "b"])
+        got = {output.request_id: output.outputs[0].token_ids async for output in outputs}
+        assert [got["a"], got["b"]] == [token_ids for token_ids, _ in answers([[5, 6], [7]])]
+        await assert_idle_and_whole(llm)
+
+
+@bounded
+async def test_closing_submitted_prompts_aborts_those_that_are_unfinished():
+    async with open_llm() as llm:
+        outputs = await llm.submit([[5, 6, 7], [6], [7]], ENDLESS, output_kind="delta")
+        first = await anext(outputs)
+        await outputs.aclose()
+        assert not first.finished
+        assert [output async for output in outputs] == []
+        await assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids", "error"),
+    [
+        ("text", None, TypeError),
+        ([], None, ValueError),
+        ([[5], [6]], ["a"], ValueError),
+        ([[5], [6]], ["a", "a"], ValueError),
+    ],
+)
+@bounded
+async def test_prompts_that_cannot_be_submitted_are_refused(prompts, ids, error):
+    async with open_llm() as llm:
+        with pytest.raises(error):
+            await llm.submit(prompts, request_ids=ids)
+        await assert_idle_and_whole(llm)

@@ -335,7 +335,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
         ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
         ("chat/completions", CHAT | {"max_completion_tokens": 3}, "max_tokens", "differ"),
         ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1"),
-        ("chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages.0", "king"),
+        ("chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
         ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "tokenize"),
         ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ("chat/completions", CHAT | {"functions": [{"name": "f"}]}, "functions", "tools"),
@@ -359,8 +359,51 @@ def test_options_that_leave_no_token_to_draw_are_the_clients_error(client):
 
 def test_parts_of_a_message_other_than_text_are_refused_by_name(client):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError, match=r"messages\.0"):
+    with pytest.raises(openai.BadRequestError, match="'text'") as refused:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image]}])
+    assert refused.value.param == "messages[0].content[0].type"
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[1].content"),
+        ({"role": "user", "content": 3}, "messages[1].content"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "messages[1].content[0].text"),
+        ({"role": "user", "content": "x", "user": 1}, "messages[1].user"),
+        ({"role": "user", "content": "x", "str": 1}, "messages[1].str"),
+        ({"role": "assistant", "refusal": "no"}, "messages[1].refusal"),
+        ({"role": "assistant", "tool_calls": [{"id": 3}]}, "messages[1].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"content": "x"}, "messages[1].role"),
+        ("x", "messages[1]"),
+    ],
+)  # fmt: skip
+def test_the_field_of_a_message_that_is_at_fault_is_named_as_openai_names_it(running, client, message, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=[*HELLO, message])
+    assert refused.value.param == param
+    assert refused.value.body["message"].startswith(f"{param}: ")
+    with running.http() as http:
+        assert http.post("/tokenize", json={"messages": [*HELLO, message]}).json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [[5], [6, -1]]}, "prompt[1][1]"),
+        ({"prompt": "x", "stop": ["x", 1]}, "stop[1]"),
+        ({"prompt": "x", "body": 1}, "body"),
+        ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ],
+)
+def test_an_item_of_a_field_that_is_at_fault_is_named(running, body, param):
+    with running.http() as http:
+        assert http.post("/v1/completions", json=body).json()["error"]["param"] == param
 
 
 def test_another_model_a_wrong_path_and_a_wrong_method_are_errors_of_the_same_form(running, client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import SamplingParams
 from nanovllm.cli import main
@@ -115,6 +118,94 @@ def test_a_client_that_stops_reading_stalls_nobody_and_loses_nothing(monkeypatch
     assert tokens == offline_tokens(ENDLESS | {"max_tokens": 450})
 
 
+def test_a_client_that_never_reads_is_cut_off_and_its_request_ends_as_if_it_had_left(monkeypatch):
+    wordy = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with serving({"send_timeout": 0.2}, send_buffer=4096, max_model_len=2048) as running:
+        slow_steps(running, monkeypatch, 0.002)
+        connection = raw_stream_with_small_buffer(running, wordy)
+        comes_true(lambda: running.stats().num_running == 1)
+        comes_true(lambda: running.is_idle() and not running.server.server_state.connections)
+        assert running.stats().num_steps < 2000  # it had not ended by itself
+        assert running.app.state.server.admission.num_open == 0
+        assert outcomes(running) == {"abort": 1}
+        with contextlib.suppress(ConnectionResetError):
+            assert b"[DONE]" not in read_to_end(connection)
+        connection.close()
+
+
+def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
+    wordy = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with serving({"send_timeout": 1.0}, send_buffer=4096) as running:
+        connection = raw_stream_with_small_buffer(running, wordy)
+        received = b""
+        while b"[DONE]" not in received:
+            time.sleep(0.01)
+            received += connection.recv(4096)
+        connection.close()
+        assert outcomes(running) == {"length": 1}
+
+
+def outcomes(running: Serving) -> dict[str, float]:
+    """Of requests, as the metrics tell them."""
+    with running.http() as http:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+    return {
+        sample.labels["finished_reason"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "nanovllm:request_success_total"
+    }
+
+
+KEPT_ALIVE = {"keep_alive_interval": 0.03}
+
+
+def test_a_stream_that_waits_is_kept_alive_by_comments_that_the_official_client_skips(monkeypatch):
+    body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 4}
+    with serving(KEPT_ALIVE) as running, running.client() as client, running.http() as http:
+        slow_steps(running, monkeypatch, 0.15)
+        events = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        assert events[0] == ": keep-alive"
+        first = next(number for number, event in enumerate(events) if event.startswith("data: "))
+        assert ": keep-alive" in events[first:]
+        assert {event[:12] for event in events} == {": keep-alive", 'data: {"id":', "data: [DONE]", ""}
+        chunks = client.completions.create(model=MODEL, stream=True, extra_body={"return_token_ids": True}, **body)
+        assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == offline_tokens(body)
+
+
+def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
+    may_fail = threading.Event()
+
+    def fail() -> None:
+        may_fail.wait(30.0)
+        raise RuntimeError("in /secret/place.py")
+
+    with serving(KEPT_ALIVE) as running, running.client() as client:
+        watch_steps(running, monkeypatch, fail)
+        stream = client.completions.create(model=MODEL, prompt=[5], stream=True)  # returns with the first comment
+        may_fail.set()
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+    assert failed.value.code == "request_failed"
+
+
+def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
+    may_prepare = threading.Event()
+    with serving(KEPT_ALIVE, max_num_seqs=4, max_queue=0) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.005)
+        others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
+        comes_true(lambda: running.stats().num_running == 4)
+        running.engine._preparation.submit(may_prepare.wait, 30.0)
+        with ThreadPoolExecutor(2) as threads:
+            bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
+            refused = [threads.submit(http.post, "/v1/completions", json=body) for body in bodies]
+            comes_true(lambda: running.app.state.server.admission.num_open == 3)
+            time.sleep(0.1)  # comments would be due
+            may_prepare.set()
+            assert [future.result().status_code for future in refused] == [429, 400]
+        others.close()
+
+
 def raw_stream_with_small_buffer(running: Serving, body: dict[str, Any]) -> socket.socket:
     """As `raw_stream`, of a client whose system takes little, so that its server feels soon that it does not read."""
     data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
@@ -162,6 +253,27 @@ def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing
             assert running.stats().num_running + running.stats().num_waiting == 1
         connection.close()
         comes_true(running.is_idle)
+
+
+def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
+    with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
+        slow_steps(running, monkeypatch, 0.002)
+        tokenize = running.engine._intake.tokenize
+
+        def slowly(prompt: Any, **options: Any) -> list[int]:
+            time.sleep(0.03)  # steps run between one prompt and the next
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        body = ENDLESS | {"prompt": [[5], [6], [7]], "stream": True, "ignore_eos": True, "timeout": 0.8}
+        answers = list(threads.map(lambda _: http.post("/v1/completions", json=body), range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
+        for answer in answers:
+            if answer.status_code == 200:
+                assert ("error" in answer.text, answer.text.endswith("data: [DONE]\n\n")) == (False, True)
+            else:
+                assert answer.json()["error"]["code"] == "queue_full"
+        assert running.is_idle()
 
 
 def test_what_no_queue_will_ever_take_is_bad_input():

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -236,6 +237,34 @@ def test_json_that_is_nested_too_deeply_is_bad_input(running):
     with running.http() as http:
         answer = http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
         assert (answer.status_code, "'c'" in answer.json()["error"]["message"]) == (400, True)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for number in range(depth):
+        value = {"a": value} if number % 2 else [value]
+    return {"a": value}
+
+
+PLACES = {
+    "chat_template_kwargs": lambda value: {"chat_template_kwargs": value},
+    "tools[0].function.parameters": lambda value: {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}], "tool_choice": "none",
+    },
+    "messages[0].tool_calls[0].function.arguments": lambda value: {
+        "messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "function": {"name": "f", "arguments": json.dumps(value)}}]}]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_json_is_taken_up_to_a_depth_that_templates_and_the_log_can_bear(place):
+    with serving({"log_prompts": True}) as running, running.http() as http:
+        for depth, status in ((98, 200), (100, 400), (500, 400), (900, 400)):
+            body = {"messages": HI, "max_tokens": 1} | PLACES[place](nested(depth))
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json().get("error", {}).get("param", place)) == (status, place)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,18 @@ ANSWERS = [
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
                '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', []),
     ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    ("hermes", 'So. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\nAnd '
+               '<tool_call> {"name": "time", "arguments": {}}\n</tool_call> Done.', "So. \nAnd  Done.", TWO),
+    ("hermes", '\n<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n\n'
+               '<tool_call>{"name": "time", "arguments": {}}</tool_call>\nDone.\n', "Done.", TWO),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"}{<tool_call> \\\\"}}'
+               '</tool_call>x', "x", [("weather", {"city": '</tool_call> "}{<tool_call> \\'})]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {}}<tool_call>{"name": "time", "arguments": {}} </tool',
+               "</tool", [("time", {}), ("time", {})]),
+    ("hermes", '<tool_call>{"name": "unknown"}</tool_call> <tool_call>{"name": "time", "arguments": "{}"}</tool_call>',
+               '<tool_call>{"name": "unknown"}</tool_call>', [("time", {})]),
+    ("hermes", '<tool_call>no<tool_call>{"name": "time"}</tool_call>\n', "<tool_call>no", [("time", {})]),
+    ("hermes", " Plain, with space at both ends <tool_call> ", " Plain, with space at both ends <tool_call> ", []),
     ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}<|eot|>', "", ONE),
     ("llama", '\n<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; '
               '{"name": "time", "parameters": {}}', "", TWO),
@@ -51,8 +63,9 @@ def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     stream = ToolStream(FORMATS[form], NAMES, ["<|eot|>", "[TOOL_CALLS]"])
     content, calls = "", []
     for number, part in enumerate(parts):
-        more, calls = stream.add(part, is_last=number == len(parts) - 1)
+        more, new = stream.add(part, is_last=number == len(parts) - 1)
         content += more
+        calls += new
     for call in calls:
         assert call["type"] == "function" and call["id"].startswith("call_")
     assert len({call["id"] for call in calls}) == len(calls)
@@ -65,19 +78,28 @@ def test_calls_and_content_are_told_apart_in_a_whole_answer(form, text, content,
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
-def test_the_same_comes_of_an_answer_in_small_pieces_and_no_part_of_a_marker_shows(form, text, content, calls):
+def test_the_same_comes_of_an_answer_wherever_it_is_cut(form, text, content, calls):
     whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token comes in one piece
     body = text.removesuffix("<|eot|>")
-    for size in (1, 2, 3, 7):
-        parts = [body[at : at + size] for at in range(0, len(body), size)] + whole
-        got, got_calls = read(form, parts)
-        assert (got.rstrip(), got_calls) == (content.rstrip(), calls)
+    cuts = [[body[:at], body[at:]] for at in range(len(body) + 1)]
+    cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
+    for parts in cuts:
+        assert read(form, [*parts, *whole]) == (content, calls), parts
+
+
+def test_a_call_is_told_as_soon_as_it_has_ended_and_text_behind_it_as_it_comes():
+    stream = ToolStream(FORMATS["hermes"], NAMES)
+    assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ("Now:", [])
+    content, (call,) = stream.add("}</tool_call>", is_last=False)
+    assert (content, call["function"]) == ("", {"name": "time", "arguments": "{}"})
+    assert stream.add(" It is", is_last=False) == ("  It is", [])
+    assert stream.add(" late.", is_last=True) == (" late.", [])
 
 
 def test_text_that_cannot_become_a_marker_is_shown_at_once():
     stream = ToolStream(FORMATS["hermes"], NAMES)
-    assert stream.add("Hello <", is_last=False) == ("Hello ", [])
-    assert stream.add("b> you", is_last=False) == ("<b> you", [])
+    assert stream.add("Hello <", is_last=False) == ("Hello", [])
+    assert stream.add("b> you", is_last=False) == (" <b> you", [])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +153,21 @@ def test_arguments_that_are_no_object_of_json_are_no_call(arguments):
 CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
+MIXED = (
+    CALL + ' Then <tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}} </tool_call>'
+    '\n<tool_call>{"name": "time", "argu}</tool_call> ends.'
+)
+MIXED_CONTENT = 'Well.  Then \n<tool_call>{"name": "time", "argu}</tool_call> ends.'
+MIXED_CITIES = ["Paris", "</tool_call>"]
+
+
 @pytest.fixture
-def stop_id(running, monkeypatch) -> int:
-    """The engine's next answers are CALL and a stop token: what its sampler draws is replaced by their tokens."""
+def stop_id(running, monkeypatch, request) -> int:
+    """The engine's next answers are CALL, or the parameter, and a stop token: what its sampler draws is replaced."""
     runner = running.engine._engine_loop._engine.model_runner
     execute = runner.execute
     stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")
-    token_ids = [*running.engine.tokenizer(CALL)["input_ids"], stop_id]
+    token_ids = [*running.engine.tokenizer(getattr(request, "param", CALL))["input_ids"], stop_id]
 
     def says_call(batch: Any) -> Any:
         said = [token_ids[sequence.num_output_tokens] for sequence in batch.sampling]
@@ -176,10 +206,25 @@ def test_a_call_in_the_answer_is_returned_as_one(running, stop_id):
 def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(running, stop_id):
     with running.client() as client:
         deltas = [chunk.choices[0] for chunk in ask(client, stop_id, stream=True)]
-    assert "".join(choice.delta.content or "" for choice in deltas).rstrip() == "Well."
-    (call,) = deltas[-1].delta.tool_calls
+    assert "".join(choice.delta.content or "" for choice in deltas) == "Well."
+    ((call,),) = [choice.delta.tool_calls for choice in deltas if choice.delta.tool_calls]
     assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "weather", PARIS)
     assert deltas[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stop_id", [MIXED], indirect=True, ids=["mixed"])
+def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(running, stop_id):
+    with running.client() as client:
+        (choice,) = ask(client, stop_id).choices
+        with client.chat.completions.stream(
+            model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
+            extra_body={"stop_token_ids": [stop_id]},
+        ) as stream:  # fmt: skip
+            (joined,) = stream.get_final_completion().choices
+    for answer in (choice, joined):
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", MIXED_CONTENT)
+        cities = [json.loads(call.function.arguments)["city"] for call in answer.message.tool_calls]
+        assert cities == MIXED_CITIES
 
 
 def test_an_answered_call_goes_back_through_the_template_as_an_object(running):

@@ -11,6 +11,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.server import chat, completions, errors, live_view, models
+from nanovllm.server.description import describe
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.security import ApiKeys, BodyGate
@@ -55,6 +56,7 @@ def create_app(
     errors.install(app)
     for router in (models.open_router, models.router, completions.router, chat.router):
         app.include_router(router)
+    describe(app, app.state.server)
     if settings.ui:
         live_view.attach(app, app.state.server, hooks)
     app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,6 +15,7 @@ from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
 from nanovllm.server.tool_calls import FORMATS, ToolFormat, ToolStream
+from nanovllm.streams import Outputs
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 
@@ -25,10 +25,10 @@ class ChatJob:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    num_prompts = 1
 
     def __init__(self, state: ServerState, request: Request, body: ChatRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
+        self.request_ids = [self.id]
         state.check_model(body.model)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         state.check_size(body, 1, num_logprobs)
@@ -48,18 +48,16 @@ class ChatJob:
         }
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
-    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
-        return [
-            self._state.engine.chat(
-                self._conversation,
-                self._params,
-                tools=self._tools,
-                template_options=self.body.template_options,
-                request_id=self.id,
-                output_kind=kind,
-                **self._options,
-            )
-        ]
+    async def start(self, kind: OutputKind) -> Outputs:
+        return await self._state.engine.submit_chat(
+            self._conversation,
+            self._params,
+            tools=self._tools,
+            template_options=self.body.template_options,
+            request_id=self.id,
+            output_kind=kind,
+            **self._options,
+        )
 
     def read(self, output: RequestOutput) -> None:
         """Nothing is taken out."""
@@ -69,21 +67,22 @@ class ChatJob:
         return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_ids(output)
 
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        content = completion.text
+        content, num_calls = completion.text, 0
         calls: list[dict[str, Any]] = []
         if self._format is not None:
             if choice not in self._tool_streams:
                 self._tool_streams[choice] = self._tool_stream(self._format)
-            content, calls = self._tool_streams[choice].add(
-                completion.text, is_last=completion.finish_reason is not None
-            )
+            stream = self._tool_streams[choice]
+            content, calls = stream.add(completion.text, is_last=completion.finish_reason is not None)
+            num_calls = stream.num_calls
         logprobs = self._logprobs(completion)
         if not (content or calls or completion.finish_reason or logprobs or self.body.return_token_ids):
             return None
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
-            delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(calls)]
-        return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, bool(calls))
+            first = num_calls - len(calls)
+            delta["tool_calls"] = [{"index": number} | call for number, call in enumerate(calls, first)]
+        return {"index": choice, "delta": delta, "logprobs": logprobs} | self._end(completion, num_calls > 0)
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         content: str | None = completion.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -15,6 +14,7 @@ from nanovllm.server.logprobs import Legacy
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
+from nanovllm.streams import Outputs
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 
@@ -31,8 +31,9 @@ class CompletionJob:
     def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("cmpl")
         state.check_model(body.model)
-        self.num_prompts = len(body.prompts)
-        state.check_size(body, self.num_prompts, body.logprobs)
+        num_prompts = len(body.prompts)
+        self.request_ids = [self.id] if num_prompts == 1 else [f"{self.id}-{number}" for number in range(num_prompts)]
+        state.check_size(body, num_prompts, body.logprobs)
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 state.check_length(prompt, "prompt")
@@ -51,15 +52,10 @@ class CompletionJob:
         }
         self._logprobs: dict[int, Legacy] = {}  # by choice
 
-    async def start(self, kind: OutputKind) -> list[AsyncGenerator[RequestOutput, None]]:
-        generate, prompts = self._state.engine.generate, self.body.prompts
-        if len(prompts) > 1:
-            await self._state.engine.check(prompts, self._params, **self._options)
-        ids = [self.id] if len(prompts) == 1 else [f"{self.id}-{number}" for number in range(len(prompts))]
-        return [
-            generate(prompt, self._params, request_id=request_id, output_kind=kind, **self._options)
-            for prompt, request_id in zip(prompts, ids, strict=True)
-        ]
+    async def start(self, kind: OutputKind) -> Outputs:
+        return await self._state.engine.submit(
+            self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
+        )
 
     def read(self, output: RequestOutput) -> None:
         if self._only_scores:

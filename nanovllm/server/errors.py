@@ -22,7 +22,12 @@ RETRY_AFTER_SECONDS = 1
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Kinds of JSON that pydantic's messages name in Python's words.
-_KINDS = {"valid dictionary": "JSON object", "valid list": "JSON array"}
+_KINDS = {
+    "valid dictionary or object to extract fields from": "JSON object",
+    "valid dictionary": "JSON object",
+    "valid list": "JSON array",
+}
+Place = tuple[str | int, ...]  # of a field in a body: names and numbers of items
 # How pydantic names the forms of a field that may have several.
 _FORM = re.compile(r"str|int|float|bool|list\[.*\]|constrained-.*|function-.*")
 
@@ -141,25 +146,42 @@ def of_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
     Args:
         known: fields that there are, to tell those that look like an unknown one.
     """
-    error = found[0]
-    param = _field_of(error)
+    error, place = found[0], _place_of(found[0])
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
+    # A field that may have several forms has an error for each; what was meant is the one that fits the furthest.
+    places = [other for other in map(_place_of, found) if other[: len(place)] == place]
+    place = max(places, key=len)
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=2, cutoff=0.6)
+        near = difflib.get_close_matches(str(place[0]), known, n=2, cutoff=0.6) if len(place) == 1 else []
         message = "unknown field" + (f"; did you mean {' or '.join(near)}?" if near else ".")
-    else:  # a field that may have several forms has an error for each
-        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _field_of(other) == param))
-    if param is not None:
-        return ApiError(400, f"{param}: {message}", param=param)
+    else:
+        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _place_of(other) == place))
+    if place:
+        return ApiError(400, f"{_path(place)}: {message}", param=_path(place))
     if error["type"] != "value_error":
         message += ". Send an object as application/json"
     return ApiError(400, message, param=_named(message, known))
 
 
-def _field_of(error: Any) -> str | None:
-    place = [str(part) for part in error["loc"] if part != "body" and not _FORM.fullmatch(str(part))]
-    return ".".join(place) or None
+def _place_of(error: Any) -> Place:
+    """Where the fault is in what was sent; pydantic's place names forms and kinds of messages too."""
+    place = list(error["loc"][1:])  # behind "body"
+    if len(place) > 2 and place[0] == "messages":
+        del place[2]  # the role, by which the message's model was chosen
+    last = [place.pop()] if place and error["type"] == "extra_forbidden" else []  # the client's, whatever its name
+    place = [part for part in place if not _FORM.fullmatch(str(part))] + last
+    match error["type"]:
+        case "refused_field":
+            place.append(error["ctx"]["field"])
+        case "union_tag_invalid" | "union_tag_not_found":
+            place.append("role")
+    return tuple(place)
+
+
+def _path(place: Place) -> str:
+    """As OpenAI writes it: messages[0].content."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def _words(error: Any) -> str:
@@ -170,9 +192,9 @@ def _words(error: Any) -> str:
 
 
 def _named(message: str, known: Sequence[str]) -> str | None:
-    """The field that a message begins with."""
-    first = message.partition(" ")[0]
-    return first if first in known else None
+    """The field that a message begins with, or what of it."""
+    first = message.partition(" ")[0].rstrip(":")
+    return first if re.split(r"[.\[]", first)[0] in known else None
 
 
 def install(app: FastAPI) -> None:

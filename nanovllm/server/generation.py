@@ -9,9 +9,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -21,15 +20,15 @@ from nanovllm.batch import NO_TOKEN_LEFT
 from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server import errors
+from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import SamplingFields
-from nanovllm.server.sse import DONE, ClientGone, EventStream, compact, event, until_disconnect
+from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, event, until_disconnect
 from nanovllm.server.state import ServerState
+from nanovllm.streams import Outputs
 
 logger = logging.getLogger("nanovllm")
 
 Body = TypeVar("Body", bound=SamplingFields)
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-CLIENT_GONE = 499  # as nginx says it; nobody reads this status
 
 
 class Job(Protocol):
@@ -48,13 +47,14 @@ class Job(Protocol):
 
     @property
     def id(self) -> str:
-        """Of the answer; the engine and its log know the request by it, too."""
+        """Of the answer."""
 
     @property
-    def num_prompts(self) -> int: ...
+    def request_ids(self) -> Sequence[str]:
+        """Of its prompts, by which the engine and its log know them; they begin with that of the answer."""
 
-    async def start(self, kind: OutputKind) -> Sequence[AsyncGenerator[RequestOutput, None]]:
-        """A stream of the engine's for each prompt; raises for what is wrong with any of several."""
+    async def start(self, kind: OutputKind) -> Outputs:
+        """Queue all prompts together; raises for what is wrong with any of them, or if there is no room for all."""
 
     def read(self, output: RequestOutput) -> None:
         """Look at an output before it is counted and shown; may take out what is not the client's."""
@@ -69,24 +69,40 @@ class Job(Protocol):
         """A choice of an answer that is not streamed."""
 
 
-@dataclass(slots=True)
-class Usage:
-    """The tokens of one answer."""
+class Tally:
+    """What has come of one answer: its tokens, for the usage, and its prompts that ended, for the metrics.
 
-    prompts: dict[int, tuple[int, int]]  # by number: tokens in it, and those found in the prefix cache
-    num_generated: int = 0
+    Args:
+        request_ids: of the prompts.
+    """
 
-    def note(self, number: int, output: RequestOutput) -> None:
-        self.prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
-        self.num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+    def __init__(self, request_ids: Sequence[str], metrics: ServerMetrics) -> None:
+        self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
+        self._watch = metrics.watch(len(request_ids))
+        self._prompts: dict[int, tuple[int, int]] = {}  # by number: tokens, and those found in the prefix cache
+        self._num_generated = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        num_prompt = sum(num for num, _ in self.prompts.values())
+    def note(self, output: RequestOutput) -> int:
+        """The number of the prompt that an output belongs to."""
+        number = self._numbers[output.request_id]
+        self._watch.note(number, output)
+        return number
+
+    def count(self, number: int, output: RequestOutput) -> None:
+        """For the usage: what of an output the client is shown."""
+        self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
+        self._num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def end(self, *, is_left: bool) -> None:
+        self._watch.end(is_left=is_left)
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt = sum(num for num, _ in self._prompts.values())
         return {
             "prompt_tokens": num_prompt,
-            "completion_tokens": self.num_generated,
-            "total_tokens": num_prompt + self.num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self.prompts.values())},
+            "completion_tokens": self._num_generated,
+            "total_tokens": num_prompt + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self._prompts.values())},
         }
 
 
@@ -126,20 +142,11 @@ async def respond(
         logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
     try:
         if job.body.stream:
-            chunks = _chunks(state, job)
-            first = await until_disconnect(request.receive, anext(chunks))
-            return EventStream(_after(first, chunks))
+            return state.event_stream(_chunks(state, job))
         answer = compact(await until_disconnect(request.receive, _whole(state, job)))  # may hold a lone surrogate
         return Response(answer, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
-
-
-async def _after(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(chunks):
-        yield first
-        async for chunk in chunks:
-            yield chunk
 
 
 def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
@@ -151,68 +158,15 @@ def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
     }
 
 
-async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
-    usage, choices, num_samples = Usage({}), {}, job.body.n or 1
-    with state.admission.one():
-        async with aclosing(_follow(state, job, OutputKind.FINAL)) as outputs:
-            async for number, output in outputs:
-                if error := failure_of(output):
-                    raise error
-                usage.note(number, output)
-                for completion in output.outputs:
-                    choice = number * num_samples + completion.index
-                    choices[choice] = job.whole(choice, output, completion)
-    ordered = [choices[choice] for choice in sorted(choices)]
-    return _head(state, job, job.object) | {"choices": ordered, "usage": usage.as_dict()}
-
-
-async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer. Raises ApiError before the first; a later failure is an event, the last one."""
-    options = job.body.stream_options
-    with_usage = options is not None and options.include_usage
-    each = options is not None and options.continuous_usage_stats
-    head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
-    usage, num_samples = Usage({}), job.body.n or 1
-
-    def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
-        shown = f',"usage":{compact(usage.as_dict())}' if shows_usage else ',"usage":null' if with_usage else ""
-        return event(f"{head}{compact(choices)}{shown}}}")
-
-    opened: set[int] = set()
-    with state.admission.one():
-        try:
-            async with aclosing(_follow(state, job, OutputKind.DELTA)) as outputs:
-                async for number, output in outputs:
-                    usage.note(number, output)
-                    if (error := failure_of(output)) is not None:
-                        raise error
-                    for completion in output.outputs:
-                        choice = number * num_samples + completion.index
-                        if choice not in opened:
-                            opened.add(choice)
-                            if (opening := job.opening(choice, output)) is not None:
-                                yield chunk([opening])
-                        if (delta := job.delta(choice, completion)) is not None:
-                            yield chunk([delta])
-        except errors.ApiError as error:
-            if not opened:
-                raise
-            yield event(compact(error.body()))
-            return
-        if with_usage:
-            yield chunk([], shows_usage=True)
-        yield DONE
-
-
-async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
-    """The outputs of all prompts as they come, with the numbers of their prompts; raises ApiError alone."""
-    watch, is_left = state.metrics.watch(job.num_prompts), False
+@asynccontextmanager
+async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[Outputs, Tally]]:
+    """The outputs of all prompts, once they are queued; within, and before, only ApiErrors are raised."""
+    tally, is_left = Tally(job.request_ids, state.metrics), False
     try:
-        async with aclosing(_merged(await job.start(kind))) as outputs:
-            async for number, output in outputs:
-                watch.note(number, output)
-                job.read(output)
-                yield number, output
+        async with aclosing(await job.start(kind)) as outputs:
+            yield outputs, tally
+    except errors.ApiError:
+        raise
     except (asyncio.CancelledError, GeneratorExit):
         is_left = True
         raise
@@ -221,29 +175,56 @@ async def _follow(state: ServerState, job: Job, kind: OutputKind) -> Outputs:
             raise errors.shutting_down() from error
         raise errors.from_engine(error, job.body.names()) from error
     finally:
-        watch.end(is_left=is_left)
+        tally.end(is_left=is_left)
 
 
-async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Whatever comes first of several streams; all of them are closed when it ends, or is closed."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for output in stream:
-                yield 0, output
-        return
-    pending = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                number = pending.pop(future)
-                output = future.result()
-                if not output.finished:
-                    pending[asyncio.ensure_future(anext(streams[number]))] = number
-                yield number, output
-    finally:
-        for future in pending:
-            future.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
+async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
+    choices, num_samples = {}, job.body.n or 1
+    with state.admission.one():
+        async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
+            async for output in outputs:
+                number = tally.note(output)
+                if error := failure_of(output):
+                    raise error
+                job.read(output)
+                tally.count(number, output)
+                for completion in output.outputs:
+                    choice = number * num_samples + completion.index
+                    choices[choice] = job.whole(choice, output, completion)
+    ordered = [choices[choice] for choice in sorted(choices)]
+    return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage()}
+
+
+async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer, see `EventStream`; raises ApiError."""
+    options = job.body.stream_options
+    with_usage = options is not None and options.include_usage
+    each = options is not None and options.continuous_usage_stats
+    head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
+    num_samples = job.body.n or 1
+
+    def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
+        shown = f',"usage":{compact(tally.usage())}' if shows_usage else ',"usage":null' if with_usage else ""
+        return event(f"{head}{compact(choices)}{shown}}}")
+
+    opened: set[int] = set()
+    with state.admission.one():
+        async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
+            yield b""  # it is admitted
+            async for output in outputs:
+                number = tally.note(output)
+                if (error := failure_of(output)) is not None:
+                    raise error
+                job.read(output)
+                tally.count(number, output)
+                for completion in output.outputs:
+                    choice = number * num_samples + completion.index
+                    if choice not in opened:
+                        opened.add(choice)
+                        if (opening := job.opening(choice, output)) is not None:
+                            yield chunk([opening])
+                    if (delta := job.delta(choice, completion)) is not None:
+                        yield chunk([delta])
+        if with_usage:
+            yield chunk([], shows_usage=True)
+        yield DONE

@@ -20,7 +20,6 @@ from nanovllm.server.engine_snapshot import REQUEST_VALUES, STEP_VALUES
 from nanovllm.server.errors import ApiError
 from nanovllm.server.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.security import require_api_key
-from nanovllm.server.sse import EventStream
 from nanovllm.server.state import ServerState
 from nanovllm.server.step_hooks import StepHooks
 from nanovllm.step_records import RECENT_STEPS
@@ -62,7 +61,7 @@ def attach(app: FastAPI, state: ServerState, hooks: StepHooks) -> LiveFeed:
     async def events() -> Response:
         if feed.is_full:
             raise ApiError(503, f"{MAX_WATCHERS} pages watch the engine already; close one.", code="too_many_watchers")
-        return EventStream(feed.watch())
+        return state.event_stream(feed.watch())
 
     app.include_router(router)
     return feed

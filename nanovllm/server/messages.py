@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
 
 
 class TextPart(Strict):
@@ -69,7 +70,7 @@ ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMes
 class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
     strict: bool | None = None
 
     @field_validator("strict")
@@ -85,7 +86,12 @@ class Tool(Strict):
     function: Function
 
 
-def as_template_message(message: Any) -> dict[str, Any]:
+def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them; raises ValueError for arguments of a call that are no JSON."""
+    return [_as_template_message(message, number) for number, message in enumerate(messages)]
+
+
+def _as_template_message(message: Any, number: int) -> dict[str, Any]:
     """Text parts joined by line breaks, "developer" as "system", arguments of calls as objects and not as JSON."""
     given = message.model_dump(exclude_none=True)
     content = given.get("content")
@@ -94,9 +100,10 @@ def as_template_message(message: Any) -> dict[str, Any]:
     given["content"] = content if content is not None else ""
     if given["role"] == "developer":
         given["role"] = "system"
-    for call in given.get("tool_calls", ()):
+    for place, call in enumerate(given.get("tool_calls", ())):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"messages: the arguments of tool call {call['id']!r} are not JSON ({error}).") from error
+            where = f"messages[{number}].tool_calls[{place}].function.arguments"
+            raise ValueError(f"{where}: those of {call['id']!r} are no JSON that can be read ({error}).") from error
     return given

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from nanovllm import __version__
 from nanovllm.errors import EngineDeadError
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
-from nanovllm.server.messages import as_template_message
+from nanovllm.server.messages import as_conversation
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
@@ -59,7 +59,7 @@ async def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         state.check_length(body.prompt, "prompt")
         return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
-    messages = [as_template_message(message) for message in body.messages or ()]
+    messages = as_conversation(body.messages or ())
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
     state.check_conversation(messages, tools)
     return await state.engine.apply_chat_template(
@@ -76,7 +76,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         with state.admission.one():
             token_ids = await _tokens(state, body)
     except Exception as error:
-        raise from_engine(error) from error
+        raise from_engine(error, body.names()) from error
     answer = {"count": len(token_ids), "max_model_len": engine.config.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
         answer["token_strs"] = [state.token_text.text(token_id) for token_id in token_ids]

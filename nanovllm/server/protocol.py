@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
-from nanovllm.server.messages import ChatMessage, Tool, as_template_message
-from nanovllm.server.strict import NO_CONSTRAINTS, Each, Strict
+from nanovllm.server.messages import ChatMessage, Tool, as_conversation
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
 
 TokenIds = Each[Annotated[int, Field(ge=0)]]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -25,7 +25,7 @@ _SAMPLING = (
 # Lists there, None for "none" here.
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 # Arguments of `apply_chat_template` that are not the template's.
-_NOT_FOR_TEMPLATES = {
+NOT_FOR_TEMPLATES = {
     "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
@@ -151,7 +151,7 @@ class ChatRequest(SamplingFields):
     tools: Each[Tool] | None = None
     tool_choice: Any = None
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -165,7 +165,7 @@ class ChatRequest(SamplingFields):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in sorted(_NOT_FOR_TEMPLATES & set(options or ())):
+        for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
             raise ValueError(f"{name} is no variable of a template.")
         return options
 
@@ -204,7 +204,7 @@ class ChatRequest(SamplingFields):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
-        return [as_template_message(message) for message in self.messages]
+        return as_conversation(self.messages)
 
 
 class TokenizeRequest(Strict):

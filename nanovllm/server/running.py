@@ -10,6 +10,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.app import create_app
 from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.sse import with_abort
 from nanovllm.server.step_hooks import StepHooks
 
 
@@ -25,7 +26,7 @@ def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_op
 
 def server_of(app: Any, engine: AsyncLLM, settings: ServerSettings) -> DrainingServer:
     config = uvicorn.Config(
-        app,
+        with_abort(app),
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanovllm.validation import integer, real, strings, truth
 
+MAX_SECONDS = 86400.0  # of what is watched by a timer
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
 
 
@@ -30,6 +31,8 @@ class ServerSettings:
     max_samples: completions of one request, prompts times n.
     max_logprobs: the most probable tokens that a request may ask for beside each token.
     request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.
+    send_timeout: seconds after which a client that does not read its stream is cut off, as if it had left.
+    keep_alive_interval: seconds of silence in a stream after which a comment is sent, for the proxies on the way.
     drain_timeout: seconds that open answers are given to end by themselves once the server is told to stop.
     tool_format: how the model writes tool calls: hermes (also Qwen), llama, mistral, none (they stay text), or auto
         (by the chat template).
@@ -51,6 +54,8 @@ class ServerSettings:
     max_samples: int = 128
     max_logprobs: int = 20
     request_timeout: float | None = None
+    send_timeout: float = 60.0
+    keep_alive_interval: float = 15.0
     drain_timeout: float = 30.0
     tool_format: str = "auto"
     log_prompts: bool = False
@@ -77,6 +82,8 @@ class ServerSettings:
         self._set("max_logprobs", integer("max_logprobs", self.max_logprobs, 0))
         if self.request_timeout is not None:
             self._set("request_timeout", real("request_timeout", self.request_timeout, 1e-3, float("inf")))
+        for name in ("send_timeout", "keep_alive_interval"):
+            self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
         self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
         if self.tool_format not in TOOL_FORMATS:
             raise ValueError(f"tool_format is {self.tool_format!r}; it must be one of {', '.join(TOOL_FORMATS)}.")

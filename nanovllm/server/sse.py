@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanovllm.server.errors import ApiError
+
+logger = logging.getLogger("nanovllm")
 
 Result = TypeVar("Result")
 
+CLIENT_GONE = 499  # as nginx says it; nobody reads this status
+ABORT = "nanovllm.abort"  # in a scope: cuts the connection off
 DONE = b"data: [DONE]\n\n"
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -45,30 +52,117 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def with_abort(app: ASGIApp) -> ASGIApp:
+    """Let an app drop a connection with what its client has not read, for which ASGI has no message; under uvicorn."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        if transport is not None:
+            scope[ABORT] = transport.abort
+        await app(scope, receive, send)
+
+    return called
+
+
 class EventStream(Response):
     """Sends events as they come, and closes their generator as soon as the client leaves.
 
     Sending waits for a client that reads slowly; meanwhile the engine's stream joins its deltas, so nothing piles up.
+    The answer begins, with its status, with the first event or comment. An ApiError before that is an answer of its
+    own, and one after it the last event.
+
+    Args:
+        events: each in its bytes. One of none says that the request was admitted: from then on the answer may begin.
+        send_timeout: seconds after which a client that has not made room for the next event is taken for gone.
+        keep_alive: seconds without an event after which a comment is sent, since proxies close what is silent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, send_timeout: float, keep_alive: float) -> None:
         # Proxies must pass on each event at once: X-Accel-Buffering is nginx's word for that.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._send_timeout, self._keep_alive = events, send_timeout, keep_alive
+        self._may_begin = self._has_begun = self._is_stalled = False
+        self._loop = asyncio.get_running_loop()
+        self._busy_since: float | None = None  # waits for the client to take what was sent
+        self._idle_since = self._loop.time()
+        self._comment: asyncio.Task[None] | None = None  # being sent
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._abort = send, scope.get(ABORT)
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all())
         except (ClientGone, OSError):
-            pass
+            if not self._has_begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._comment is not None:
+                self._comment.cancel()
             await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_all(self) -> None:
+        self._sender = asyncio.current_task()
+        self._look()
+        try:
+            async for data in self._events:
+                if data:
+                    await self._pass_on(data)
+                else:
+                    self._may_begin = True
+        except ApiError as error:
+            if not self._has_begun:
+                raise
+            await self._pass_on(event(compact(error.body())))
+        except asyncio.CancelledError:
+            if self._is_stalled:
+                raise ClientGone from None
+            raise
+        await self._pass_on(b"", more_body=False)
+
+    async def _pass_on(self, data: bytes, *, more_body: bool = True) -> None:
+        if self._comment is not None:
+            await self._comment
+        await self._write(data, more_body)
+
+    async def _write(self, data: bytes, more_body: bool) -> None:
+        self._busy_since = self._loop.time()
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
+        self._busy_since, self._idle_since = None, self._loop.time()
+
+    async def _write_comment(self) -> None:
+        try:
+            await self._write(b": keep-alive\n\n", True)
+        finally:
+            self._comment = None
+
+    def _look(self) -> None:
+        """Do what is due, and come again when something may be; one timer for a stream, not one for each event."""
+        now = self._loop.time()
+        if self._busy_since is not None:
+            rest = self._busy_since + self._send_timeout - now
+            if rest <= 0:
+                self._give_up()
+                return
+        else:
+            rest = self._idle_since + self._keep_alive - now
+            if rest <= 0:
+                rest = self._keep_alive
+                if self._may_begin or self._has_begun:
+                    self._comment = self._loop.create_task(self._write_comment())
+        self._timer = self._loop.call_later(min(rest, self._keep_alive, self._send_timeout), self._look)
+
+    def _give_up(self) -> None:
+        logger.info("a client has not read its stream for %g seconds; it is cut off", self._send_timeout)
+        if self._abort is not None:
+            self._abort()
+        self._is_stalled = True
+        if self._sender is not None:
+            self._sender.cancel()

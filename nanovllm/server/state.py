@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import SamplingFields
 from nanovllm.server.security import require_api_key
 from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.sse import EventStream
 from nanovllm.server.token_text import TokenText
 
 CHARS_PER_TOKEN = 32  # no text of a language has so many on average
@@ -35,6 +37,16 @@ class ServerState:
     token_text: TokenText
     tool_format: str  # not "auto"
 
+    @property
+    def max_prompt_chars(self) -> int:
+        return self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
+
+    @property
+    def max_samples(self) -> int:
+        """Of one request: no more than ever have room."""
+        places = self.admission.num_places
+        return self.settings.max_samples if places is None else min(self.settings.max_samples, places)
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless it is the model that is served; None is."""
         if name is not None and name != self.model_name:
@@ -47,7 +59,7 @@ class ServerState:
 
     def check_length(self, prompt: str, param: str) -> None:
         """Raise ApiError (400) for a text that is too long to be worth tokenising, or that is none."""
-        limit = self.settings.max_prompt_chars or CHARS_PER_TOKEN * self.engine.config.max_model_len
+        limit = self.max_prompt_chars
         if len(prompt) > limit:
             raise ApiError(
                 400,
@@ -66,20 +78,14 @@ class ServerState:
 
     def check_conversation(self, *parts: Any) -> None:
         """The same for all that the chat template is given: its parts count as JSON."""
-        try:
-            text = json.dumps(parts, ensure_ascii=False)
-        except RecursionError as error:
-            raise ApiError(400, "the messages, or what goes with them, are nested too deeply.") from error
-        self.check_length(text, "messages")
+        self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
         """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
         settings = self.settings
-        places = self.admission.num_places
-        max_samples = settings.max_samples if places is None else min(settings.max_samples, places)
         for param, count, limit, what in (
             ("prompt", num_prompts, settings.max_prompts, "prompts"),
-            ("n", num_prompts * (body.n or 1), max_samples, "completions"),
+            ("n", num_prompts * (body.n or 1), self.max_samples, "completions"),
             ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
         ):
             if count > limit:
@@ -98,6 +104,10 @@ class ServerState:
     def timeout(self, body: SamplingFields) -> float | None:
         limits = [limit for limit in (body.timeout, self.settings.request_timeout) if limit is not None]
         return min(limits, default=None)
+
+    def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+        settings = self.settings
+        return EventStream(events, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval)
 
 
 def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:

@@ -14,34 +14,119 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 _decode = json.JSONDecoder().raw_decode
+Call = tuple[str, Any]  # a function's name, and its arguments
+NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of text that is none
+
+
+class CallReader(Protocol):
+    """Reads the calls behind one marker."""
+
+    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
+        """Calls and the number of characters that they take, or no call and how many are content; None if more text
+        could change that, which never is so of the last.
+
+        Args:
+            text: all from the marker on; each time that which it was the time before, and more.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """One family's form.
 
-    markers: calls begin with one of them; text before is the answer's content.
+    markers: calls begin with one of them.
     at_start: only where nothing but space stands before.
     has_special_tokens: the marker is a special token, so those must be kept in the text that is parsed.
-    parse: the calls behind the begin of the first marker; raises ValueError, KeyError or TypeError for anything else.
+    reader: makes the reader of what stands behind a marker.
     """
 
     markers: tuple[str, ...]
     at_start: bool
     has_special_tokens: bool
-    parse: Callable[[str], Iterator[tuple[str, Any]]]
+    reader: Callable[[], CallReader]
 
 
-def _hermes(text: str) -> Iterator[tuple[str, Any]]:
-    for part in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL):
-        call = json.loads(part)
-        yield call["name"], call.get("arguments", {})
+class ObjectScan:
+    """Looks for the end of a JSON object in text that grows; each character is looked at once."""
+
+    def __init__(self, start: int) -> None:
+        self._at, self._depth = start, 0
+        self._in_string = self._is_escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Behind its last brace, or None if that has not come."""
+        for at in range(self._at, len(text)):
+            character = text[at]
+            if self._in_string:
+                self._in_string = self._is_escaped or character != '"'
+                self._is_escaped = not self._is_escaped and character == "\\"
+            elif character == '"':
+                self._in_string = True
+            elif character == "{":
+                self._depth += 1
+            elif character == "}":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+        self._at = len(text)
+        return None
 
 
-def _llama(text: str) -> Iterator[tuple[str, Any]]:
+class HermesReader:
+    """One call, which ends where its JSON object does; the closing tag may be missing."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._scan: ObjectScan | None = None
+        self._end: int | None = None
+
+    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
+        inner = text[len(self.OPEN) :].lstrip() if self._scan is None else ""
+        if self._scan is None and inner:
+            if inner[0] != "{":
+                return [], len(self.OPEN)
+            self._scan = ObjectScan(len(text) - len(inner))
+        if self._scan is not None and self._end is None:
+            self._end = self._scan.end(text)
+        if self._end is None:
+            return ([], len(text)) if is_last else None
+        rest = text[self._end :].lstrip()
+        if not is_last and len(rest) < len(self.CLOSE) and self.CLOSE.startswith(rest):
+            return None
+        is_closed = rest.startswith(self.CLOSE)
+        end = len(text) - len(rest) + len(self.CLOSE) if is_closed else self._end
+        try:
+            call = json.loads(text[len(self.OPEN) : self._end])
+            return [(call["name"], call.get("arguments", {}))], end
+        except NO_CALL:
+            return [], end
+
+
+class RestReader:
+    """Calls that take all of the rest of an answer, or none of it.
+
+    Args:
+        parse: what reads them; it raises one of NO_CALL for what is none.
+    """
+
+    def __init__(self, parse: Callable[[str], Iterator[Call]]) -> None:
+        self._parse = parse
+
+    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
+        if not is_last:
+            return None
+        try:
+            return list(self._parse(text)), len(text)
+        except NO_CALL:
+            return [], len(text)
+
+
+def _llama(text: str) -> Iterator[Call]:
     text = text.strip().removeprefix("<|python_tag|>").strip()
     while text:
         call, end = _decode(text)
@@ -49,7 +134,7 @@ def _llama(text: str) -> Iterator[tuple[str, Any]]:
         text = text[end:].lstrip("; \n")
 
 
-def _mistral(text: str) -> Iterator[tuple[str, Any]]:
+def _mistral(text: str) -> Iterator[Call]:
     parts = [part.strip() for part in text.split("[TOOL_CALLS]") if part.strip()]
     for part in parts:
         if part.startswith("["):
@@ -61,9 +146,9 @@ def _mistral(text: str) -> Iterator[tuple[str, Any]]:
 
 
 FORMATS: dict[str, ToolFormat | None] = {
-    "hermes": ToolFormat(("<tool_call>",), False, False, _hermes),
-    "llama": ToolFormat(("<|python_tag|>", "{"), True, True, _llama),
-    "mistral": ToolFormat(("[TOOL_CALLS]",), False, True, _mistral),
+    "hermes": ToolFormat((HermesReader.OPEN,), False, False, HermesReader),
+    "llama": ToolFormat(("<|python_tag|>", "{"), True, True, partial(RestReader, _llama)),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), False, True, partial(RestReader, _mistral)),
     "none": None,
 }
 
@@ -78,9 +163,10 @@ def format_of(tokenizer: Any) -> str:
 
 
 class ToolStream:
-    """Tells the content of one answer from its tool calls, as the text comes.
+    """Tells the content of one answer from its tool calls, as the text comes; how it is cut makes no difference.
 
-    Text that may become a marker is held back; behind one, all of it is, until the answer ends.
+    Text that may become a marker, or a call, is held back until it is known what it is. So is space: that around calls
+    is content only where there is other content on both sides.
 
     Args:
         names: of the tools that the request offers.
@@ -89,52 +175,75 @@ class ToolStream:
 
     def __init__(self, form: ToolFormat, names: Collection[str], special_tokens: Collection[str] = ()) -> None:
         self._form, self._names = form, names
-        self._dropped = [token for token in special_tokens if token not in form.markers] if special_tokens else []
-        self._text = ""
-        self._num_shown = 0
+        self._dropped = [token for token in special_tokens if token not in form.markers]
+        self._text = ""  # that nobody has been told of
+        self._space = ""  # content, if there is more of it
+        self._has_content = False
+        self._reader: CallReader | None = None  # at a marker
+        self.num_calls = 0
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """What of the content can be shown now, and the calls, once the answer has ended."""
+        """What of the content and of the calls, in OpenAI's form, is known now and was not before."""
         for token in self._dropped if self._form.has_special_tokens else ():
             text = text.replace(token, "")
         self._text += text
-        start = self._marker()
-        calls: list[dict[str, Any]] = []
-        end = len(self._text) if start is None else start
-        if is_last and start is not None:
-            calls = self._calls(self._text[start:])
-            end = start if calls else len(self._text)
-        elif start is None and not is_last:
-            end -= self._num_held_back()
-        content = self._text[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        return (content.rstrip() if calls else content), calls
+        content, made = "", []
+        while self._text:
+            if self._reader is None:
+                start, is_marker = self._next_marker()
+                content += self._take_content(len(self._text) if is_last and not is_marker else start)
+                if not is_marker:
+                    break
+                self._reader = self._form.reader()
+            found = self._reader.read(self._text, is_last=is_last)
+            if found is None:
+                break
+            self._reader = None
+            calls = self._as_calls(found[0])
+            if calls:
+                self._text = self._text[found[1] :]
+                made += calls
+                self.num_calls += len(calls)
+            else:
+                content += self._take_content(found[1])
+        if is_last and not self.num_calls:
+            content += self._space
+        return content, made
 
-    def _marker(self) -> int | None:
-        found = [at for marker in self._form.markers if (at := self._text.find(marker)) >= 0]
-        if not found or (self._form.at_start and self._text[: min(found)].strip()):
-            return None
-        return min(found)
+    def _take_content(self, end: int) -> str:
+        taken, self._text = self._space + self._text[:end], self._text[end:]
+        shown = taken.rstrip()
+        self._space = taken[len(shown) :]
+        if not shown:
+            return ""
+        if self.num_calls and not self._has_content:
+            shown = shown.lstrip()
+        self._has_content = True
+        return shown
 
-    def _num_held_back(self) -> int:
-        """How much of the text's end may be the begin of a marker."""
-        if self._form.at_start and self._text.strip() and not self._could_begin(self._text.strip()):
-            return 0
-        longest = max(map(len, self._form.markers)) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            if self._could_begin(self._text[-length:]):
-                return length
-        return len(self._text) if self._form.at_start and not self._text.strip() else 0
+    def _next_marker(self) -> tuple[int, bool]:
+        """Where a marker begins, or with more text may begin, and whether it is whole; the text's end if nowhere."""
+        text, markers = self._text, self._form.markers
+        if self._form.at_start:
+            begin = text.lstrip()
+            if self._has_content or not any(begin.startswith(m) or m.startswith(begin) for m in markers):
+                return len(text), False
+            return len(text) - len(begin), begin.startswith(markers)
+        found = [at for marker in markers if (at := text.find(marker)) >= 0]
+        if found:
+            return min(found), True
+        for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
+            if any(marker.startswith(text[-length:]) for marker in markers):
+                return len(text) - length, False
+        return len(text), False
 
-    def _could_begin(self, text: str) -> bool:
-        return any(marker.startswith(text) for marker in self._form.markers)
-
-    def _calls(self, text: str) -> list[dict[str, Any]]:
+    def _as_calls(self, calls: list[Call]) -> list[dict[str, Any]]:
+        """In OpenAI's form; none if one of them is no call of an offered tool."""
         try:
-            calls = [(name, _as_json(arguments)) for name, arguments in self._form.parse(text)]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            texts = [(name, _as_json(arguments)) for name, arguments in calls if name in self._names]
+        except NO_CALL:
             return []
-        if not all(isinstance(name, str) and name in self._names for name, _ in calls):
+        if len(texts) < len(calls):
             return []
         return [
             {
@@ -142,7 +251,7 @@ class ToolStream:
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for name, arguments in calls
+            for name, arguments in texts
         ]
 
 
