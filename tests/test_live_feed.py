@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
+from nanovllm.errors import EngineClosedError, EngineDeadError
 from nanovllm.server import live_feed
 from nanovllm.server.engine_snapshot import (
     MAX_CELLS,
@@ -277,6 +278,26 @@ async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_w
     assert names[-1] == ("end", {"reason": reason})
     assert await take(feed, 2) == [("hello", {}), ("end", {"reason": reason})]
     await llm.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(EngineDeadError("dead"), "dead"), (EngineClosedError("closed"), "closed")]
+)
+@bounded
+async def test_the_last_steps_of_an_engine_are_told_though_no_snapshot_could_follow_them(error, reason):
+    engine = StillEngine()
+    engine.steps = [step_of(3)]
+    feed = LiveFeed(engine, {})  # type: ignore[arg-type]
+    feed.on_step(step_of(3))
+    async with aclosing(feed.watch()) as watch:
+        (_, _), (_, first) = [parsed(await anext(watch)) for _ in range(2)]
+        for step_id in (4, 5):
+            feed.on_step(step_of(step_id))
+        engine.error = error
+        told = [parsed(data) async for data in watch]
+    assert [row[0] for row in first["steps"]] == [3]
+    assert [row[0] for name, data in told if name == "look" for row in data["steps"]] == [4, 5]
+    assert told[-1] == ("end", {"reason": reason})
 
 
 # --------------------------------------------------------------------------------------------------------------- server

@@ -17,6 +17,7 @@ import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -147,12 +148,21 @@ class LiveFeed:
                     self._publish()
                 await asyncio.sleep(max(INTERVAL_SECONDS, snapshot.seconds / MOST_ENGINE_TIME))
         except EngineDeadError:
+            self._show_last_steps()
             self._end("dead")
         except EngineClosedError:
+            self._show_last_steps()
             self._end("closed")
         except Exception:
             logger.exception("the live view could not look at the engine; it ends here")
             self._end("failed")
+
+    def _show_last_steps(self) -> None:
+        """Those behind the last snapshot too, now that no other can be taken."""
+        before, steps = self._latest, tuple(self._steps)
+        if before is not None and self._zero is not None and steps and steps[-1].step_id > before.last_step:
+            snapshot = replace(before.snapshot, steps=steps, time=max(before.snapshot.time, steps[-1].time))
+            self._latest = Look(snapshot, self._zero, before)
 
     def _end(self, reason: str) -> None:
         self._end_reason = self._end_reason or reason
