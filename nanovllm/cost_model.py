@@ -64,9 +64,8 @@ def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
     num_blocks = 0
     for group in groups.values():
         first, last = min(group), max(group)  # what these two have in common, all between them have
-        common = next(
-            (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-        )
+        pairs = enumerate(zip(first, last, strict=False))
+        common = next((number for number, (a, b) in pairs if a != b), min(len(first), len(last)))
         num_blocks += (len(group) - 1) * common
     return num_blocks
 
@@ -175,7 +174,7 @@ def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
 def fit_device(shapes: Sequence[StepShape], seconds: Sequence[float]) -> DeviceCost:
     """The coefficients and the knee with the least squared relative errors.
 
-    If no step shared any context, sharing saves nothing: who did not measure it cannot promise it.
+    If no step shared any context, what sharing saves was not measured, and it is taken to save nothing.
     """
     fits = []
     for knee in KNEES:

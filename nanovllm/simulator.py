@@ -182,8 +182,7 @@ def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) ->
     """A run's figures, simulated or real, from its requests (with `itls`) and its engines' counters.
 
     seconds: from the first arrival to the last token.
-    ttft, itl: seconds, as `spread` tells them: of all requests, and of all gaps between two
-        tokens of one; None if there are none.
+    ttft, itl: seconds, as `spread` tells them: of all requests, and of all gaps between two tokens of one.
     hit_rate: prompt tokens found in the prefix cache, of those looked up; None without a look-up.
     """
     stats = list(stats)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """ "mean", "p50", "p90", "p99" and "max" of some values, None of none.
+    """By name: mean, p50, p90, p99 and max of some values; None of none.
 
     A percentile lies between two values as far as its rank lies between theirs.
     """
