@@ -39,7 +39,6 @@ def _kernels() -> tuple[Any, Any]:
         vocab_size,
         part_size,
         gamma,
-        HAS_NOISE: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -47,21 +46,20 @@ def _kernels() -> tuple[Any, Any]:
         lanes = tl.arange(0, BLOCK)
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         places = tl.full((BLOCK,), 0, tl.int32)
-        if HAS_NOISE:
-            key = tl.load(noise_keys + row)
-            low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-            inverse, scale = tl.load(inverse_temperatures + row), tl.load(noise_scales + row)
+        key = tl.load(noise_keys + row)
+        low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        inverse, has_noise = tl.load(inverse_temperatures + row), tl.load(noise_scales + row) > 0
         for first in range(start, tl.minimum(start + part_size, vocab_size), BLOCK):
             token = first + lanes
             score = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
             score = tl.where(score != score, float("inf"), score)  # NaN, which comparisons would pass over
-            if HAS_NOISE:
+            if has_noise:  # it takes longer than reading the logits
                 bits = mixed(mixed((token + 1).to(tl.uint32) * gamma.to(tl.uint32) + low) + high)
                 uniform = tl.minimum(((bits >> 1).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
                 # -log(1 - u), which the fast logarithm would spoil where u is small
                 small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3 + uniform * 0.25)))
                 exponential = tl.where(uniform < 2.0**-6, small, -libdevice.fast_logf(1.0 - uniform))
-                score = score * inverse - scale * libdevice.fast_logf(exponential)
+                score = score * inverse - libdevice.fast_logf(exponential)
             is_better = score > best
             best = tl.where(is_better, score, best)
             places = tl.where(is_better, token, places)
@@ -86,12 +84,21 @@ def _kernels() -> tuple[Any, Any]:
 _compiled: list[Any] = []
 
 
-def draw_on_gpu(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor] | None, *, gamma: int, non_finite: int) -> Tensor:
+def draw_on_gpu(
+    logits: Tensor,
+    noise_keys: Tensor,
+    inverse_temperatures: Tensor,
+    noise_scales: Tensor,
+    *,
+    gamma: int,
+    non_finite: int,
+) -> Tensor:
     """See `sampler.draw`.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
-        noise: keys [num_rows] int64, inverse temperatures and scales [num_rows] float32; None is greedy.
+        noise_keys: [num_rows] int64.
+        inverse_temperatures, noise_scales: [num_rows] float32.
         gamma: what counters are apart, as a signed number of 32 bits.
 
     Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity.
@@ -109,11 +116,10 @@ def draw_on_gpu(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor] | None, *, 
     scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
     tokens = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
     output = logits.new_empty(num_rows, dtype=torch.int64)
-    keys, inverse_temperatures, noise_scales = noise or (output, scores, scores)
     with torch.cuda.device(logits.device):
         best_of_parts[num_rows, num_parts](
-            logits, keys, inverse_temperatures, noise_scales, scores, tokens, logits.stride(0), vocab_size, part_size,
-            gamma, HAS_NOISE=noise is not None, BLOCK=_BLOCK, num_warps=8,
+            logits, noise_keys, inverse_temperatures, noise_scales, scores, tokens, logits.stride(0), vocab_size,
+            part_size, gamma, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         width = 1 << (num_parts - 1).bit_length()
         best_of_rows[num_rows,](scores, tokens, output, num_parts, non_finite, WIDTH=width, num_warps=1)

@@ -30,7 +30,7 @@ EXIT_SECONDS = 30.0
 
 
 class EngineLoop:
-    """Steps an engine in a thread of its own while there is work, and sleeps while there is none.
+    """Steps an engine in a thread of its own while there is work, and prepares for more or sleeps while there is none.
 
     Between two steps it runs the calls that were submitted meanwhile, in their order, and after each step it leaves the
     outputs in the mailroom. It ends when it is stopped or when anything but a step fails; from then on every call is
@@ -46,6 +46,7 @@ class EngineLoop:
         self._has_ended = False
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
+        self._prepares = True  # there may be steps that the model runner can get ready
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
@@ -117,10 +118,20 @@ class EngineLoop:
         self._end()
 
     def _wait_for_work(self) -> bool:
+        self._use_idle_time()
         with self._changes:
             while not self._calls and not self._is_stopping:
                 self._changes.wait()
             return not self._is_stopping
+
+    def _use_idle_time(self) -> None:
+        """Let the model runner prepare further steps, one at a time, as long as nobody wants anything."""
+        try:
+            while not self._calls and not self._is_stopping and self._prepares:
+                self._prepares = self._engine.model_runner.capture_ahead()
+        except Exception:  # a step that needs what failed here will tell its requests
+            self._prepares = False
+            logger.warning("steps are not prepared ahead any more", exc_info=True)
 
     def _answer(self) -> None:
         for _ in range(len(self._calls)):  # those that come meanwhile wait for a step

@@ -8,7 +8,7 @@ since they run one after the other.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -30,7 +30,7 @@ from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Ti
 
 logger = logging.getLogger("nanovllm")
 
-MAX_GRAPHS = 96  # the one that was not used for longest makes room
+MAX_GRAPHS = 128  # the one that was not used for longest makes room
 GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured graph takes of the device
 
 
@@ -67,6 +67,7 @@ class GraphExecutor:
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(self._buckets.max_decodes, dtype=torch.int64, device=binding.device)
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
+        self._usual = deque(self._buckets.usual())  # to be captured when there is time
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(binding.device)  # for captures
         self._addresses: list[int] = []  # of the weights that the graphs read
@@ -75,18 +76,17 @@ class GraphExecutor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, batch.sampled_positions
         tiles = Tiles.of(layout, self._block_size)
-        kind = _kind_of_draws(batch, positions)
-        shape = self._buckets.shape(layout, len(tiles.blocks), kind)
+        shape = self._buckets.shape(layout, len(tiles.blocks), draws=_is_drawn_within(batch, positions))
         if report.prompt is None:
             run = self._runner_of(shape)
         else:  # the pieces of logits that it reads have no place in a graph
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
             run = partial(self._run, shape, report)
-        draws = DrawInputs.of(sequences, positions) if kind == "noise" else None
+        draws = DrawInputs.of(sequences, positions) if shape.draws else None
         self._upload(shape, layout, tiles, draws)
         run()
         count = len(sequences)
-        if kind == "none":
+        if not shape.draws:
             assert self._logits is not None
             with torch.no_grad():
                 latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
@@ -119,17 +119,15 @@ class GraphExecutor:
             self._finish(shape, inputs, logits)
 
     def _finish(self, shape: StepShape, inputs: StepInputs, logits: Tensor) -> None:
-        if shape.draws == "none":
+        if shape.draws:
+            self._sampled[: shape.num_samples] = self._sampler.draw(
+                logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
+            )
+        else:
             if self._logits is None:
                 with torch.inference_mode(False):
                     self._logits = logits.new_zeros(self._buckets.max_decodes, logits.shape[1])
             self._logits[: shape.num_samples].copy_(logits)
-        elif shape.draws == "greedy":
-            self._sampled[: shape.num_samples] = self._sampler.draw_greedily(logits)
-        else:
-            self._sampled[: shape.num_samples] = self._sampler.draw(
-                logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
-            )
 
     # ---------------------------------------------------------------------------------------------------- graphs
 
@@ -178,6 +176,17 @@ class GraphExecutor:
         for shape in self._buckets.common():
             self._inputs.zero_()  # a step of padding alone
             self._runner_of(shape)()
+
+    def capture_ahead(self) -> bool:
+        """Capture one more step of those that usually come; False if none is left."""
+        if not self._captures or self._binding.has_hooks():
+            return False
+        while self._usual and len(self._graphs) < MAX_GRAPHS:
+            shape = self._usual.popleft()
+            if shape not in self._graphs:
+                self._capture(shape)
+                return True
+        return False
 
     def model_changed(self, *, in_place: bool) -> None:
         """Graphs do what the model did when they were captured, with the weights that stand where they stood.
@@ -237,10 +246,9 @@ def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
     )  # fmt: skip
 
 
-def _kind_of_draws(batch: ScheduledBatch, positions: list[int]) -> str:
-    """How the step's tokens can be sampled; see `StepShape.draws`."""
-    sequences = batch.sampling
-    for sequence, position in zip(sequences, positions, strict=True):
+def _is_drawn_within(batch: ScheduledBatch, positions: list[int]) -> bool:
+    """Whether no request of the step needs the host's sampler; see `StepShape.draws`."""
+    for sequence, position in zip(batch.sampling, positions, strict=True):
         params = sequence.params
         if (
             params.changes_logits
@@ -249,5 +257,5 @@ def _kind_of_draws(batch: ScheduledBatch, positions: list[int]) -> str:
             or params.logprobs is not None
             or position - sequence.num_prompt_tokens < params.min_tokens
         ):
-            return "none"
-    return "greedy" if all(sequence.params.is_greedy for sequence in sequences) else "noise"
+            return False
+    return True

@@ -196,6 +196,17 @@ class ModelRunner:
         self.execute(ScheduledBatch(0, (self._dummy_entry(0, num_tokens),))).result()
         self.execute(ScheduledBatch(0, decodes)).result()
 
+    def capture_ahead(self) -> bool:
+        """Get one of the steps that usually come ready, so that none waits for it; False if none is left.
+
+        A live module is its owner's while no request runs, so nothing is done with one.
+        """
+        if self.binding.is_live or not isinstance(self._executor, GraphExecutor):
+            return False
+        with _device_errors():
+            self._keep_order()
+            return self._executor.capture_ahead()
+
     def _dummy_entry(self, start: int, num_tokens: int) -> ScheduledSequence:
         """A share of a step that writes to block 1 over and over."""
         end = start + num_tokens

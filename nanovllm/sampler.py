@@ -133,21 +133,11 @@ def draw(
     Returns [num_rows] int64; NON_FINITE where a row holds NaN or infinity. With `compiles`, on a GPU, in one pass.
     """
     if compiles:
-        inputs = noise_keys, inverse_temperatures, noise_scales
-        return draw_on_gpu(logits, inputs, gamma=_signed_32(_GAMMA_32), non_finite=NON_FINITE)
+        return draw_on_gpu(
+            logits, noise_keys, inverse_temperatures, noise_scales, gamma=_signed_32(_GAMMA_32), non_finite=NON_FINITE
+        )
     noise = gumbel_noise(noise_keys, token_counters(logits.shape[1], logits.device))
-    return _best(logits.float() * inverse_temperatures[:, None] + noise_scales[:, None] * noise)
-
-
-def draw_greedily(logits: Tensor, *, compiles: bool = False) -> Tensor:
-    """The same without noise."""
-    if compiles:
-        return draw_on_gpu(logits, None, gamma=0, non_finite=NON_FINITE)
-    return _best(logits.float())
-
-
-def _best(scores: Tensor) -> Tensor:
-    """The place of the largest score in each row, as `draw` returns it."""
+    scores = logits.float() * inverse_temperatures[:, None] + noise_scales[:, None] * noise
     best, token_ids = scores.max(dim=-1)
     return torch.where(best.isfinite(), token_ids, NON_FINITE)
 
@@ -161,7 +151,6 @@ class Sampler:
 
     def __init__(self, *, compiles: bool = False) -> None:
         self.draw = partial(draw, compiles=compiles)
-        self.draw_greedily = partial(draw_greedily, compiles=compiles)
 
     def sample(
         self,

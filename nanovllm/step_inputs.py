@@ -5,9 +5,9 @@ A shape is a step's sizes rounded up to the next of a few, so that a few capture
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,39 +27,42 @@ class StepShape(NamedTuple):
     """Sizes of a step, padding included. The flat batch has its decodes first, padded, then its chunks, padded.
 
     num_rows: of the flat batch.
+    draws: whether its tokens are drawn within the step; else the host's sampler takes its logits.
     is_uneven: whether one decode has much more to see than the others; see `KernelOptions`.
-    draws: how its tokens are sampled within the step ("greedy", "noise"), or "none" for the host's sampler.
     """
 
     num_decodes: int
     num_rows: int
     num_tiles: int
     num_samples: int
-    draws: str
+    draws: bool
     is_uneven: bool = False
 
 
 class Buckets:
-    """Rounds sizes up. Fine where a step is short and of one kind, coarse where kinds multiply: mixed steps."""
+    """Rounds sizes up, finely where a step is short and of one kind, coarsely where kinds multiply: mixed steps.
+
+    The first step of a shape waits for its graph, and that of a new number of decodes, or of tiles, for the compiler.
+    """
 
     def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
         self._block_size = config.block_size
         self._options = options
         most = max(MIN_ROWS, config.max_num_seqs)
-        self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, most, 64)])
-        self._mixed_decodes = [0, *_up_to(most, [4, 16, 32, 64, *(128 << n for n in range(8))])]
-        self._mixed_samples = _up_to(most, [16, 128, 512])
-        budget = config.max_num_batched_tokens
-        sizes = [64 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)]
+        quarters = (n << k for k in range(5, 12) for n in (4, 5, 6, 7))
+        self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
+        self._mixed_decodes = [0, *_up_to(most, [4, 16, 64, 96, *(128 << n for n in range(8))])]
+        self._budget = budget = config.max_num_batched_tokens
+        sizes = [64, 128, *(n << k for k in range(7, 14) for n in (2, 3))]
         # The decodes' padding may take a full step past the budget, mostly by little.
         self._mixed_rows = [*_up_to(budget, sizes), *(budget + size for size in _up_to(most, [64, 128, 256, 512]))]
-        # Whole blocks need one tile each; each chunk may need one more, or two.
-        self._more_tiles = _up_to(max(16, 2 * config.max_num_seqs), [16 << 2 * n for n in range(8)])
+        # Whole blocks need one tile each. A chunk may need one more, or two, and the last of a prompt is sampled.
+        self._chunks = _up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
         self.max_decodes = most
         self.max_rows = self._mixed_rows[-1]
-        self.max_tiles = self._whole_tiles(self.max_rows) + self._more_tiles[-1]
+        self.max_tiles = self._tiles(self.max_rows, self._chunks[-1])
 
-    def shape(self, layout: BatchLayout, num_tiles: int, draws: str) -> StepShape:
+    def shape(self, layout: BatchLayout, num_tiles: int, *, draws: bool) -> StepShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
         num_samples = len(layout.sample_rows)
         if not num_tiles:
@@ -67,13 +70,20 @@ class Buckets:
             return StepShape(size, size, 0, size, draws, self._is_uneven(layout, size))
         num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
         num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
-        whole = self._whole_tiles(num_rows)
-        num_tiles = whole + _round_up(self._more_tiles, max(0, num_tiles - whole))
-        num_samples = _round_up(self._mixed_samples, num_samples)
-        return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, self._is_uneven(layout, num_decodes))
+        num_chunks = _round_up(self._chunks, max(num_tiles - self._whole_tiles(num_rows), num_samples - num_decodes, 0))
+        return self._mixed(num_decodes, num_rows, num_chunks, draws, self._is_uneven(layout, num_decodes))
+
+    def _mixed(self, num_decodes: int, num_rows: int, num_chunks: int, draws: bool, is_uneven: bool) -> StepShape:
+        num_samples = min(self.max_decodes, num_decodes + num_chunks)
+        return StepShape(num_decodes, num_rows, self._tiles(num_rows, num_chunks), num_samples, draws, is_uneven)
 
     def _is_uneven(self, layout: BatchLayout, num_decodes: int) -> bool:
         return self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
+
+    def _tiles(self, num_rows: int, num_chunks: int) -> int:
+        num_tiles = self._whole_tiles(num_rows) + num_chunks
+        step = min(64, max(4, 1 << max(0, num_tiles.bit_length() - 3)))  # an eighth to a quarter of most numbers
+        return -(-num_tiles // step) * step
 
     def _whole_tiles(self, num_rows: int) -> int:
         return -(-num_rows // self._block_size)
@@ -82,13 +92,24 @@ class Buckets:
         """What is ready from the start: the steps of most rows, and decodes of few requests. Compiled code is laid out
         for the first of its kind; for decodes that is one of middling size."""
         most, rows = self.max_decodes, self.max_rows
-        largest = StepShape(most, rows, self._whole_tiles(rows) + self._more_tiles[0], most, "noise")
         sizes = dict.fromkeys((_round_up(self._decodes, min(64, most)), most, MIN_ROWS))
-        return [largest, *(StepShape(size, size, 0, size, "noise") for size in sizes)]
+        largest = self._mixed(most, rows, self._chunks[0], draws=True, is_uneven=False)
+        return [largest, *(StepShape(size, size, 0, size, draws=True) for size in sizes)]
+
+    def usual(self) -> list[StepShape]:
+        """What steps of a server come to be: decodes of any number, and chunks of a few prompts beside some."""
+        shapes = [StepShape(size, size, 0, size, draws=True) for size in self._decodes]
+        counts = [count for count in self._mixed_decodes if count <= 64]
+        rows = [size for size in self._mixed_rows if size <= self._budget]
+        return shapes + [
+            self._mixed(count, size, self._chunks[0], draws=True, is_uneven=False)
+            for count, size in itertools.product(counts, rows)
+            if size > count
+        ]
 
     def largest(self) -> StepShape:
         """What no part of a step's inputs exceeds."""
-        return StepShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, "noise")
+        return StepShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, draws=True)
 
 
 def _up_to(limit: int, sizes: list[int]) -> list[int]:
@@ -171,7 +192,7 @@ class StepPacking:
             to.noise_scales[:count] = draws.noise_scales
         lengths = layout.table_lengths
         to.tables[:] = np.fromiter(
-            chain.from_iterable(entry.block_table for entry in layout.entries), np.int32, len(to.tables)
+            itertools.chain.from_iterable(entry.block_table for entry in layout.entries), np.int32, len(to.tables)
         )
         starts = np.cumsum(lengths) - lengths
         to.decode_tables[:real] = starts[:real]

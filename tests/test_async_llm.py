@@ -22,6 +22,7 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, EngineDeadError, QueueFullError, RequestOutput, SamplingParams
 from nanovllm.errors import DeviceError
+from nanovllm.model_runner import ModelRunner
 from tests.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -507,6 +508,56 @@ async def test_a_request_id_that_runs_already_is_refused_and_the_first_goes_on()
         seen += await collect(stream)
         assert seen[-1].outputs[0].token_ids == answers([[5, 6, 7]])[0][0]
         await assert_idle_and_whole(llm)
+
+
+# ----------------------------------------------------------------------------------------------------------- idle time
+
+
+@bounded
+async def test_steps_are_prepared_while_nobody_wants_anything_one_at_a_time(monkeypatch):
+    steps, prepared, may_go_on = [], [], threading.Event()
+
+    def capture_ahead(runner: ModelRunner) -> bool:
+        prepared.append(len(steps))
+        may_go_on.wait(20.0)
+        return len(prepared) < 5
+
+    async def all_are_prepared() -> bool:
+        return len(prepared) == 5
+
+    monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
+    async with open_llm() as llm:
+        in_engine_steps(llm, monkeypatch, steps.append)
+        first = asyncio.create_task(answer(llm.generate([5, 6, 7], GREEDY)))
+        await asyncio.sleep(0.1)
+        assert prepared == [0]
+        may_go_on.set()
+        assert await first == answers([[5, 6, 7]])[0]
+        assert await comes_true(all_are_prepared)
+        assert prepared == [0] + [len(steps)] * 4  # the request came first
+        assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
+        await assert_idle_and_whole(llm)
+        assert len(prepared) == 5  # none was left
+
+
+@bounded
+async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatch, caplog):
+    def capture_ahead(runner: ModelRunner) -> bool:
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
+    async with open_llm() as llm:
+        assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
+        await assert_idle_and_whole(llm)
+    assert caplog.text.count("not prepared ahead any more") == 1
+
+
+@bounded
+async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
+    monkeypatch.setattr(ModelRunner, "capture_ahead", lambda runner: time.sleep(0.01) or True)  # never done
+    llm = open_llm()
+    await asyncio.sleep(0.05)
+    await llm.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

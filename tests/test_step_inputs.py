@@ -13,6 +13,7 @@ from nanovllm.attention.gpu_options import Gpu, KernelOptions
 from nanovllm.attention.layout import build_layout
 from nanovllm.batch import ScheduledSequence
 from nanovllm.config import EngineConfig
+from nanovllm.graph_executor import MAX_GRAPHS
 from nanovllm.logprobs import PromptRows, StepReport
 from nanovllm.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
@@ -80,7 +81,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
             )
             layout = build_layout(entries, block_size, in_flight)
             tiles = Tiles.of(layout, block_size)
-            shape = buckets.shape(layout, len(tiles.blocks), "noise")
+            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
             assert_fits(shape, buckets, block_size)
             assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
             assert shape.num_rows >= shape.num_decodes + layout.num_tokens - layout.num_decodes
@@ -91,15 +92,37 @@ def test_padding_stays_moderate():
     buckets = Buckets(config_of(1024, 8192, 64), options_of(64))
     entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
     for count in range(1, 1025):
-        shape = buckets.shape(build_layout([entry] * count, 64), 0, "noise")
-        assert shape.num_decodes <= max(4, 2 * count) and shape.num_decodes - count < 64
+        shape = buckets.shape(build_layout([entry] * count, 64), 0, draws=True)
+        assert shape.num_decodes <= max(4, 2 * count) and (count < 64 or 2 * shape.num_decodes <= 3 * count)
     prompts = [
         ScheduledSequence(Sequence(str(n), [1] * 130, SamplingParams(), arrival=n, max_model_len=200), 0, 130, True,
                           [1, 2, 3], 0)
         for n in range(60)
     ]  # fmt: skip
     layout = build_layout(prompts, 64)
-    assert buckets.shape(layout, 180, "noise").num_tiles <= 400
+    assert buckets.shape(layout, 180, draws=True).num_tiles <= 400
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block_size):
+    """All of them fit among the graphs that are kept, and need few kernels that are compiled for a size."""
+    budget = max(budget, max_num_seqs + block_size)
+    buckets = Buckets(config_of(max_num_seqs, budget, block_size, 10**6), options_of(block_size))
+    usual = buckets.usual()
+    assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
+    assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
+    for shape in usual:
+        assert_fits(shape, buckets, block_size)
+        decode = Sequence("decode", [1] * 9, SamplingParams(), arrival=0, max_model_len=99)
+        entries = [ScheduledSequence(decode, 5, 1, True, [1], 5)] * min(shape.num_decodes, max_num_seqs - 1)
+        if not shape.num_tiles:
+            entries = (entries * 2)[: min(shape.num_decodes, max_num_seqs)]
+        elif length := shape.num_rows - shape.num_decodes:
+            prompt = Sequence("prompt", [1] * length, SamplingParams(), arrival=0, max_model_len=10**6)
+            entries = [*entries, ScheduledSequence(prompt, 0, length, True, list(range(1, 2 + length // 16)), 0)]
+        layout = build_layout(entries, block_size)
+        assert buckets.shape(layout, len(Tiles.of(layout, block_size).blocks), draws=True) == shape
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
@@ -116,7 +139,7 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
             prompt = Sequence("chunk", [1] * chunk, SamplingParams(), arrival=0, max_model_len=10**6)
             entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
         layout = build_layout(entries, 64)
-        return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), "noise").is_uneven
+        return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), draws=True).is_uneven
 
     for count in range(1, 1025, 7):
         assert not is_uneven(*[500] * count)
@@ -135,7 +158,7 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
 def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
     of_gpu, of_h200 = (KernelOptions(each, 8, 2, 256, 64) for each in (gpu, H200))
     for count in range(4, 1025, 4):
-        alike = count * H200.num_multiprocessors // gpu.num_multiprocessors
+        alike = -(-count * H200.num_multiprocessors // gpu.num_multiprocessors)
         for is_uneven in (False, True):
             options, measured = (of.of_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike)))
             assert (options.piece, options.kernel["SPLIT_KV"]) == (measured.piece, measured.kernel["SPLIT_KV"])
@@ -170,7 +193,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             )
             layout = build_layout(entries, block_size, in_flight, longest_first=True)
             tiles = Tiles.of(layout, block_size)
-            shape = buckets.shape(layout, len(tiles.blocks), "noise")
+            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
             packing = StepPacking(shape, block_size)
             sampling = [entry for entry in entries if entry.samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
@@ -254,7 +277,7 @@ def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decod
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.of(layout, 16).blocks), "none")
+    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.of(layout, 16).blocks), draws=False)
     assert shape.num_decodes > layout.num_decodes
     packing = StepPacking(shape, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)

@@ -31,7 +31,8 @@ class DecodeEntry(NamedTuple):
 
 _DECODES = (
     DecodeEntry(2, 64, 16, 16, 3, 2), DecodeEntry(8, 64, 8, 16, 3, 2), DecodeEntry(16, 32, 4, 16, 4, 2),
-    DecodeEntry(40, 32, 2, 8, 4, 1), DecodeEntry(80, 64, 2, 8, 2, 2), DecodeEntry(1 << 30, 64, 1, 8, 3, 2),
+    DecodeEntry(40, 32, 2, 8, 4, 1), DecodeEntry(80, 64, 2, 8, 2, 2), DecodeEntry(128, 64, 1, 6, 3, 2),
+    DecodeEntry(1 << 30, 64, 1, 4, 3, 2),
 )  # fmt: skip
 MIN_PIECE = min(entry.piece for entry in _DECODES)
 MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)

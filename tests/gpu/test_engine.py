@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import random
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, default_model
+from nanovllm import LLM, AsyncLLM, SamplingParams, default_model
 from tests import test_logprobs, test_samples
 from tests.test_equality import model, reference
 from tests.test_equality import prompts as long_prompts
@@ -183,6 +185,30 @@ def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
         tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
         assert tokens == expected("llama")
         assert len(llm._engine.model_runner._executor._graphs) <= 3
+
+
+def test_an_engine_in_a_thread_captures_what_usually_comes_while_it_has_nothing_to_do(tmp_path):
+    module = model("llama")
+    module.save_pretrained(tmp_path)
+    options = OPTIONS | {"max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 64}
+
+    async def run() -> None:
+        async with AsyncLLM(tmp_path, tokenizer=tiny_tokenizer(), **options) as llm:
+            executor = llm._engine_loop._engine.model_runner._executor
+            end = time.monotonic() + 120
+            while executor._usual and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+            await llm.stats()  # the last one is captured
+            captured = dict(executor._graphs)
+            assert len(captured) > 8 and set(executor._buckets.usual()) <= set(captured)
+            prompts = [prompt for prompt in long_prompts() if len(prompt) < 160]
+            streams = [llm.generate(prompt, GREEDY, output_kind="final") for prompt in prompts]
+            for prompt, stream in zip(prompts, streams, strict=True):
+                (output,) = [output async for output in stream]  # one after the other
+                assert output.outputs[0].token_ids == reference(module, prompt)
+            assert dict(executor._graphs) == captured  # and none more was needed
+
+    asyncio.run(run())
 
 
 def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbours_go_on():

@@ -17,7 +17,7 @@ from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import tables_of
-from nanovllm.sampler import NON_FINITE, DrawInputs, Sampler, gumbel_noise, noise_keys, token_counters
+from nanovllm.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
 from nanovllm.skinny_linear import linear, linear_and_add
 from nanovllm.step_inputs import Buckets, StepPacking, Tiles
 from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
@@ -52,7 +52,7 @@ def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -
     form, buckets = form_of(case, uses_flash=uses_flash)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.of(layout, block_size)
-    shape = buckets.shape(layout, len(tiles.blocks), "greedy")._replace(is_uneven=is_uneven)
+    shape = buckets.shape(layout, len(tiles.blocks), draws=True)._replace(is_uneven=is_uneven)
     packing = StepPacking(shape, block_size)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, tiles, None, packed)
@@ -230,7 +230,7 @@ def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_ro
         best, expected = scores.topk(2)
         clear = best[:, 0] - best[:, 1] > 1e-4
         assert torch.equal(tokens[clear], expected[clear, 0])
-        greedy = sampler.draw_greedily(logits)
+        greedy = sampler.draw(logits, keys, torch.ones_like(scales), torch.zeros_like(scales))
         assert torch.equal(logits.gather(1, greedy[:, None])[:, 0], logits.amax(dim=-1))
 
 
@@ -241,8 +241,7 @@ def test_rows_that_are_not_finite_give_no_token():
     logits[1, 500] = torch.inf
     logits[2] = -torch.inf
     logits[3, :511] = -torch.inf  # one token is left
-    inputs = DrawInputs(noise_keys(range(5), range(5)), np.full(5, 1.25, np.float32), np.ones(5, np.float32))
-    arrays = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
-    drawn = sampler.draw(logits, *(torch.from_numpy(array).cuda() for array in arrays)).tolist()
-    assert drawn[:4] == [NON_FINITE] * 3 + [511] and drawn[4] >= 0
-    assert sampler.draw_greedily(logits).tolist()[:4] == [NON_FINITE] * 3 + [511]
+    keys, inverse = torch.from_numpy(noise_keys(range(5), range(5))).cuda(), torch.full((5,), 1.25, device="cuda")
+    for scale in (1.0, 0.0):
+        drawn = sampler.draw(logits, keys, inverse, torch.full((5,), scale, device="cuda")).tolist()
+        assert drawn[:4] == [NON_FINITE] * 3 + [511] and drawn[4] >= 0
