@@ -55,9 +55,7 @@ class Bench:
         runs = []
         for is_warm_up in [True] + [False] * self.repeats:
             player.prepare(workload)
-            # A GPU's first run captures the steps that arrivals lead to; on a CPU it warms caches.
-            is_hurried = is_warm_up and not self.is_gpu
-            played = play(player, workload.hurried() if is_hurried else workload)
+            played = play(player, workload.hurried() if is_warm_up else workload)
             runs += [] if is_warm_up else [played]
         return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
