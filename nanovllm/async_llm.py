@@ -36,6 +36,9 @@ class AsyncLLM:
     Args:
         model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
             blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
+        prepares_when_idle: on a GPU, capture the steps that usually come, one at a time, while there are no requests.
+            For processes in which nobody else uses that GPU: during a capture CUDA refuses to wait for the device
+            (`torch.cuda.synchronize`), and the capture fails too. A live module is left alone.
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
     every open stream and every later call raises EngineDeadError, whose cause is the error. docs/async.md says more.
@@ -48,6 +51,7 @@ class AsyncLLM:
         tokenizer: Any = None,
         on_step: StepHook | None = None,
         trace: TraceWriter | None = None,
+        prepares_when_idle: bool = False,
         **options: Any,
     ) -> None:
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
@@ -56,7 +60,7 @@ class AsyncLLM:
         self.vocab_size = engine.vocab_size  # token ids lie below it
         self._intake = Intake(engine)
         self._mailroom = Mailroom()
-        self._engine_loop = EngineLoop(engine, self._mailroom)
+        self._engine_loop = EngineLoop(engine, self._mailroom, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
         # Tokenising a long prompt would hold up the event loop.

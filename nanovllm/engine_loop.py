@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanovllm.engine import Engine
-from nanovllm.errors import EngineClosedError, EngineDeadError, StepError
+from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
 from nanovllm.garbage import LongCall
 from nanovllm.streams import Mailroom
 
@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 MAX_FAILED_STEPS = 3
 # Clients whose event loop was closed are looked for so often, in seconds.
 CLIENT_CHECK_SECONDS = 1.0
+# Idle time begins so long after the last request, in seconds.
+IDLE_SECONDS = 0.5
 # At the interpreter's exit the step that runs is waited for, but no longer than this.
 EXIT_SECONDS = 30.0
 
@@ -37,7 +39,7 @@ class EngineLoop:
     refused, and the mailroom's streams are ended.
     """
 
-    def __init__(self, engine: Engine, mailroom: Mailroom) -> None:
+    def __init__(self, engine: Engine, mailroom: Mailroom, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
         self._mailroom = mailroom
         self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
@@ -46,7 +48,7 @@ class EngineLoop:
         self._has_ended = False
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
-        self._prepares = True  # there may be steps that the model runner can get ready
+        self._prepares = prepares_when_idle  # and there may be steps to get ready
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
@@ -125,10 +127,20 @@ class EngineLoop:
             return not self._is_stopping
 
     def _use_idle_time(self) -> None:
-        """Let the model runner prepare further steps, one at a time, as long as nobody wants anything."""
+        """Let the model runner prepare further steps, one at a time, as long as nobody wants anything.
+
+        Not at once, since a client that asks for one thing after the other would wait for one of them each time.
+        """
+        if not self._prepares:
+            return
+        with self._changes:
+            if self._changes.wait_for(lambda: self._calls or self._is_stopping, IDLE_SECONDS):
+                return
         try:
             while not self._calls and not self._is_stopping and self._prepares:
                 self._prepares = self._engine.model_runner.capture_ahead()
+        except DeviceError:
+            raise
         except Exception:  # a step that needs what failed here will tell its requests
             self._prepares = False
             logger.warning("steps are not prepared ahead any more", exc_info=True)

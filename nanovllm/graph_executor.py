@@ -1,13 +1,14 @@
 """Runs a step on a GPU with one copy to the device and one launch: a CUDA graph for each shape of step.
 
 A graph does all of it: it finds the tokens that the step before sampled, fills the attention tables, runs the model and
-samples. It is captured when the first step of its shape comes. The memory that graphs work in is shared by all of them,
-since they run one after the other.
+samples. It is captured when the first step of its shape comes, or before, in idle time. The memory that graphs work in
+is shared by all of them, since they run one after the other.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import cache, partial
@@ -30,6 +31,8 @@ from nanovllm.step_inputs import Buckets, StepInputs, StepPacking, StepShape, Ti
 
 logger = logging.getLogger("nanovllm")
 
+# While one thread captures, CUDA lets no other wait for the device or give memory back to it: engines take turns.
+DEVICE_LOCK = threading.RLock()
 MAX_GRAPHS = 128  # the one that was not used for longest makes room
 GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured graph takes of the device
 
@@ -134,13 +137,13 @@ class GraphExecutor:
     def _runner_of(self, shape: StepShape) -> Callable[[], None]:
         if not self._captures or self._binding.has_hooks():  # a hook is the owner's own code, to be called in each step
             return lambda: self._run(shape)
-        graph = self._graphs.get(shape)
-        if graph is None:
-            graph = self._capture(shape)
+        if shape not in self._graphs:
+            with DEVICE_LOCK:
+                self._capture(shape)
         self._graphs.move_to_end(shape)
-        return graph.replay
+        return self._graphs[shape].replay
 
-    def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
+    def _capture(self, shape: StepShape) -> None:
         if not self._graphs:
             self._addresses = self._binding.weight_addresses()
         while len(self._graphs) >= MAX_GRAPHS:
@@ -169,7 +172,6 @@ class GraphExecutor:
             current.wait_stream(self._stream)
             self._sampled.copy_(sampled)
         self._graphs[shape] = graph
-        return graph
 
     def warm_up(self) -> None:
         """Capture the steps that come most, the largest among them, so that no request waits for it."""
@@ -184,7 +186,7 @@ class GraphExecutor:
         while self._usual and len(self._graphs) < MAX_GRAPHS:
             shape = self._usual.popleft()
             if shape not in self._graphs:
-                self._capture(shape)
+                self._runner_of(shape)
                 return True
         return False
 
@@ -199,7 +201,8 @@ class GraphExecutor:
 
     def _forget_graphs(self) -> None:
         if self._graphs:
-            torch.cuda.synchronize(self._binding.device)
+            with DEVICE_LOCK:
+                torch.cuda.synchronize(self._binding.device)
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
 

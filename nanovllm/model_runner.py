@@ -24,7 +24,7 @@ from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
 from nanovllm.direct_executor import AttentionForm, DirectExecutor
 from nanovllm.errors import DeviceError
-from nanovllm.graph_executor import GraphExecutor, workspace_bytes
+from nanovllm.graph_executor import DEVICE_LOCK, GraphExecutor, workspace_bytes
 from nanovllm.kernels import has_matrix_tiles
 from nanovllm.logprobs import PromptRows, StepReport
 from nanovllm.model_binding import ModelBinding
@@ -150,7 +150,8 @@ class ModelRunner:
         if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
             return 0  # the user decides
         gc.collect()  # an engine before this one, if it stood in a cycle
-        peak = self._measure_peak()
+        with DEVICE_LOCK:
+            peak = self._measure_peak()
         free, total = torch.cuda.mem_get_info(self.device)  # what other processes hold counts as used
         num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
         # Compiled code is made for the caches' size, and found again by the next process if that has the same.
@@ -197,7 +198,7 @@ class ModelRunner:
         self.execute(ScheduledBatch(0, decodes)).result()
 
     def capture_ahead(self) -> bool:
-        """Get one of the steps that usually come ready, so that none waits for it; False if none is left.
+        """Capture one of the steps that usually come, so that no request waits for it; False if none is left.
 
         A live module is its owner's while no request runs, so nothing is done with one.
         """
@@ -268,8 +269,9 @@ class ModelRunner:
         finally:
             self.binding.close()
         if self.device.type == "cuda":  # the memory is for whoever wants it next, in whatever process
-            gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
-            torch.cuda.empty_cache()
+            with DEVICE_LOCK:
+                gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
+                torch.cuda.empty_cache()
 
 
 class _NoAttention:

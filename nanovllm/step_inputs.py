@@ -42,7 +42,8 @@ class StepShape(NamedTuple):
 class Buckets:
     """Rounds sizes up, finely where a step is short and of one kind, coarsely where kinds multiply: mixed steps.
 
-    The first step of a shape waits for its graph, and that of a new number of decodes, or of tiles, for the compiler.
+    The first step of a shape waits for its graph, and that of a new number of decodes (with the FLASH backend also of
+    tiles) for the compiler.
     """
 
     def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
@@ -99,12 +100,15 @@ class Buckets:
     def usual(self) -> list[StepShape]:
         """What steps of a server come to be: decodes of any number, and chunks of a few prompts beside some."""
         shapes = [StepShape(size, size, 0, size, draws=True) for size in self._decodes]
+        far = np.array([10**9])  # one token decoded behind a very long context
+        few = (size for size in self._decodes if size <= 96 and self._options.is_uneven(size, far))
+        shapes += [StepShape(size, size, 0, size, draws=True, is_uneven=True) for size in few]
         counts = [count for count in self._mixed_decodes if count <= 64]
-        rows = [size for size in self._mixed_rows if size <= self._budget]
+        rows = self._mixed_rows[: self._mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
             self._mixed(count, size, self._chunks[0], draws=True, is_uneven=False)
             for count, size in itertools.product(counts, rows)
-            if size > count
+            if count < size and (count or size <= self._budget)
         ]
 
     def largest(self) -> StepShape:

@@ -112,17 +112,28 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
     usual = buckets.usual()
     assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
     assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
+
+    def shape_of(num_decodes: int, length: int, context: int = 6) -> StepShape:
+        """Of a step of decodes, the first of them behind a context, and a chunk."""
+        tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
+        sequence = Sequence("r", tokens, SamplingParams(), arrival=0, max_model_len=10**6)
+        starts = [context - 1] * min(num_decodes, 1) + [5] * (num_decodes - 1)
+        entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
+        entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
+        layout = build_layout(entries, block_size)
+        return buckets.shape(layout, len(Tiles.of(layout, block_size).blocks), draws=True)
+
     for shape in usual:
         assert_fits(shape, buckets, block_size)
-        decode = Sequence("decode", [1] * 9, SamplingParams(), arrival=0, max_model_len=99)
-        entries = [ScheduledSequence(decode, 5, 1, True, [1], 5)] * min(shape.num_decodes, max_num_seqs - 1)
-        if not shape.num_tiles:
-            entries = (entries * 2)[: min(shape.num_decodes, max_num_seqs)]
-        elif length := shape.num_rows - shape.num_decodes:
-            prompt = Sequence("prompt", [1] * length, SamplingParams(), arrival=0, max_model_len=10**6)
-            entries = [*entries, ScheduledSequence(prompt, 0, length, True, list(range(1, 2 + length // 16)), 0)]
-        layout = build_layout(entries, block_size)
-        assert buckets.shape(layout, len(Tiles.of(layout, block_size).blocks), draws=True) == shape
+        if shape.num_tiles:
+            assert shape_of(shape.num_decodes, shape.num_rows - shape.num_decodes) == shape
+        else:
+            assert shape_of(shape.num_decodes, 0, 900_000 if shape.is_uneven else 6) == shape
+    for num_decodes in range(min(65, max_num_seqs)):
+        for length in (2, block_size, budget // 2, budget - num_decodes):
+            assert shape_of(num_decodes, length) in usual
+        for context in (6, 8192, 100_000):
+            assert not num_decodes or shape_of(num_decodes, 0, context) in usual
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])

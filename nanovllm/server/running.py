@@ -17,7 +17,7 @@ from nanovllm.server.step_hooks import StepHooks
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
     """Load a model and serve it until a signal; returns the process's exit code: 0, or 1 if the engine died."""
     hooks = StepHooks()
-    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, **engine_options)
+    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, prepares_when_idle=True, **engine_options)
     app = create_app(engine, settings, hooks, model=model)
     server = server_of(app, engine, settings)
     server.run()

@@ -193,7 +193,7 @@ def test_an_engine_in_a_thread_captures_what_usually_comes_while_it_has_nothing_
     options = OPTIONS | {"max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 64}
 
     async def run() -> None:
-        async with AsyncLLM(tmp_path, tokenizer=tiny_tokenizer(), **options) as llm:
+        async with AsyncLLM(tmp_path, tokenizer=tiny_tokenizer(), prepares_when_idle=True, **options) as llm:
             executor = llm._engine_loop._engine.model_runner._executor
             end = time.monotonic() + 120
             while executor._usual and time.monotonic() < end:
