@@ -8,6 +8,9 @@ median throughput is compared. Targets: throughput within 10 %, p99 ITL within 1
 
 On a machine that others load as well, `OMP_NUM_THREADS=1 python bench/simulator_accuracy.py --cpu-time` calibrates and
 measures in processor time of one thread, and jumps over the time without work.
+
+On a GPU, `python bench/simulator_accuracy.py --random --scale 4 --load 8` calibrates and measures random weights in the
+shape of Qwen3-0.6B.
 """
 
 from __future__ import annotations
@@ -34,8 +37,13 @@ from nanovllm.workloads import TimedRequest, Workload
 TARGETS = {"output_tokens_per_second": 0.10, "itl p99": 0.15}
 
 
-def workloads(scale: float, vocab_size: int) -> Iterator[Workload]:
-    """Mixed lengths at once, a shared prefix, arrivals over time, and long prompts among decodes."""
+def workloads(scale: float, load: int, vocab_size: int) -> Iterator[Workload]:
+    """Mixed lengths at once, a shared prefix, arrivals over time, and long prompts among decodes.
+
+    Args:
+        scale: of the prompts' lengths.
+        load: as many times more requests, all but the long ones, and as many times faster.
+    """
     r = random.Random(7)
 
     def prompt(length: int) -> list[int]:
@@ -43,15 +51,15 @@ def workloads(scale: float, vocab_size: int) -> Iterator[Workload]:
 
     def requests(count: int, arrivals: float, shared: int, low: int, high: int, output: int) -> list[TimedRequest]:
         start, now, made = prompt(shared) if shared else [], 0.0, []
-        for _ in range(count):
+        for _ in range(load * count):
             made.append(TimedRequest(now, start + prompt(r.randint(low, high)), r.randint(output // 2, output)))
-            now += r.expovariate(1.0 / arrivals) if arrivals else 0.0
+            now += r.expovariate(load / arrivals) if arrivals else 0.0
         return made
 
     yield Workload("mixed lengths", requests(48, 0.0, 0, 20, 300, 100))
     yield Workload("shared prefix", requests(48, 0.0, 512, 16, 48, 48))
     yield Workload("poisson arrivals", requests(48, 0.15, 0, 20, 300, 80))
-    long = [TimedRequest(1.0 + 0.5 * number, prompt(1200), 8) for number in range(4)]
+    long = [TimedRequest((1.0 + 0.5 * number) / load, prompt(1200), 8) for number in range(4)]
     both = sorted(requests(16, 0.0, 0, 20, 100, 120) + long, key=lambda request: request.arrival)
     yield Workload("long among decodes", both)
 
@@ -114,31 +122,47 @@ def compared(result: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def opened(options: argparse.Namespace, clock: Clock) -> tuple[Calibration, Engine]:
+    """What was measured, or is now, and an engine of the same model and options."""
+    given = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
+    model, tokenizer = options.model, None
+    if options.random:
+        from gpu import NoText, checkpoint  # beside this file
+
+        model, tokenizer = str(checkpoint("0.6b")), NoText()
+        given = {"dtype": "bfloat16", "max_model_len": 8192} | given
+    if options.calibration:
+        calibration = Calibration.load(options.calibration)
+    else:
+        calibration = calibrate(model, tokenizer=tokenizer, repeats=options.repeats, clock=clock, **given)
+        print(f"relative errors of the fit: {calibration.residuals}; {calibration.cost_model}", flush=True)
+    calibration.resolve(EngineConfig.from_options(**given), model=model)
+    engine = open_engine(model, tokenizer, None, given | {"record_itl": True}, clock=clock)
+    while engine.model_runner.capture_ahead():
+        pass  # as a server does while it is idle
+    return calibration, engine
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--calibration", metavar="FILE")
     source.add_argument("--cpu-time", action="store_true", help="calibrate now, and count processor time")
+    source.add_argument("--random", action="store_true", help="calibrate random weights now, on a GPU")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the prompts' lengths")
+    parser.add_argument("--load", type=int, default=1, help="so many times more requests, so many times faster")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an engine option, as JSON")
     options = parser.parse_args()
-    given = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
     clock = Clock(cpu_time=options.cpu_time)
-    if options.cpu_time:
-        calibration = calibrate(options.model, repeats=options.repeats, clock=clock, **given)
-        print(f"relative errors of the fit: {calibration.residuals}")
-    else:
-        calibration = Calibration.load(options.calibration)
-    calibration.resolve(EngineConfig.from_options(**given), model=options.model)
-    engine = open_engine(options.model, None, None, given | {"record_itl": True}, clock=clock)
+    calibration, engine = opened(options, clock)
     config = calibration.resolve(engine.config)  # the very same limits and pool
     vocab_size = engine.model_runner.binding.model.get_input_embeddings().num_embeddings
     results = []
     print(f"{'workload':<20}{'figure':<26}{'predicted':>12}{'measured':>12}{'error':>9}")
-    for workload in workloads(options.scale, vocab_size):
+    for workload in workloads(options.scale, options.load, vocab_size):
         begin = time.perf_counter()
         predicted = compared(simulate(workload, config, calibration.cost_model).figures())
         simulated_in = time.perf_counter() - begin

@@ -92,6 +92,8 @@ def calibrate(
     engine = open_engine(model, tokenizer, records.append, options | {"overlap": False}, clock=clock)
     try:
         scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+        launch_blocks = engine.model_runner.device.type == "cpu"
+        launch_times = {} if launch_blocks else _noted_launches(engine, clock)
         plan = scenarios(engine.config)
         _run(engine, plan[0], seed=0)  # the warm-up
         rounds: list[list[StepSample]] = []
@@ -101,10 +103,9 @@ def calibrate(
             for scenario in plan:
                 records.clear()
                 _run(engine, scenario, seed=number)
-                of_round += _samples(records, scheduler.shapes)
+                of_round += _samples(records, scheduler.shapes, launch_times)
             rounds.append(of_round)
         samples = list(_medians(rounds))
-        launch_blocks = engine.model_runner.device.type == "cpu"
         cost_model = fit(samples, launch_blocks=launch_blocks)
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
         return _describe(engine, name, samples, cost_model)
@@ -169,26 +170,50 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
     engine.outputs.clear()
 
 
-def _samples(records: list[StepRecord], shapes: dict[int, StepShape]) -> Iterator[StepSample]:
-    """Of one run; time between two steps in which nothing was added counts as the first one's update."""
+def _noted_launches(engine: Engine, clock: Callable[[], float]) -> dict[int, float]:
+    """Seconds that launching takes, by step, filled as the engine goes on."""
+    seconds: dict[int, float] = {}
+    execute = engine.model_runner.execute
+
+    def noted(batch: ScheduledBatch) -> Any:
+        begin = clock()
+        pending = execute(batch)
+        seconds[batch.step_id] = clock() - begin
+        return pending
+
+    engine.model_runner.execute = noted  # type: ignore[method-assign]
+    return seconds
+
+
+def _samples(
+    records: list[StepRecord], shapes: dict[int, StepShape], launch_times: dict[int, float]
+) -> Iterator[StepSample]:
+    """Of one run; time between two steps in which nothing was added counts as the first one's update.
+
+    Args:
+        launch_times: by step, for a device of its own.
+    """
     for record, following in zip(records, [*records[1:], None], strict=True):
         shape, update_time = shapes[record.step_id], record.update_time
         if following is not None and following.num_prefill_tokens == 0:
             in_step = following.schedule_time + following.execute_time + following.update_time
             update_time += max(0.0, following.time - record.time - in_step)
-        yield StepSample(shape, record.schedule_time, record.execute_time, update_time)
+        launch_time = launch_times.get(record.step_id, 0.0)
+        yield StepSample(shape, record.schedule_time, launch_time, record.execute_time - launch_time, update_time)
 
 
 def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
     for of_step in zip(*rounds, strict=True):
         if len({sample.shape for sample in of_step}) != 1:
             raise RuntimeError(f"the same requests made steps of different shapes: {of_step}")
-        yield StepSample(of_step[0].shape, *(median(sample[part] for sample in of_step) for part in (1, 2, 3)))
+        yield StepSample(
+            of_step[0].shape, *(median(times) for times in zip(*(sample[1:] for sample in of_step), strict=True))
+        )
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
     """Relative errors of the device's time: median, p90 and the largest."""
-    errors = sorted(abs(cost_model.device.seconds(s.shape) / s.execute_time - 1.0) for s in samples)
+    errors = sorted(abs(cost_model.device.seconds(s.shape) / s.device_time - 1.0) for s in samples)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Calibration:
                 schedule=HostCost(**cost.pop("schedule")),
                 device=DeviceCost(**cost.pop("device")),
                 update=HostCost(**cost.pop("update")),
+                launch=HostCost(**cost.pop("launch")),
                 **cost,
             )
             return cls(cost_model=cost_model, **fields)

@@ -136,23 +136,30 @@ class CostModel:
     """Seconds of a step's parts.
 
     schedule: deciding on it.
-    device: launching and computing it.
+    device: computing it.
     update: from its tokens' arrival to the beginning of the next step.
-    launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing.
+    launch: laying it out and handing it to a device of its own.
+    launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing, and `device` is all that
+        executing takes.
     """
 
     schedule: HostCost
     device: DeviceCost
     update: HostCost
+    launch: HostCost = HostCost()
     launch_blocks: bool = True
 
 
 class StepSample(NamedTuple):
-    """One step as it was measured; times in seconds."""
+    """One step as it was measured; times in seconds.
+
+    device_time: of a device of its own, from the end of the launch on; else of executing.
+    """
 
     shape: StepShape
     schedule_time: float
-    execute_time: float
+    launch_time: float
+    device_time: float
     update_time: float
 
 
@@ -165,8 +172,9 @@ def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
         raise ValueError(f"{len(samples)} measured steps are too few to fit a cost model; at least 10 are needed.")
     return CostModel(
         schedule=_fit_host(samples, [sample.schedule_time for sample in samples]),
-        device=fit_device([sample.shape for sample in samples], [sample.execute_time for sample in samples]),
+        device=fit_device([sample.shape for sample in samples], [sample.device_time for sample in samples]),
         update=_fit_host(samples, [sample.update_time for sample in samples]),
+        launch=HostCost() if launch_blocks else _fit_host(samples, [sample.launch_time for sample in samples]),
         launch_blocks=launch_blocks,
     )
 

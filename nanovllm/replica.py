@@ -124,11 +124,12 @@ class Replica:
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
         shape, cost_model = StepShape.of(batch, self.scheduler.config.block_size), self._cost_model
         schedule_time = cost_model.schedule.seconds(shape.num_sequences)
-        launched = self.now = start + schedule_time
+        scheduled = start + schedule_time
+        launched = self.now = scheduled + cost_model.launch.seconds(shape.num_sequences)
         done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
         if cost_model.launch_blocks:
             self.now = done
-        self._in_flight.append(_Launched(batch, shape.num_samples, start, schedule_time, self.now - launched, done))
+        self._in_flight.append(_Launched(batch, shape.num_samples, start, schedule_time, self.now - scheduled, done))
         for entry in batch.prefills:
             request = self._requests[entry.sequence.request_id]
             if request.scheduled_time is None:

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from nanovllm import EngineConfig
-from nanovllm.calibrate import Group, _NotingScheduler, _run, calibrate, residuals, scenarios
+from nanovllm.calibrate import (
+    Group,
+    _noted_launches,
+    _NotingScheduler,
+    _run,
+    _samples,
+    calibrate,
+    residuals,
+    scenarios,
+)
 from nanovllm.calibration import Calibration
 from nanovllm.cli import main
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost, StepSample, StepShape
@@ -117,7 +126,7 @@ def test_another_model_is_refused_and_the_same_is_not():
         lambda text: "no JSON",
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace('"format": 3', '"format": 2'),
         lambda text: text.replace('"knee"', '"knees"'),
         lambda text: text.replace('"dtype"', '"type"'),
     ],
@@ -162,7 +171,7 @@ def test_shared_beginnings_are_among_the_scenarios():
 
 def test_residuals_are_relative_errors():
     shape = StepShape(16, 16, 0, 0, 0, 0, 16)
-    samples = [StepSample(shape, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
+    samples = [StepSample(shape, 0.0, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
     assert residuals(samples, COST) == pytest.approx({"median": 0.2, "p90": 0.2, "max": 0.5})
 
 
@@ -192,6 +201,21 @@ def test_a_real_engine_is_measured_on_its_clock():
     assert calibration.residuals["max"] < 0.1
     config = calibration.resolve(EngineConfig(max_model_len=128, max_num_seqs=4))
     assert config.num_kv_blocks * config.block_size * calibration.kv_token_bytes == calibration.kv_cache_bytes
+
+
+def test_of_a_device_of_its_own_the_launch_counts_apart():
+    records, clock = [], CountingClock()
+    options = {"max_model_len": 128, "enforce_eager": True, "overlap": False}
+    with closing(open_engine(tiny_model(), None, records.append, options, clock=clock)) as engine:
+        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+        launch_times = _noted_launches(engine, clock)
+        _run(engine, (Group(4, 20, 3),), seed=1)
+        samples = list(_samples(records, scheduler.shapes, launch_times))
+    assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
+    for sample, record in zip(samples, records, strict=True):
+        # Launching is two looks of the engine and two within; waiting is two.
+        assert sample.launch_time == pytest.approx(1e-3)
+        assert sample.launch_time + sample.device_time == pytest.approx(record.execute_time) == pytest.approx(4e-3)
 
 
 def test_what_cannot_be_measured_is_refused():

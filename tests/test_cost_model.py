@@ -24,6 +24,7 @@ TRUE = CostModel(
         per_sample=0.03e-3,
     ),
     HostCost(3e-5, 2e-6),
+    HostCost(4e-5, 3e-6),
 )
 
 
@@ -49,6 +50,7 @@ def sampled(shapes: list[StepShape], noise: float, seed: int = 0) -> list[StepSa
         StepSample(
             shape,
             noisy(TRUE.schedule.seconds(shape.num_sequences)),
+            noisy(TRUE.launch.seconds(shape.num_sequences)),
             noisy(TRUE.device.seconds(shape)),
             noisy(TRUE.update.seconds(shape.num_sequences)),
         )
@@ -85,10 +87,13 @@ def test_a_shape_counts_what_decodes_begin_with_in_common_once():
     assert StepShape.of(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
 
 
-def test_without_noise_the_fit_is_exact():
+@pytest.mark.parametrize("launch_blocks", [False, True])
+def test_without_noise_the_fit_is_exact(launch_blocks):
     r = random.Random(1)
     shapes = [random_shape(r) for _ in range(80)]
-    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=True)
+    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=launch_blocks)
+    launch = (0.0, 0.0) if launch_blocks else (4e-5, 3e-6)
+    assert (fitted.launch.fixed, fitted.launch.per_sequence) == pytest.approx(launch)
     assert fitted.device.coefficients == pytest.approx(TRUE.device.coefficients, rel=1e-6)
     assert fitted.device.knee == TRUE.device.knee
     assert (fitted.schedule.fixed, fitted.schedule.per_sequence) == pytest.approx((2e-5, 1e-6))
@@ -116,7 +121,7 @@ def test_small_steps_weigh_as_much_as_large_ones():
     shapes = [StepShape(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
     samples = sampled(shapes, noise=0.01)
     large = StepShape(4096, 0, 1, 0, 0, 4096 * 2048, 1)
-    samples.append(StepSample(large, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
+    samples.append(StepSample(large, 1e-5, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
     fitted = fit(samples, launch_blocks=True)
     assert worst_error(fitted, r.sample(shapes, 10)) < 0.02
 

@@ -102,6 +102,15 @@ def test_without_overlap_host_and_device_take_turns():
     assert times(run([request(8, 3)], cost)) == [(3.5, [3.5, 3.5])]
 
 
+def test_a_device_of_its_own_begins_once_a_step_is_launched():
+    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5, 0.5), False)
+    assert times(run([request(8, 3)], cost)) == [(3.75, [3.75, 3.75])]
+    # Launched at 1.5, the device computes until 3.5 and goes on at once with what was launched at 3.0.
+    assert times(run([request(8, 3)], cost, overlap=True)) == [(3.75, [2.0, 2.0])]
+    record, *_ = run([request(8, 3)], cost).steps[0]
+    assert (record.schedule_time, record.execute_time, record.update_time) == (0.5, 3.0, 0.25)
+
+
 def test_with_overlap_the_host_works_while_the_device_does():
     cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=False)
     # Launched at 0.5, the device computes without a pause until 2.5, 4.5, 6.5; each is read 0.25 s later.
