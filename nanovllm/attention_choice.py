@@ -85,7 +85,7 @@ class AttentionChoice:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 device=binding.device,
             )
-        page_bytes = binding.cache_bytes(config.block_size) // len(binding.layers)
+        page_bytes = binding.caches.num_bytes(config.block_size) // len(binding.layers)
         if self.kernels is not None and not uncompiled:
             return CppAttention(
                 self.kernels,

@@ -237,8 +237,8 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         cuda_graphs=config.cuda_graphs,
         block_size=config.block_size,
         max_position_embeddings=loaded.max_position_embeddings,
-        kv_token_bytes=runner.binding.cache_bytes(1),
-        kv_cache_bytes=config.num_kv_blocks * runner.binding.cache_bytes(config.block_size),
+        kv_token_bytes=runner.binding.caches.num_bytes(1),
+        kv_cache_bytes=config.num_kv_blocks * runner.binding.caches.num_bytes(config.block_size),
         hardware=hardware,
         versions={
             "nanovllm": nanovllm.__version__,

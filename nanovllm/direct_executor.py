@@ -77,5 +77,5 @@ class DirectExecutor:
         if self._null_block_is_dirty:
             blocks = np.append(blocks, NULL_BLOCK)
         if len(blocks):
-            self._binding.clear_blocks(torch.from_numpy(blocks).to(self._binding.device), self._block_size)
+            self._binding.caches.clear_blocks(torch.from_numpy(blocks).to(self._binding.device), self._block_size)
         self._null_block_is_dirty = is_padded

@@ -106,7 +106,7 @@ class GraphExecutor:
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
         if len(blocks):
             pinned = torch.from_numpy(blocks).pin_memory()
-            self._binding.clear_blocks(pinned.to(self._binding.device, non_blocking=True), self._block_size)
+            self._binding.caches.clear_blocks(pinned.to(self._binding.device, non_blocking=True), self._block_size)
 
     # -------------------------------------------------------------------------------------------------- the step
 
@@ -236,7 +236,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     pieces = max_pages * max(1, config.block_size // MIN_PIECE)
     width = max_pages + 1
     if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
-        width = torch.cuda.mem_get_info(binding.device)[1] // binding.cache_bytes(config.block_size)
+        width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
     tables = 4 * (buckets.max_decodes * (pieces + 4) + buckets.max_tiles * 2 * (width + 1))
     return tiles + sampling + parts + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from nanovllm.attention.cache_kernels import clear_blocks
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
     LAYER_CACHE,
@@ -31,6 +28,7 @@ from nanovllm.attention.operator import (
 from nanovllm.compiled_layers import compile_calls
 from nanovllm.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.kernels import Kernels
+from nanovllm.kv_caches import KVCaches
 from nanovllm.logprobs import StepReport
 from nanovllm.merged_linears import merging
 from nanovllm.model_probe import (
@@ -43,6 +41,7 @@ from nanovllm.model_probe import (
     refuse_batch_dependent_rope,
     window_of_masks,
 )
+from nanovllm.overrides import Change, Overrides
 from nanovllm.packing import let_go, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.weights import WeightsWatch, modules_of
 
@@ -55,8 +54,6 @@ AttentionInterface.register(PROBE_NAME, probe_function)
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-
-_Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
 
 
 class ModelBinding:
@@ -75,13 +72,12 @@ class ModelBinding:
             # read inside the operator, on the host, whatever the owner's default device is
             self._handle_tensor = torch.tensor([self.handle], device="cpu")
         self._lock = _module_locks.setdefault(model, threading.RLock())
-        self._caches: list[Tensor] = []  # of each layer: [2, num_slots, num_kv_heads, head_dim], K and V
-        self._cleared_together: list[Tensor] = []  # the memory of several, alike but for the first dimension
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
         self._fused_layers: list[FusedLayer] = []
-        self._undo: list[_Change] = []
+        self._overrides = Overrides()
         self._is_installed = False
         self.layers, self.window = self._probe()
+        self.caches = KVCaches(self.layers, self.device)
         self._layer_modules = self._decoder_layers()
         self.weights = WeightsWatch(model)
 
@@ -155,34 +151,7 @@ class ModelBinding:
     def dtype(self) -> torch.dtype:
         return self.layers[0].dtype
 
-    def cache_bytes(self, num_tokens: int) -> int:
-        """Bytes of K and V for this many tokens over all layers."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim * layer.dtype.itemsize for layer in self.layers)
-        return per_token * num_tokens
-
     # ------------------------------------------------------------------------------------------------ in force
-
-    def allocate_caches(self, num_slots: int) -> None:
-        """A zeroed cache [2, num_slots, num_kv_heads, head_dim] per layer: zero, so that no slot is ever NaN."""
-        layer = self.layers[0]  # all are alike
-        if self.device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
-            self._cleared_together = [self._zeros(2, num_slots, layer) for _ in self.layers]
-        else:
-            self._cleared_together = [self._zeros(2 * len(self.layers), num_slots, layer)]
-        self._caches = [cache for together in self._cleared_together for cache in together.split(2)]
-
-    def _zeros(self, count: int, num_slots: int, layer: AttentionLayer) -> Tensor:
-        shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
-        with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
-            if self.device.type != "cpu":
-                return torch.zeros(shape, dtype=layer.dtype, device=self.device)
-            # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
-            # zeros to the default pool took 5 s of start-up.
-            num_bytes = math.prod(shape) * layer.dtype.itemsize
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
-            with suppress(OSError, AttributeError):  # not everywhere to be had
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
     def pack_weights(self, kernels: Kernels | None, max_rows: int, run_batches: Callable[[], Any]) -> None:
         """Fuse the layers, if they are of that kind, and pack what else is linear. Only for a model of our own.
@@ -200,8 +169,9 @@ class ModelBinding:
         if kernels is not None:
             try:
                 self._fused_layers = fuse_layers(
-                    self._layer_modules, self.layers, [(cache[0], cache[1]) for cache in self._caches], kernels,
-                    max_rows=max_rows, run_batches=run_batches, let_go=lambda fused: let_go(fused.linears, spare),
+                    self._layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
+                    kernels, max_rows=max_rows, run_batches=run_batches,
+                    let_go=lambda fused: let_go(fused.linears, spare),
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
@@ -265,24 +235,24 @@ class ModelBinding:
     def _install(self) -> None:
         changes = self._quieting()
         changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
-        for layer, cache in zip(self.layers, self._caches, strict=True):
+        for layer, cache in zip(self.layers, self.caches.of_layers, strict=True):
             changes.append((vars(layer.module), LAYER_CACHE, cache))
         for module, compiled in self._compiled_calls.items():
             changes.append((vars(module), "_compiled_call_impl", compiled))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
-        self._apply(changes)
+        self._overrides.apply(changes)
         self._is_installed = True
 
     def uninstall(self) -> None:
         """Give the module back as it was before `installed`; may be called again if it was interrupted."""
         with self._lock:
             self._is_installed = False
-            self._undo_down_to(0)
+            self._overrides.undo()
 
-    def _quieting(self) -> list[_Change]:
+    def _quieting(self) -> list[Change]:
         """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
-        changes: list[_Change] = []
+        changes: list[Change] = []
         for module in modules_of(self.model):
             attributes = vars(module)
             if attributes["training"]:
@@ -290,21 +260,6 @@ class ModelBinding:
             if attributes.get("_compiled_call_impl") is not None:
                 changes.append((attributes, "_compiled_call_impl", None))
         return changes
-
-    def _apply(self, changes: list[_Change]) -> None:
-        # Straight into the attribute dictionaries: nothing that wraps a module's __setattr__ should see this.
-        for attributes, name, value in changes:
-            self._undo.append((attributes, name, attributes.get(name, _ABSENT)))
-            attributes[name] = value
-
-    def _undo_down_to(self, num_changes: int) -> None:
-        while len(self._undo) > num_changes:
-            attributes, name, before = self._undo[-1]
-            if before is _ABSENT:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
-            self._undo.pop()
 
     @contextmanager
     def _base_model_runs_once(self) -> Iterator[None]:
@@ -317,12 +272,12 @@ class ModelBinding:
                 given.append(base._call_impl(*args, **kwargs))
             return given[0]
 
-        num_changes = len(self._undo)
-        self._apply([(vars(base), "_compiled_call_impl", run)])
+        num_changes = len(self._overrides)
+        self._overrides.apply([(vars(base), "_compiled_call_impl", run)])
         try:
             yield
         finally:
-            self._undo_down_to(num_changes)
+            self._overrides.undo(down_to=num_changes)
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
@@ -330,7 +285,7 @@ class ModelBinding:
         changes = [(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in self._configs()]
         with self._lock:
             try:
-                self._apply(self._quieting() + changes)
+                self._overrides.apply(self._quieting() + changes)
                 with self._plain_arithmetic():
                     yield
             finally:
@@ -395,18 +350,9 @@ class ModelBinding:
         finally:
             leave_step(self.handle)
 
-    def clear_blocks(self, blocks: Tensor, block_size: int) -> None:
-        """Zero blocks [n] int64 of every cache."""
-        for caches in self._cleared_together:
-            if caches.is_cuda:
-                clear_blocks(caches, blocks, block_size)
-            else:
-                caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
-
     def release_caches(self) -> None:
         self.uninstall()
-        self._caches = []
-        self._cleared_together = []
+        self.caches.release()
 
     def close(self) -> None:
         self.release_caches()
@@ -416,4 +362,3 @@ class ModelBinding:
 
 # What training sets and takes back, and what a step itself does.
 _NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE}
-_ABSENT = object()

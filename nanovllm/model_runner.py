@@ -94,7 +94,7 @@ class ModelRunner:
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs and not binding.is_live:
             binding.merge_linears()
-        block_bytes = binding.cache_bytes(config.block_size)
+        block_bytes = binding.caches.num_bytes(config.block_size)
         longest = config.max_model_len
         self.config = config = config.resolve_pool(
             block_bytes, self._memory_for_cache(), max_model_len_is_set=max_model_len_is_set
@@ -104,7 +104,7 @@ class ModelRunner:
                 "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
                 config.max_model_len, longest,
             )  # fmt: skip
-        binding.allocate_caches(config.num_kv_blocks * config.block_size)
+        binding.caches.allocate(config.num_kv_blocks * config.block_size)
         self._executor = self._make_executor()
         if choice.compiles and choice.kernels is None:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
@@ -155,8 +155,8 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)  # what other processes hold counts as used
         num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
         # Compiled code is made for the caches' size, and found again by the next process if that has the same.
-        num_blocks = max(0, num_bytes) // self.binding.cache_bytes(config.block_size)
-        return self.binding.cache_bytes(config.block_size) * (num_blocks - num_blocks % max(1, num_blocks >> 5))
+        num_blocks = max(0, num_bytes) // self.binding.caches.num_bytes(config.block_size)
+        return self.binding.caches.num_bytes(config.block_size) * (num_blocks - num_blocks % max(1, num_blocks >> 5))
 
     def _measure_peak(self) -> int:
         """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
@@ -169,7 +169,7 @@ class ModelRunner:
         start = config.max_model_len - 1 - chunk
         entries = [self._dummy_entry(0, 1)] * (config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
-        self.binding.allocate_caches(2 * block_size)
+        self.binding.caches.allocate(2 * block_size)
         form = _NoAttention()
         if not self._choice.uses_graphs:  # what one layer's attention takes is free again for the next one's
             form = _AttendsInOneLayer(self._choice.form(self.binding, config, uncompiled=True))

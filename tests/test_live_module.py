@@ -182,7 +182,7 @@ def test_closing_frees_the_caches():
     model = tiny_model()
     llm = open_llm(model)
     generate(llm)
-    caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding._caches]
+    caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding.caches.of_layers]
     assert len(caches) == 2
     assert all(cache() is not None for cache in caches)
     llm.close()

@@ -41,7 +41,7 @@ def spoil(saved, tmp_path) -> Callable[..., Path]:
 
 def dtypes(llm: LLM) -> tuple[set[torch.dtype], torch.dtype]:
     binding = llm._engine.model_runner.binding
-    return {parameter.dtype for parameter in binding.model.parameters()}, binding._caches[0][0].dtype
+    return {parameter.dtype for parameter in binding.model.parameters()}, binding.caches.of_layers[0][0].dtype
 
 
 def answers(llm: LLM) -> list[list[int]]:

@@ -277,7 +277,7 @@ def test_the_pool_leaves_what_other_processes_hold():
         with LLM(module, enforce_eager=True) as llm:
             blocks = llm.config.num_kv_blocks
             assert blocks < llm.config.max_num_seqs * 65_536 // llm.config.block_size
-            return blocks * llm._engine.model_runner.binding.cache_bytes(llm.config.block_size)
+            return blocks * llm._engine.model_runner.binding.caches.num_bytes(llm.config.block_size)
 
     before = pool_bytes()
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
