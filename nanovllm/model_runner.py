@@ -18,11 +18,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.layout import BatchLayout, build_layout
+from nanovllm.attention.layout import build_layout
 from nanovllm.attention_choice import AttentionChoice
+from nanovllm.attention_stand_ins import AttendsInOneLayer, NoAttention
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.config import EngineConfig
-from nanovllm.direct_executor import AttentionForm, DirectExecutor
+from nanovllm.direct_executor import DirectExecutor
 from nanovllm.errors import DeviceError
 from nanovllm.graph_executor import DEVICE_LOCK, GraphExecutor, workspace_bytes
 from nanovllm.kernels import has_matrix_tiles
@@ -170,9 +171,9 @@ class ModelRunner:
         entries = [self._dummy_entry(0, 1)] * (config.max_num_seqs - 1)
         entries.append(self._dummy_entry(start, chunk))
         self.binding.caches.allocate(2 * block_size)
-        form = _NoAttention()
+        form = NoAttention()
         if not self._choice.uses_graphs:  # what one layer's attention takes is free again for the next one's
-            form = _AttendsInOneLayer(self._choice.form(self.binding, config, uncompiled=True))
+            form = AttendsInOneLayer(self._choice.form(self.binding, config, uncompiled=True))
         self._executor = DirectExecutor(self.binding, form, block_size, self.sampler)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -272,34 +273,6 @@ class ModelRunner:
             with DEVICE_LOCK:
                 gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
                 torch.cuda.empty_cache()
-
-
-class _NoAttention:
-    """For measuring what the rest of a step takes."""
-
-    reads_whole_pages = False
-
-    def plan(self, layout: BatchLayout) -> _NoAttention:
-        return self
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        return torch.zeros_like(query)
-
-
-class _AttendsInOneLayer(_NoAttention):
-    """For measuring what all of a step takes: one layer's attention tells it, and all of them may take seconds."""
-
-    def __init__(self, form: AttentionForm) -> None:
-        self._form = form
-        self._attend = super().attend
-
-    def plan(self, layout: BatchLayout) -> _NoAttention:
-        self._attend = self._form.plan(layout).attend
-        return self
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        attend, self._attend = self._attend, super().attend
-        return attend(query, key_cache, value_cache, scaling)
 
 
 @contextmanager
