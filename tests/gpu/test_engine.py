@@ -9,12 +9,14 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, default_model
+from nanovllm.step_inputs import StepShape
 from tests import test_logprobs, test_samples
 from tests.test_equality import model, reference
 from tests.test_equality import prompts as long_prompts
@@ -187,26 +189,52 @@ def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
         assert len(llm._engine.model_runner._executor._graphs) <= 3
 
 
+def open_preparing(folder: Path) -> AsyncLLM:
+    options = OPTIONS | {"max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 64}
+    return AsyncLLM(folder, tokenizer=tiny_tokenizer(), prepares_when_idle=True, **options)
+
+
+async def prepared_graphs(llm: AsyncLLM) -> dict[StepShape, Any]:
+    """Wait until all that usually comes is captured."""
+    executor = llm._engine_loop._engine.model_runner._executor
+    end = time.monotonic() + 120
+    while executor._usual and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    await llm.stats()  # the last one is captured
+    captured = dict(executor._graphs)
+    assert len(captured) > 8 and set(executor._buckets.usual()) <= set(captured)
+    return captured
+
+
 def test_an_engine_in_a_thread_captures_what_usually_comes_while_it_has_nothing_to_do(tmp_path):
     module = model("llama")
     module.save_pretrained(tmp_path)
-    options = OPTIONS | {"max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 64}
 
     async def run() -> None:
-        async with AsyncLLM(tmp_path, tokenizer=tiny_tokenizer(), prepares_when_idle=True, **options) as llm:
-            executor = llm._engine_loop._engine.model_runner._executor
-            end = time.monotonic() + 120
-            while executor._usual and time.monotonic() < end:
-                await asyncio.sleep(0.1)
-            await llm.stats()  # the last one is captured
-            captured = dict(executor._graphs)
-            assert len(captured) > 8 and set(executor._buckets.usual()) <= set(captured)
+        async with open_preparing(tmp_path) as llm:
+            captured = await prepared_graphs(llm)
             prompts = [prompt for prompt in long_prompts() if len(prompt) < 160]
             streams = [llm.generate(prompt, GREEDY, output_kind="final") for prompt in prompts]
             for prompt, stream in zip(prompts, streams, strict=True):
                 (output,) = [output async for output in stream]  # one after the other
                 assert output.outputs[0].token_ids == reference(module, prompt)
-            assert dict(executor._graphs) == captured  # and none more was needed
+            assert await prepared_graphs(llm) == captured  # and none more was needed
+
+    asyncio.run(run())
+
+
+def test_engines_of_one_process_prepare_steps_without_disturbing_one_another(tmp_path):
+    module = model("llama")
+    module.save_pretrained(tmp_path)
+
+    async def run() -> None:
+        async with open_preparing(tmp_path) as first:
+            await asyncio.sleep(0.6)  # it has begun
+            async with await asyncio.to_thread(open_preparing, tmp_path) as second:
+                await asyncio.gather(prepared_graphs(first), prepared_graphs(second))
+                for llm in (first, second):
+                    (output,) = [o async for o in llm.generate([5, 6, 7], GREEDY, output_kind="final")]
+                    assert output.outputs[0].token_ids == reference(module, [5, 6, 7])
 
     asyncio.run(run())
 
