@@ -57,11 +57,11 @@ class Buckets:
         sizes = [64, 128, *(n << k for k in range(7, 14) for n in (2, 3))]
         # The decodes' padding may take a full step past the budget, mostly by little.
         self._mixed_rows = [*_up_to(budget, sizes), *(budget + size for size in _up_to(most, [64, 128, 256, 512]))]
-        # Whole blocks need one tile each. A chunk may need one more, or two, and the last of a prompt is sampled.
-        self._chunks = _up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
+        # Whole blocks need one tile each, and a chunk may need one more, or two; decodes are sampled, and some chunks.
+        self._more = _up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
         self.max_decodes = most
         self.max_rows = self._mixed_rows[-1]
-        self.max_tiles = self._tiles(self.max_rows, self._chunks[-1])
+        self.max_tiles = self._tiles(self.max_rows, self._more[-1])
 
     def shape(self, layout: BatchLayout, num_tiles: int, *, draws: bool) -> StepShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
@@ -71,18 +71,18 @@ class Buckets:
             return StepShape(size, size, 0, size, draws, self._is_uneven(layout, size))
         num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
         num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
-        num_chunks = _round_up(self._chunks, max(num_tiles - self._whole_tiles(num_rows), num_samples - num_decodes, 0))
-        return self._mixed(num_decodes, num_rows, num_chunks, draws, self._is_uneven(layout, num_decodes))
-
-    def _mixed(self, num_decodes: int, num_rows: int, num_chunks: int, draws: bool, is_uneven: bool) -> StepShape:
-        num_samples = min(self.max_decodes, num_decodes + num_chunks)
-        return StepShape(num_decodes, num_rows, self._tiles(num_rows, num_chunks), num_samples, draws, is_uneven)
+        num_tiles = self._tiles(num_rows, _round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
+        num_samples = self._samples(num_decodes, _round_up(self._more, max(0, num_samples - num_decodes)))
+        return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, self._is_uneven(layout, num_decodes))
 
     def _is_uneven(self, layout: BatchLayout, num_decodes: int) -> bool:
         return self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
 
-    def _tiles(self, num_rows: int, num_chunks: int) -> int:
-        num_tiles = self._whole_tiles(num_rows) + num_chunks
+    def _samples(self, num_decodes: int, more: int) -> int:
+        return min(self.max_decodes, num_decodes + more)
+
+    def _tiles(self, num_rows: int, more: int) -> int:
+        num_tiles = self._whole_tiles(num_rows) + more
         step = min(64, max(4, 1 << max(0, num_tiles.bit_length() - 3)))  # an eighth to a quarter of most numbers
         return -(-num_tiles // step) * step
 
@@ -94,7 +94,7 @@ class Buckets:
         for the first of its kind; for decodes that is one of middling size."""
         most, rows = self.max_decodes, self.max_rows
         sizes = dict.fromkeys((_round_up(self._decodes, min(64, most)), most, MIN_ROWS))
-        largest = self._mixed(most, rows, self._chunks[0], draws=True, is_uneven=False)
+        largest = StepShape(most, rows, self._tiles(rows, self._more[0]), most, draws=True)
         return [largest, *(StepShape(size, size, 0, size, draws=True) for size in sizes)]
 
     def usual(self) -> list[StepShape]:
@@ -106,7 +106,7 @@ class Buckets:
         counts = [count for count in self._mixed_decodes if count <= 64]
         rows = self._mixed_rows[: self._mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
-            self._mixed(count, size, self._chunks[0], draws=True, is_uneven=False)
+            StepShape(count, size, self._tiles(size, self._more[0]), self._samples(count, self._more[0]), draws=True)
             for count, size in itertools.product(counts, rows)
             if count < size and (count or size <= self._budget)
         ]
