@@ -197,11 +197,13 @@ class AsyncLLM:
         output_kind: OutputKind | str,
     ) -> Outputs:
         arrival_time = self._clock()
+        seen: set[str] = set()
         for request_id in request_ids:
             if not isinstance(request_id, str) or not request_id:
                 raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
-            if request_id in self._preparing or request_ids.count(request_id) > 1:
+            if request_id in self._preparing or request_id in seen:
                 raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
+            seen.add(request_id)
         kinds = [str(kind) for kind in OutputKind]
         if output_kind not in kinds:
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(kinds)}.")

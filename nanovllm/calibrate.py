@@ -206,9 +206,8 @@ def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
     for of_step in zip(*rounds, strict=True):
         if len({sample.shape for sample in of_step}) != 1:
             raise RuntimeError(f"the same requests made steps of different shapes: {of_step}")
-        yield StepSample(
-            of_step[0].shape, *(median(times) for times in zip(*(sample[1:] for sample in of_step), strict=True))
-        )
+        times = zip(*(sample[1:] for sample in of_step), strict=True)
+        yield StepSample(of_step[0].shape, *map(median, times))
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:

@@ -137,11 +137,14 @@ class GraphExecutor:
     def _runner_of(self, shape: StepShape) -> Callable[[], None]:
         if not self._captures or self._binding.has_hooks():  # a hook is the owner's own code, to be called in each step
             return lambda: self._run(shape)
+        return self._graph_of(shape).replay
+
+    def _graph_of(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         if shape not in self._graphs:
             with DEVICE_LOCK:
                 self._capture(shape)
         self._graphs.move_to_end(shape)
-        return self._graphs[shape].replay
+        return self._graphs[shape]
 
     def _capture(self, shape: StepShape) -> None:
         if not self._graphs:
@@ -181,12 +184,10 @@ class GraphExecutor:
 
     def capture_ahead(self) -> bool:
         """Capture one more step of those that usually come; False if none is left."""
-        if not self._captures or self._binding.has_hooks():
-            return False
-        while self._usual and len(self._graphs) < MAX_GRAPHS:
+        while self._captures and self._usual and len(self._graphs) < MAX_GRAPHS:
             shape = self._usual.popleft()
             if shape not in self._graphs:
-                self._runner_of(shape)
+                self._graph_of(shape)
                 return True
         return False
 

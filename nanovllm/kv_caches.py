@@ -19,6 +19,7 @@ class KVCaches:
 
     Args:
         layers: of the model, all alike.
+        device: where they stand.
 
     Attributes:
         of_layers: [2, num_slots, num_kv_heads, head_dim] for each layer, K first; empty until they are allocated.

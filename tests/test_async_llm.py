@@ -588,9 +588,11 @@ async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
     async def two_are_begun() -> bool:
         return len(prepared) >= 2
 
-    monkeypatch.setattr(
-        ModelRunner, "capture_ahead", lambda runner: prepared.append(time.sleep(0.01)) or True
-    )  # no end
+    def capture_ahead(runner: ModelRunner) -> bool:
+        prepared.append(time.sleep(0.01))
+        return True  # there is no end of them
+
+    monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
     monkeypatch.setattr("nanovllm.engine_loop.IDLE_SECONDS", 0.0)
     llm = open_llm(prepares_when_idle=True)
     assert await comes_true(two_are_begun)
