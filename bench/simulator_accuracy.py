@@ -88,14 +88,16 @@ def run_for_real(engine: Engine, workload: Workload, clock: Clock) -> dict[str, 
     engine.outputs.clear()
     before = engine.stats()
     due = [(request.arrival, number) for number, request in enumerate(workload.requests)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
+        for request in workload.requests
+    ]
     start = clock()
     while due or engine.has_unfinished:
         now = clock() - start
         while due and due[0][0] <= now:
             _, number = heapq.heappop(due)
-            request = workload.requests[number]
-            params = SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
-            engine.add_request(str(number), request.prompt_token_ids, params)
+            engine.add_request(str(number), workload.requests[number].prompt_token_ids, params[number])
         if engine.has_unfinished:
             engine.step()
         elif due:

@@ -13,6 +13,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from nanovllm.cost_model import CostModel, StepSample, StepShape, fit
 from nanovllm.engine import Engine
 from nanovllm.loader import LoadedModel
 from nanovllm.opening import open_engine
+from nanovllm.row_sizes import RowSizes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.step_records import StepRecord
@@ -59,11 +61,12 @@ class _NotingScheduler(Scheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.shapes: dict[int, StepShape] = {}
+        self.sizes: RowSizes | None = None  # that the engine rounds up to
 
     def schedule(self) -> ScheduledBatch | None:
         batch = super().schedule()
         if batch is not None:
-            self.shapes[batch.step_id] = StepShape.of(batch, self.config.block_size)
+            self.shapes[batch.step_id] = StepShape.of(batch, self.config.block_size, self.sizes)
         return batch
 
 
@@ -92,21 +95,24 @@ def calibrate(
     engine = open_engine(model, tokenizer, records.append, options | {"overlap": False}, clock=clock)
     try:
         scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
-        launch_blocks = engine.model_runner.device.type == "cpu"
+        device = engine.model_runner.device.type
+        scheduler.sizes = RowSizes.of(replace(engine.config, device=device))
+        launch_blocks = device == "cpu"
         launch_times = {} if launch_blocks else _noted_launches(engine, clock)
         plan = scenarios(engine.config)
         _run(engine, plan[0], seed=0)  # the warm-up
         rounds: list[list[StepSample]] = []
+        intakes: list[tuple[int, float]] = []
         for number in range(1, repeats + 1):
             logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
             of_round: list[StepSample] = []
             for scenario in plan:
                 records.clear()
-                _run(engine, scenario, seed=number)
+                intakes += _run(engine, scenario, seed=number)
                 of_round += _samples(records, scheduler.shapes, launch_times)
             rounds.append(of_round)
         samples = list(_medians(rounds))
-        cost_model = fit(samples, launch_blocks=launch_blocks)
+        cost_model = fit(samples, intakes, launch_blocks=launch_blocks)
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
         return _describe(engine, name, samples, cost_model)
     finally:
@@ -147,7 +153,9 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     return [scenario for scenario in prompts + decodes + mixed if fits(scenario)]
 
 
-def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
+def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, float]]:
+    """Returns the prompt's length of each request, and the seconds that it took to add it."""
+    intakes = []
     r = random.Random(seed)
     vocab_size = engine.model_runner.binding.model.get_input_embeddings().num_embeddings
     engine.reset_prefix_cache()
@@ -160,7 +168,9 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
             shared = r.choices(range(vocab_size), k=group.num_shared_tokens)
             for _ in range(group.num_requests):
                 prompt = shared + r.choices(range(vocab_size), k=group.num_prompt_tokens - len(shared))
+                begin = engine.clock()
                 engine.add_request(f"calibration-{num_added}", prompt, params)
+                intakes.append((len(prompt), engine.clock() - begin))
                 num_added += 1
         engine.step()
         num_steps += 1
@@ -168,6 +178,7 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> None:
         if output.error:
             raise RuntimeError(output.error)
     engine.outputs.clear()
+    return intakes
 
 
 def _noted_launches(engine: Engine, clock: Callable[[], float]) -> dict[int, float]:

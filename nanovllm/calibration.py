@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class Calibration:
                 device=DeviceCost(**cost.pop("device")),
                 update=HostCost(**cost.pop("update")),
                 launch=HostCost(**cost.pop("launch")),
+                intake=IntakeCost(**cost.pop("intake")),
                 **cost,
             )
             return cls(cost_model=cost_model, **fields)

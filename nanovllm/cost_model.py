@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.batch import ScheduledBatch
+from nanovllm.row_sizes import RowSizes
 
 # Where the slope of the dense work may change: below, reading the weights decides, above it the arithmetic.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -19,7 +20,7 @@ KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 class StepShape(NamedTuple):
     """What a step's time depends on.
 
-    num_tokens: new tokens, all of which pass the dense layers.
+    num_tokens: rows that pass the dense layers: the new tokens, and on a GPU what their number is rounded up by.
     num_decodes, num_chunks: sequences by the kind of their attention.
     num_context_tokens: KV entries that the decodes read. Of decodes with the same first block, what all of them begin
         with is counted once: a kernel may read it once for all.
@@ -37,7 +38,8 @@ class StepShape(NamedTuple):
     num_samples: int
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, block_size: int) -> StepShape:
+    def of(cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None) -> StepShape:
+        """`sizes` are those that the engine rounds up to, if it does."""
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         for _, start, size, samples, _, _ in batch.prefills:
             num_tokens += size
@@ -47,6 +49,8 @@ class StepShape(NamedTuple):
         shared = block_size * _num_shared_blocks([entry.block_table for entry in decodes])
         context = sum([entry.start for entry in decodes]) + num_decodes - shared
         num_chunks = len(batch.entries) - num_decodes
+        if sizes is not None:
+            _, num_tokens = sizes.of_step(num_decodes, num_tokens - num_decodes)
         return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
 
     @property
@@ -132,8 +136,19 @@ class HostCost:
 
 
 @dataclass(frozen=True, slots=True)
+class IntakeCost:
+    """Seconds of the host's to take a request in, and more for each token of its prompt."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        return self.fixed + self.per_token * num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step's parts.
+    """Seconds of a step's parts, and of a request's beginning.
 
     schedule: deciding on it.
     device: computing it.
@@ -141,6 +156,7 @@ class CostModel:
     launch: laying it out and handing it to a device of its own.
     launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing, and `device` is all that
         executing takes.
+    intake: checking and queueing a request, between two steps.
     """
 
     schedule: HostCost
@@ -148,6 +164,7 @@ class CostModel:
     update: HostCost
     launch: HostCost = HostCost()
     launch_blocks: bool = True
+    intake: IntakeCost = IntakeCost()
 
 
 class StepSample(NamedTuple):
@@ -163,8 +180,11 @@ class StepSample(NamedTuple):
     update_time: float
 
 
-def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
+def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = (), *, launch_blocks: bool) -> CostModel:
     """The cost model with the least squared relative errors.
+
+    Args:
+        intakes: tokens of a request's prompt, and seconds that it took to take it in.
 
     Raises ValueError if there are fewer samples than coefficients.
     """
@@ -176,6 +196,7 @@ def fit(samples: Sequence[StepSample], *, launch_blocks: bool) -> CostModel:
         update=_fit_host(samples, [sample.update_time for sample in samples]),
         launch=HostCost() if launch_blocks else _fit_host(samples, [sample.launch_time for sample in samples]),
         launch_blocks=launch_blocks,
+        intake=_fit_intake(intakes),
     )
 
 
@@ -197,6 +218,13 @@ def fit_device(shapes: Sequence[StepShape], seconds: Sequence[float]) -> DeviceC
 def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
     coefficients, _ = non_negative_least_squares([(1, sample.shape.num_sequences) for sample in samples], seconds)
     return HostCost(*coefficients)
+
+
+def _fit_intake(intakes: Sequence[tuple[int, float]]) -> IntakeCost:
+    if not intakes:
+        return IntakeCost()
+    coefficients, _ = non_negative_least_squares([(1, size) for size, _ in intakes], [took for _, took in intakes])
+    return IntakeCost(*coefficients)
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:

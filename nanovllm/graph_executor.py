@@ -106,7 +106,8 @@ class GraphExecutor:
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
         if len(blocks):
             pinned = torch.from_numpy(blocks).pin_memory()
-            self._binding.caches.clear_blocks(pinned.to(self._binding.device, non_blocking=True), self._block_size)
+            begun = pinned.to(self._binding.device, non_blocking=True)
+            self._binding.caches.clear_blocks(begun, self._block_size, by_kernel=True)
 
     # -------------------------------------------------------------------------------------------------- the step
 

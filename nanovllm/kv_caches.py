@@ -58,10 +58,14 @@ class KVCaches:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
-    def clear_blocks(self, blocks: Tensor, block_size: int) -> None:
-        """Zero blocks [n] int64 of every cache."""
+    def clear_blocks(self, blocks: Tensor, block_size: int, *, by_kernel: bool = False) -> None:
+        """Zero blocks [n] int64 of every cache.
+
+        Args:
+            by_kernel: by one of our own, which has to be compiled, and needs a GPU.
+        """
         for caches in self._together:
-            if caches.is_cuda:
+            if by_kernel:
                 clear_blocks(caches, blocks, block_size)
             else:
                 caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)

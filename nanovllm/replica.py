@@ -19,6 +19,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, StepShape
 from nanovllm.outputs import EngineStats, RequestMetrics
+from nanovllm.row_sizes import RowSizes
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm.step_records import StepHook, StepRecorder
@@ -85,6 +86,7 @@ class Replica:
             BlockManager(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         )
         self._cost_model = cost_model
+        self._sizes = RowSizes.of(config)
         self._draw_token = draw_token
         self._recorder = StepRecorder(on_step)
         self._device_free = 0.0
@@ -106,6 +108,7 @@ class Replica:
     def add(self, sequence: Sequence) -> None:
         if not self._requests:
             self.now = max(self.now, sequence.arrival_time)
+        self.now += self._cost_model.intake.seconds(sequence.num_prompt_tokens)
         self._requests[sequence.request_id] = _Request(sequence)
         self.scheduler.add(sequence)
 
@@ -122,7 +125,7 @@ class Replica:
         return self._read()
 
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
-        shape, cost_model = StepShape.of(batch, self.scheduler.config.block_size), self._cost_model
+        shape, cost_model = StepShape.of(batch, self.config.block_size, self._sizes), self._cost_model
         schedule_time = cost_model.schedule.seconds(shape.num_sequences)
         scheduled = start + schedule_time
         launched = self.now = scheduled + cost_model.launch.seconds(shape.num_sequences)

@@ -6,7 +6,6 @@ A shape is a step's sizes rounded up to the next of a few, so that a few capture
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from torch import Tensor
 from nanovllm.attention.gpu_options import KernelOptions
 from nanovllm.attention.layout import BatchLayout
 from nanovllm.config import EngineConfig
+from nanovllm.row_sizes import MIN_ROWS, RowSizes, round_up, up_to
 from nanovllm.sampler import DrawInputs
-
-MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 
 
 class StepShape(NamedTuple):
@@ -40,7 +38,7 @@ class StepShape(NamedTuple):
 
 
 class Buckets:
-    """Rounds sizes up, finely where a step is short and of one kind, coarsely where kinds multiply: mixed steps.
+    """Rounds a step up to a shape, its rows as `RowSizes` says.
 
     The first step of a shape waits for its graph, and that of a new number of decodes (with the FLASH backend also of
     tiles) for the compiler.
@@ -49,34 +47,24 @@ class Buckets:
     def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
         self._block_size = config.block_size
         self._options = options
-        most = max(MIN_ROWS, config.max_num_seqs)
-        quarters = (n << k for k in range(5, 12) for n in (4, 5, 6, 7))
-        self._decodes = _up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
-        self._mixed_decodes = [0, *_up_to(most, [4, 16, 64, 96, *(128 << n for n in range(8))])]
-        self._budget = budget = config.max_num_batched_tokens
-        sizes = [64, 128, *(n << k for k in range(7, 14) for n in (2, 3))]
-        # The decodes' padding may take a full step past the budget, mostly by little.
-        self._mixed_rows = [*_up_to(budget, sizes), *(budget + size for size in _up_to(most, [64, 128, 256, 512]))]
+        self._budget = config.max_num_batched_tokens
+        self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two; decodes are sampled, and some chunks.
-        self._more = _up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
-        self.max_decodes = most
-        self.max_rows = self._mixed_rows[-1]
+        self._more = up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
+        self.max_decodes = self._sizes.decodes[-1]
+        self.max_rows = self._sizes.mixed_rows[-1]
         self.max_tiles = self._tiles(self.max_rows, self._more[-1])
 
     def shape(self, layout: BatchLayout, num_tiles: int, *, draws: bool) -> StepShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
         num_samples = len(layout.sample_rows)
+        num_decodes, num_rows = self._sizes.of_step(layout.num_decodes, layout.num_tokens - layout.num_decodes)
+        is_uneven = self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
         if not num_tiles:
-            size = _round_up(self._decodes, layout.num_decodes)
-            return StepShape(size, size, 0, size, draws, self._is_uneven(layout, size))
-        num_decodes = _round_up(self._mixed_decodes, layout.num_decodes)
-        num_rows = _round_up(self._mixed_rows, num_decodes + layout.num_tokens - layout.num_decodes)
-        num_tiles = self._tiles(num_rows, _round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
-        num_samples = self._samples(num_decodes, _round_up(self._more, max(0, num_samples - num_decodes)))
-        return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, self._is_uneven(layout, num_decodes))
-
-    def _is_uneven(self, layout: BatchLayout, num_decodes: int) -> bool:
-        return self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
+            return StepShape(num_decodes, num_rows, 0, num_decodes, draws, is_uneven)
+        num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
+        num_samples = self._samples(num_decodes, round_up(self._more, max(0, num_samples - num_decodes)))
+        return StepShape(num_decodes, num_rows, num_tiles, num_samples, draws, is_uneven)
 
     def _samples(self, num_decodes: int, more: int) -> int:
         return min(self.max_decodes, num_decodes + more)
@@ -93,18 +81,19 @@ class Buckets:
         """What is ready from the start: the steps of most rows, and decodes of few requests. Compiled code is laid out
         for the first of its kind; for decodes that is one of middling size."""
         most, rows = self.max_decodes, self.max_rows
-        sizes = dict.fromkeys((_round_up(self._decodes, min(64, most)), most, MIN_ROWS))
+        sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
         largest = StepShape(most, rows, self._tiles(rows, self._more[0]), most, draws=True)
         return [largest, *(StepShape(size, size, 0, size, draws=True) for size in sizes)]
 
     def usual(self) -> list[StepShape]:
         """What steps of a server come to be: decodes of any number, and chunks of a few prompts beside some."""
-        shapes = [StepShape(size, size, 0, size, draws=True) for size in self._decodes]
+        sizes = self._sizes
+        shapes = [StepShape(size, size, 0, size, draws=True) for size in sizes.decodes]
         far = np.array([10**9])  # one token decoded behind a very long context
-        few = (size for size in self._decodes if size <= 96 and self._options.is_uneven(size, far))
+        few = (size for size in sizes.decodes if size <= 96 and self._options.is_uneven(size, far))
         shapes += [StepShape(size, size, 0, size, draws=True, is_uneven=True) for size in few]
-        counts = [count for count in self._mixed_decodes if count <= 64]
-        rows = self._mixed_rows[: self._mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
+        counts = [count for count in sizes.mixed_decodes if count <= 64]
+        rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
             StepShape(count, size, self._tiles(size, self._more[0]), self._samples(count, self._more[0]), draws=True)
             for count, size in itertools.product(counts, rows)
@@ -114,14 +103,6 @@ class Buckets:
     def largest(self) -> StepShape:
         """What no part of a step's inputs exceeds."""
         return StepShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, draws=True)
-
-
-def _up_to(limit: int, sizes: list[int]) -> list[int]:
-    return [*(size for size in sizes if size < limit), limit]
-
-
-def _round_up(sizes: list[int], size: int) -> int:
-    return sizes[bisect_left(sizes, size)]
 
 
 @dataclass(frozen=True, slots=True)

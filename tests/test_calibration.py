@@ -21,12 +21,17 @@ from nanovllm.calibrate import (
 )
 from nanovllm.calibration import Calibration
 from nanovllm.cli import main
-from nanovllm.cost_model import CostModel, DeviceCost, HostCost, StepSample, StepShape
+from nanovllm.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepShape
 from nanovllm.opening import open_engine
 from tests.scheduling import make_config
 from tests.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 
-COST = CostModel(HostCost(1e-4, 1e-6), DeviceCost(knee=16, fixed=0.01, per_token_above=1e-4), HostCost(1e-4))
+COST = CostModel(
+    HostCost(1e-4, 1e-6),
+    DeviceCost(knee=16, fixed=0.01, per_token_above=1e-4),
+    HostCost(1e-4),
+    intake=IntakeCost(2e-4, 1e-6),
+)
 CALIBRATION = Calibration(
     model="a-model",
     dtype="bfloat16",
@@ -126,7 +131,7 @@ def test_another_model_is_refused_and_the_same_is_not():
         lambda text: "no JSON",
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"format": 3', '"format": 2'),
+        lambda text: text.replace('"format": 4', '"format": 3'),
         lambda text: text.replace('"knee"', '"knees"'),
         lambda text: text.replace('"dtype"', '"type"'),
     ],
@@ -198,6 +203,8 @@ def test_a_real_engine_is_measured_on_its_clock():
     # A launch and a wait are two looks; scheduling is one.
     assert cost.device.seconds(StepShape(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
     assert cost.schedule.seconds(4) == pytest.approx(1e-3, rel=0.05)
+    # Adding a request is a look more than those before and after it: the one that its arrival is taken from.
+    assert cost.intake.seconds(50) == pytest.approx(2e-3)
     assert calibration.residuals["max"] < 0.1
     config = calibration.resolve(EngineConfig(max_model_len=128, max_num_seqs=4))
     assert config.num_kv_blocks * config.block_size * calibration.kv_token_bytes == calibration.kv_cache_bytes
@@ -242,12 +249,12 @@ def test_calibrate_writes_what_simulate_reads(run, tmp_path):
 
 
 def test_simulate_prints_a_table_of_what_follows_from_the_costs(run, stored):
-    # A prompt and 3 tokens: 3 steps of 10 ms, each with 0.2 ms of the host's and 1 us for its sequence, and 84 of the
-    # prompt's 100 tokens behind the knee.
+    # A prompt and 3 tokens: 0.3 ms to take it in, and 3 steps of 10 ms, each with 0.2 ms of the host's and 1 us for its
+    # sequence, and 84 of the prompt's 100 tokens behind the knee.
     status, out, _ = run("simulate", "--calibration", stored, "--workload", "random:requests=1,prompt=100,output=3")
     assert status == 0
-    assert "1 requests, 100 tokens in, 3 out\n77 output tokens/s; 3 steps in 0.04 s" in out
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("to the", "between"))] == ["18.6", "10.2"]
+    assert "1 requests, 100 tokens in, 3 out\n76 output tokens/s; 3 steps in 0.04 s" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("to the", "between"))] == ["18.9", "10.2"]
 
 
 def test_simulate_writes_requests_and_steps_as_json(run, stored, tmp_path):

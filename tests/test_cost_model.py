@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from nanovllm import EngineConfig
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost, StepSample, StepShape, fit, non_negative_least_squares
+from nanovllm.row_sizes import RowSizes
 from tests.scheduling import Loop, make_scheduler
 
 TRUE = CostModel(
@@ -85,6 +87,38 @@ def test_a_shape_counts_what_decodes_begin_with_in_common_once():
     # All but the last begin alike, the four together with 8 tokens; the first three have 8 more of their own.
     contexts = [21, 23, 19, 30, 8]
     assert StepShape.of(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
+
+
+def test_a_shape_counts_the_rows_that_a_gpu_computes():
+    sizes = RowSizes(max_num_seqs=64, max_num_batched_tokens=256)
+    loop = Loop(make_scheduler(max_num_batched_tokens=256, max_num_seqs=64))
+    for first in range(0, 1800, 200):
+        loop.add(range(first, first + 6), max_tokens=9)
+    assert StepShape.of(loop.step(), 4, sizes).num_tokens == 64  # 54 of chunks
+    assert StepShape.of(loop.step(), 4, sizes).num_tokens == 16  # 9 decodes
+    loop.add(range(2000, 2060), max_tokens=9)
+    mixed = loop.step()
+    assert StepShape.of(mixed, 4, sizes) == (128, 9, 1, 9 * 8, 0, 60 * 61 // 2, 10)  # 16 decodes and 60 of a chunk
+    assert StepShape.of(mixed, 4).num_tokens == 9 + 60
+
+
+@pytest.mark.parametrize(
+    ("device", "attention_backend", "rounds"),
+    [("cuda", "flex", True), ("cuda:1", "flash", True), ("cuda", "sdpa", False), ("cpu", "flex", False),
+     ("auto", "auto", False)],
+)  # fmt: skip
+def test_only_engines_that_lay_steps_out_for_graphs_round_up(device, attention_backend, rounds):
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+    sizes = RowSizes.of(EngineConfig(device=device, attention_backend=attention_backend, **limits))
+    assert (sizes is not None) == rounds
+
+
+def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
+    shapes = [random_shape(random.Random(1)) for _ in range(20)]
+    intakes = [(size, 5e-5 + 2e-7 * size) for size in (1, 10, 100, 1000)]
+    intake = fit(sampled(shapes, noise=0.0), intakes, launch_blocks=True).intake
+    assert (intake.fixed, intake.per_token) == pytest.approx((5e-5, 2e-7))
+    assert fit(sampled(shapes, noise=0.0), launch_blocks=True).intake.seconds(1000) == 0.0
 
 
 @pytest.mark.parametrize("launch_blocks", [False, True])

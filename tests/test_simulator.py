@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
 from nanovllm.cli import main
-from nanovllm.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.simulator import Simulation, figures, report, simulate
 from nanovllm.workloads import TimedRequest, Workload
 from tests.scheduling import make_config
@@ -128,6 +128,19 @@ def test_overlap_hides_nothing_where_the_host_computes_the_step_itself():
     cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=True)
     # Two steps are launched, one after the other, before the first is read.
     assert times(run([request(8, 3)], cost, overlap=True))[0] == (5.25, [2.75, 0.25])
+
+
+def test_requests_are_taken_in_one_after_the_other_between_steps():
+    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.25, 0.125))
+    simulation = run([request(2, 2), request(6, 2), request(2, 1, arrival=2.5)], cost)
+    # The first two before the first step, 0.5 and 1.0; the third during the first step, 0.5 before the second.
+    assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
+
+
+def test_a_step_on_a_gpu_costs_what_it_is_rounded_up_to():
+    on_gpu = {"device": "cuda", "attention_backend": "flex", "max_num_batched_tokens": 256}
+    simulation = run([request(33, 2)], replace(PER_TOKEN, launch_blocks=True), **on_gpu)
+    assert times(simulation) == [(1.0 + 0.5 * 64, [1.0 + 0.5 * 4])]
 
 
 # ---------------------------------------------------------------------------------- the real engine's decisions

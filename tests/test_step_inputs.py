@@ -15,10 +15,11 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import MAX_GRAPHS
 from nanovllm.logprobs import PromptRows, StepReport
+from nanovllm.row_sizes import MIN_ROWS
 from nanovllm.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from nanovllm.step_inputs import MIN_ROWS, Buckets, StepPacking, StepShape, Tiles, with_sampled
+from nanovllm.step_inputs import Buckets, StepPacking, StepShape, Tiles, with_sampled
 
 H200 = Gpu(132, 232_448)
 
