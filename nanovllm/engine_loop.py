@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from nanovllm.engine import Engine
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
-from nanovllm.garbage import LongCall
+from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.streams import Mailroom
 
 logger = logging.getLogger("nanovllm")
@@ -104,12 +104,11 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                with LongCall() as call:
+                with OldObjectsFrozen():
                     while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
                         self._answer()
                         if self._engine.has_unfinished:
                             self._step()
-                        call.step()
                         self._look_for_clients()
             self._answer()
             self._abort([*self._engine.request_ids])  # stopped

@@ -22,50 +22,41 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class LongCall:
-    """Around a call that makes many steps: once it has lasted, what was there before is not looked through any more.
+class OldObjectsFrozen:
+    """Around a call that makes many steps: what was there before is not looked through meanwhile.
 
     A collection of everything takes tenths of a second and falls among an engine's steps; of what the call itself made
-    it takes little. Short calls are left alone, since freezing puts off the next collection of everything; long ones
-    make up for it in the end. What somebody else has frozen stays as it is.
+    it takes little. Calls that follow one another would put it off for ever, so one is made at the end of a call once
+    they have lasted long enough in all. What somebody else has frozen stays as it is.
     """
 
-    LASTS = 1.0  # seconds
-    COLLECTS_EVERY = 60.0
+    COLLECTS_EVERY = 60.0  # seconds of such calls
 
     _lock = threading.Lock()
-    _num_lasting = 0
-    _is_frozen = False
-    _last_collection = time.monotonic()
+    _num_calls = 0
+    _is_ours = False  # what is frozen
+    _begin = 0.0
+    _lasted = 0.0  # since the last collection
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._lasts = False
-
-    def step(self) -> None:
-        """To be called now and then."""
-        if not self._lasts and time.monotonic() - self._start > self.LASTS:
-            self._lasts = True
-            with self._lock:
-                LongCall._num_lasting += 1
-                if self._num_lasting == 1 and gc.isenabled() and not gc.get_freeze_count():
-                    gc.freeze()
-                    LongCall._is_frozen = True
-
-    def __enter__(self) -> LongCall:
-        return self
+    def __enter__(self) -> None:
+        cls = OldObjectsFrozen
+        with cls._lock:
+            cls._num_calls += 1
+            if cls._num_calls == 1 and gc.isenabled() and not gc.get_freeze_count():
+                gc.freeze()
+                cls._is_ours, cls._begin = True, time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        if not self._lasts:
-            return
-        with self._lock:
-            LongCall._num_lasting -= 1
-            if self._num_lasting or not self._is_frozen:
+        cls = OldObjectsFrozen
+        with cls._lock:
+            cls._num_calls -= 1
+            if cls._num_calls or not cls._is_ours:
                 return
-            LongCall._is_frozen = False
+            cls._is_ours = False
             gc.unfreeze()
-            is_due = time.monotonic() - self._last_collection > self.COLLECTS_EVERY
+            cls._lasted += time.monotonic() - cls._begin
+            is_due = cls._lasted > cls.COLLECTS_EVERY
             if is_due:
-                LongCall._last_collection = time.monotonic()
+                cls._lasted = 0.0
         if is_due:
             gc.collect()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.garbage import LongCall
+from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
 from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
@@ -99,13 +99,8 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = _rate_display(bar, self._open_engine())
-        with bar, LongCall() as call:
-
-            def after_step(engine: Engine) -> None:
-                call.step()
-                show_rate(engine)
-
-            for output in self._run(requests, OutputKind.FINAL, after_step=after_step):
+        with bar, OldObjectsFrozen():
+            for output in self._run(requests, OutputKind.FINAL, after_step=show_rate):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request_id] for request_id in requests]
