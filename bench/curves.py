@@ -152,7 +152,7 @@ def draw(name: str, rows: Rows, path: Path) -> None:
         ax.set_ylabel(unit)
         if name != "prefix":
             ax.set_xscale("log", base=2)
-            ax.set_xticks([x for x, _ in next(iter(series.values()))])
+            ax.set_xticks(_apart([x for x, _ in next(iter(series.values()))]))
             ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
             ax.tick_params(axis="x", labelsize=7)
         ax.grid(alpha=0.3)
@@ -160,6 +160,15 @@ def draw(name: str, rows: Rows, path: Path) -> None:
             ax.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _apart(places: list[int]) -> list[int]:
+    """Those whose labels would not stand on one another."""
+    kept: list[int] = []
+    for place in places:
+        if not kept or place > 1.1 * kept[-1]:
+            kept.append(place)
+    return kept
 
 
 X_LABELS = {

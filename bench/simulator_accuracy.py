@@ -28,6 +28,7 @@ from nanovllm.calibration import Calibration
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
+from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.opening import open_engine
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
@@ -93,15 +94,16 @@ def run_for_real(engine: Engine, workload: Workload, clock: Clock) -> dict[str, 
         for request in workload.requests
     ]
     start = clock()
-    while due or engine.has_unfinished:
-        now = clock() - start
-        while due and due[0][0] <= now:
-            _, number = heapq.heappop(due)
-            engine.add_request(str(number), workload.requests[number].prompt_token_ids, params[number])
-        if engine.has_unfinished:
-            engine.step()
-        elif due:
-            clock.sleep(due[0][0] - now)
+    with OldObjectsFrozen():
+        while due or engine.has_unfinished:
+            now = clock() - start
+            while due and due[0][0] <= now:
+                _, number = heapq.heappop(due)
+                engine.add_request(str(number), workload.requests[number].prompt_token_ids, params[number])
+            if engine.has_unfinished:
+                engine.step()
+            elif due:
+                clock.sleep(due[0][0] - now)
     metrics: dict[int, RequestMetrics] = {}
     for output in engine.outputs:
         if output.error:
@@ -140,6 +142,7 @@ def opened(options: argparse.Namespace, clock: Clock) -> tuple[Calibration, Engi
         print(f"relative errors of the fit: {calibration.residuals}; {calibration.cost_model}", flush=True)
     calibration.resolve(EngineConfig.from_options(**given), model=model)
     engine = open_engine(model, tokenizer, None, given | {"record_itl": True}, clock=clock)
+    engine.model_runner.binding.caches.take_memory()
     while engine.model_runner.capture_ahead():
         pass  # as a server does while it is idle
     return calibration, engine

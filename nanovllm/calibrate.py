@@ -28,6 +28,7 @@ from nanovllm.calibration import Calibration
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, StepSample, StepShape, fit
 from nanovllm.engine import Engine
+from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.loader import LoadedModel
 from nanovllm.opening import open_engine
 from nanovllm.row_sizes import RowSizes
@@ -100,6 +101,7 @@ def calibrate(
         launch_blocks = device == "cpu"
         launch_times = {} if launch_blocks else _noted_launches(engine, clock)
         plan = scenarios(engine.config)
+        engine.model_runner.binding.caches.take_memory()
         _run(engine, plan[0], seed=0)  # the warm-up
         rounds: list[list[StepSample]] = []
         intakes: list[tuple[int, float]] = []
@@ -108,7 +110,8 @@ def calibrate(
             of_round: list[StepSample] = []
             for scenario in plan:
                 records.clear()
-                intakes += _run(engine, scenario, seed=number)
+                with OldObjectsFrozen():
+                    intakes += _run(engine, scenario, seed=number)
                 of_round += _samples(records, scheduler.shapes, launch_times)
             rounds.append(of_round)
         samples = list(_medians(rounds))

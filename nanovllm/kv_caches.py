@@ -58,6 +58,15 @@ class KVCaches:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
+    def take_memory(self) -> None:
+        """Take all of it from the system now, instead of where blocks are first written to, while steps are measured.
+
+        Only caches that hold nothing yet may be told.
+        """
+        if self._device.type == "cpu":
+            for cache in self.of_layers:
+                cache.zero_()
+
     def clear_blocks(self, blocks: Tensor, block_size: int, *, by_kernel: bool = False) -> None:
         """Zero blocks [n] int64 of every cache.
 
