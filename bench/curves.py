@@ -148,7 +148,8 @@ def draw(name: str, rows: Rows, path: Path) -> None:
     for ax, (title, unit, series) in zip(axes[0], lines, strict=True):
         for label, points in series.items():
             ax.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-        ax.set(title=title, xlabel=X_LABELS[name], ylim=(0, None))
+        highest = max(y for points in series.values() for _, y in points)
+        ax.set(title=title, xlabel=X_LABELS[name], ylim=(0, 1.08 * highest))
         ax.set_ylabel(unit)
         if name != "prefix":
             ax.set_xscale("log", base=2)

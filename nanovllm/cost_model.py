@@ -41,8 +41,10 @@ class StepShape(NamedTuple):
     def of(cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None) -> StepShape:
         """`sizes` are those that the engine rounds up to, if it does."""
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
+        num_single = num_decodes
         for _, start, size, samples, _, _ in batch.prefills:
             num_tokens += size
+            num_single += size == 1
             num_pairs += size * start + size * (size + 1) // 2
             num_samples += samples
         decodes = batch.entries[:num_decodes]
@@ -50,7 +52,7 @@ class StepShape(NamedTuple):
         context = sum([entry.start for entry in decodes]) + num_decodes - shared
         num_chunks = len(batch.entries) - num_decodes
         if sizes is not None:
-            _, num_tokens = sizes.of_step(num_decodes, num_tokens - num_decodes)
+            _, num_tokens = sizes.of_step(num_single, num_tokens - num_single)  # laid out as decodes
         return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
 
     @property
@@ -152,11 +154,12 @@ class CostModel:
 
     schedule: deciding on it.
     device: computing it.
-    update: from its tokens' arrival to the beginning of the next step.
+    update: from its tokens' arrival to the beginning of the next step, or of the intakes before that.
     launch: laying it out and handing it to a device of its own.
     launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing, and `device` is all that
         executing takes.
-    intake: checking and queueing a request, between two steps.
+    intake: checking and queueing a request, between two steps; checks come before that in another thread of a server,
+        which the same interpreter runs.
     """
 
     schedule: HostCost

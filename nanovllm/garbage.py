@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 
 @contextmanager
@@ -26,37 +28,42 @@ class OldObjectsFrozen:
     """Around a call that makes many steps: what was there before is not looked through meanwhile.
 
     A collection of everything takes tenths of a second and falls among an engine's steps; of what the call itself made
-    it takes little. Calls that follow one another would put it off for ever, so one is made at the end of a call once
-    they have lasted long enough in all. What somebody else has frozen stays as it is.
+    it takes little. But freezing makes the young old, so calls that follow one another would put off for ever that
+    garbage is found: everything is collected at the end of a call once they have lasted long enough in all, or sooner
+    if they were many, since each may have left some. What somebody else has frozen stays as it is.
     """
 
-    COLLECTS_EVERY = 60.0  # seconds of such calls
+    COLLECTS_EVERY = 60.0  # seconds of such calls, or a tenth of that
+    AFTER_CALLS = 1000  # if they were as many
 
-    _lock = threading.Lock()
-    _num_calls = 0
-    _is_ours = False  # what is frozen
+    _lock = threading.RLock()  # a collection may run anybody's finalizers
+    # One that an interrupt cut short while it began or ended goes by itself; what it froze, the next call lets go.
+    _calls: ClassVar[weakref.WeakSet[OldObjectsFrozen]] = weakref.WeakSet()
+    _has_frozen = False
     _begin = 0.0
-    _lasted = 0.0  # since the last collection
+    _seconds, _count = 0.0, 0  # of calls since the last collection
 
     def __enter__(self) -> None:
         cls = OldObjectsFrozen
         with cls._lock:
-            cls._num_calls += 1
-            if cls._num_calls == 1 and gc.isenabled() and not gc.get_freeze_count():
+            cls._calls.add(self)
+            if not cls._has_frozen and gc.isenabled() and not gc.get_freeze_count():
+                gc.collect(0)
+                cls._has_frozen, cls._begin = True, time.monotonic()
                 gc.freeze()
-                cls._is_ours, cls._begin = True, time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         cls = OldObjectsFrozen
         with cls._lock:
-            cls._num_calls -= 1
-            if cls._num_calls or not cls._is_ours:
+            cls._calls.discard(self)
+            if cls._calls or not cls._has_frozen:
                 return
-            cls._is_ours = False
+            cls._has_frozen = False
             gc.unfreeze()
-            cls._lasted += time.monotonic() - cls._begin
-            is_due = cls._lasted > cls.COLLECTS_EVERY
+            cls._seconds += time.monotonic() - cls._begin
+            cls._count += 1
+            is_due = cls._seconds > cls.COLLECTS_EVERY / (10 if cls._count >= cls.AFTER_CALLS else 1)
             if is_due:
-                cls._lasted = 0.0
+                cls._seconds, cls._count = 0.0, 0
         if is_due:
             gc.collect()

@@ -59,9 +59,9 @@ class KVCaches:
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
     def take_memory(self) -> None:
-        """Take all of it from the system now, instead of where blocks are first written to, while steps are measured.
+        """Write zeros to all of them, which on a CPU takes their memory from the system now.
 
-        Only caches that hold nothing yet may be told.
+        For measuring: else the steps that first write to a block take longer. Call it before anything is cached.
         """
         if self._device.type == "cpu":
             for cache in self.of_layers:
@@ -71,7 +71,7 @@ class KVCaches:
         """Zero blocks [n] int64 of every cache.
 
         Args:
-            by_kernel: by one of our own, which has to be compiled, and needs a GPU.
+            by_kernel: by one kernel of our own, which has to be compiled, instead of dozens; for a GPU.
         """
         for caches in self._together:
             if by_kernel:

@@ -63,7 +63,8 @@ class _Request:
 
 
 class Replica:
-    """Steps as an engine does. A request is added before the first step that begins at its arrival or later.
+    """Steps as an engine does. Before each step the host takes in the requests that have arrived by then; those that
+    arrive meanwhile wait for the step after it.
 
     Args:
         config: fully resolved (limits and pool).

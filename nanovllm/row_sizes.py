@@ -28,7 +28,10 @@ class RowSizes:
 
     @classmethod
     def of(cls, config: EngineConfig) -> RowSizes | None:
-        """Those of an engine with this configuration, device and attention decided; None if it rounds nothing up."""
+        """Those of an engine with this configuration, fully resolved; None if it rounds nothing up.
+
+        A device that is still "auto" counts as one that rounds nothing up.
+        """
         if config.device.partition(":")[0] != "cuda" or config.attention_backend not in ("flex", "flash"):
             return None
         return cls(config.max_num_seqs, config.max_num_batched_tokens)

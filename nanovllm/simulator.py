@@ -126,10 +126,9 @@ class _Run:
         self._num_arrived += 1
         index = self.replica_of[number] = self._route(sequence, self._replicas)
         replica = self._replicas[index]
-        was_idle = not replica.has_unfinished
+        if not replica.has_unfinished:
+            heapq.heappush(self._begins, (max(replica.now, time), index))
         replica.add(sequence)
-        if was_idle:
-            heapq.heappush(self._begins, (replica.now, index))
 
     def _step(self, index: int) -> None:
         replica = self._replicas[index]

@@ -22,7 +22,9 @@ from nanovllm.calibrate import (
 from nanovllm.calibration import Calibration
 from nanovllm.cli import main
 from nanovllm.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepShape
+from nanovllm.kv_caches import KVCaches
 from nanovllm.opening import open_engine
+from nanovllm.row_sizes import RowSizes
 from tests.scheduling import make_config
 from tests.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 
@@ -223,6 +225,28 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
         # Launching is two looks of the engine and two within; waiting is two.
         assert sample.launch_time == pytest.approx(1e-3)
         assert sample.launch_time + sample.device_time == pytest.approx(record.execute_time) == pytest.approx(4e-3)
+
+
+def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
+    sizes, taken, fitted = RowSizes(4, 512), [], []
+    monkeypatch.setattr(RowSizes, "of", lambda config: sizes if config.device == "cpu" else None)
+    monkeypatch.setattr(KVCaches, "take_memory", lambda caches: taken.append(len(caches.of_layers)))
+    monkeypatch.setattr("nanovllm.calibrate.fit", lambda *samples, **_: fitted.append(samples) or COST)
+    calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    [(samples, intakes)] = fitted
+    assert taken == [tiny_model().config.num_hidden_layers]
+    assert {sample.shape.num_tokens for sample in samples} <= {*sizes.decodes, *sizes.mixed_rows}
+    assert any(sample.shape.num_tokens > sample.shape.num_sequences > 2 for sample in samples)
+    assert {8, 16, 64} <= {size for size, _ in intakes} and min(seconds for _, seconds in intakes) > 0.0
+
+
+def test_taking_memory_leaves_zeros():
+    with closing(open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})) as engine:
+        caches = engine.model_runner.binding.caches
+        for cache in caches.of_layers:
+            cache.fill_(1.0)
+        caches.take_memory()
+        assert not any(cache.any() for cache in caches.of_layers)
 
 
 def test_what_cannot_be_measured_is_refused():

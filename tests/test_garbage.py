@@ -18,7 +18,10 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def nothing_is_due(monkeypatch):
-    monkeypatch.setattr(OldObjectsFrozen, "_lasted", 0.0)
+    """And no collection comes by itself at the wrong moment."""
+    monkeypatch.setattr(OldObjectsFrozen, "_seconds", 0.0)
+    monkeypatch.setattr(OldObjectsFrozen, "_count", 0)
+    gc.collect()
 
 
 def test_what_was_there_is_frozen_until_the_last_call_ends():
@@ -35,12 +38,28 @@ def test_what_was_there_is_frozen_until_the_last_call_ends():
 
 
 def test_what_was_there_is_not_looked_through_until_the_call_has_ended():
-    garbage = weakref.ref(Cycle())
+    old = Cycle()
+    garbage = weakref.ref(old)
     with OldObjectsFrozen():
+        del old
         gc.collect()
         assert garbage() is not None
     gc.collect()
     assert garbage() is None
+
+
+def test_garbage_that_was_young_is_collected_at_the_beginning():
+    garbage = weakref.ref(Cycle())
+    with OldObjectsFrozen():
+        assert garbage() is None
+
+
+def test_what_a_call_froze_that_an_interrupt_cut_short_the_next_one_lets_go():
+    OldObjectsFrozen().__enter__()
+    assert gc.get_freeze_count() > 1000
+    with OldObjectsFrozen():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
 
 
 def test_what_somebody_else_froze_stays_frozen():
@@ -63,17 +82,22 @@ def test_a_collector_that_was_switched_off_is_left_alone():
         gc.enable()
 
 
-def test_garbage_of_many_calls_is_collected_once_they_have_lasted_long_enough(monkeypatch):
-    monkeypatch.setattr(OldObjectsFrozen, "COLLECTS_EVERY", 3.5)
+@pytest.mark.parametrize(("after_calls", "num_calls"), [(100, 36), (20, 20), (3, 4)])
+def test_garbage_of_many_calls_is_collected_once_they_have_lasted_long_enough(monkeypatch, after_calls, num_calls):
+    """36 calls of a tenth of a second, or as many as there may be, but no fewer than last a tenth of that time."""
+    monkeypatch.setattr(OldObjectsFrozen, "COLLECTS_EVERY", 3.55)
+    monkeypatch.setattr(OldObjectsFrozen, "AFTER_CALLS", after_calls)
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    gc.collect()
-    collected = []
-    garbage = weakref.ref(Cycle())
-    for _ in range(8):
+    for _ in range(2):
+        old = Cycle()
+        garbage = weakref.ref(old)
         with OldObjectsFrozen():
-            now += 1.0
-        collected.append(garbage() is None)
-        if garbage() is None:
-            garbage = weakref.ref(Cycle())
-    assert collected == [False, False, False, True] * 2
+            del old
+            now += 0.1
+        counted = 1
+        while garbage() is not None:
+            with OldObjectsFrozen():
+                now += 0.1
+            counted += 1
+        assert counted == num_calls

@@ -137,9 +137,18 @@ def test_requests_are_taken_in_one_after_the_other_between_steps():
     assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
 
 
+@pytest.mark.parametrize("start", [0.0, 2.75])
+def test_who_arrives_while_others_are_taken_in_waits_for_the_next_step(start):
+    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.5))
+    # The first step is from 0.5 to 2.5; where the second request arrives in it, the third does while that is taken in.
+    arrivals = [0.0, start, start + 0.25] if start else [0.0, 0.25]
+    simulation = run([request(2, 1, arrival=arrival) for arrival in arrivals], cost)
+    assert [m.scheduled_time for m in simulation.requests] == ([0.5, 3.25, 5.75] if start else [0.5, 3.0])
+
+
 def test_a_step_on_a_gpu_costs_what_it_is_rounded_up_to():
     on_gpu = {"device": "cuda", "attention_backend": "flex", "max_num_batched_tokens": 256}
-    simulation = run([request(33, 2)], replace(PER_TOKEN, launch_blocks=True), **on_gpu)
+    simulation = run([request(33, 2)], PER_TOKEN, **on_gpu)
     assert times(simulation) == [(1.0 + 0.5 * 64, [1.0 + 0.5 * 4])]
 
 

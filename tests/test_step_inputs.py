@@ -13,13 +13,15 @@ from nanovllm.attention.gpu_options import Gpu, KernelOptions
 from nanovllm.attention.layout import build_layout
 from nanovllm.batch import ScheduledSequence
 from nanovllm.config import EngineConfig
+from nanovllm.cost_model import StepShape as StepCosts
 from nanovllm.graph_executor import MAX_GRAPHS
 from nanovllm.logprobs import PromptRows, StepReport
-from nanovllm.row_sizes import MIN_ROWS
+from nanovllm.row_sizes import MIN_ROWS, RowSizes
 from nanovllm.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 from nanovllm.step_inputs import Buckets, StepPacking, StepShape, Tiles, with_sampled
+from tests.scheduling import Loop, make_scheduler
 
 H200 = Gpu(132, 232_448)
 
@@ -87,6 +89,22 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
             assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
             assert shape.num_rows >= shape.num_decodes + layout.num_tokens - layout.num_decodes
             assert shape.num_samples >= len(layout.sample_rows)
+
+
+def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
+    for seed in range(20):
+        choice = random.Random(seed)
+        limits = {"max_num_seqs": choice.choice([3, 8, 30]), "max_num_batched_tokens": choice.choice([40, 64, 200])}
+        loop = Loop(make_scheduler(block_size=16, **limits))
+        sizes, buckets = RowSizes(*limits.values()), Buckets(config_of(*limits.values(), 16), options_of(16))
+        for _ in range(40):
+            for _ in range(choice.choice([0, 0, 1, 4])):
+                loop.add(choice.choices(range(8), k=choice.choice([1, 5, choice.randint(1, 50)])), max_tokens=6)
+            if loop.scheduler.waiting or loop.scheduler.running:
+                batch = loop.step()
+                layout = build_layout(batch.entries, 16)
+                shape = buckets.shape(layout, len(Tiles.of(layout, 16).blocks), draws=True)
+                assert StepCosts.of(batch, 16, sizes).num_tokens == shape.num_rows
 
 
 def test_padding_stays_moderate():

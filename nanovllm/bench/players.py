@@ -32,6 +32,7 @@ class NanoVLLM:
         from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
+        self._engine.model_runner.binding.caches.take_memory()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
             pass  # as an engine in a thread does while nobody wants anything
         for request in workload.requests:  # min_tokens: it has to fit as a whole
