@@ -33,6 +33,7 @@ class OldObjectsFrozen:
     if they were many, since each may have left some. What somebody else has frozen stays as it is.
     """
 
+    OF_PYTHON = 1000  # objects that an interpreter may have frozen by itself; 3.12 does so with some hundred
     COLLECTS_EVERY = 60.0  # seconds of such calls, or a tenth of that
     AFTER_CALLS = 1000  # if they were as many
 
@@ -47,7 +48,7 @@ class OldObjectsFrozen:
         cls = OldObjectsFrozen
         with cls._lock:
             cls._calls.add(self)
-            if not cls._has_frozen and gc.isenabled() and not gc.get_freeze_count():
+            if not cls._has_frozen and gc.isenabled() and gc.get_freeze_count() < cls.OF_PYTHON:
                 gc.collect(0)
                 cls._has_frozen, cls._begin = True, time.monotonic()
                 gc.freeze()
