@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.cache_kernels import clear_blocks, store_states
+from nanovllm.attention.cache_kernels import store_states
 from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.gpu_options import Gpu, KernelOptions
@@ -17,6 +17,7 @@ from nanovllm.attention.layout import build_layout
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
 from nanovllm.config import EngineConfig
 from nanovllm.graph_executor import tables_of
+from nanovllm.kv_caches import KVCaches
 from nanovllm.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
 from nanovllm.skinny_linear import linear, linear_and_add
 from nanovllm.step_inputs import Buckets, StepPacking, Tiles
@@ -170,11 +171,14 @@ def test_states_are_stored_as_plain_indexing_stores_them(heads):
     assert torch.equal(stored, expected)
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("shape", [(6, 64 * 40, 8, 128), (3, 16 * 9, 3, 80), (33, 64 * 1024, 8, 128)])  # 2^31 and more
-def test_blocks_are_cleared_in_all_caches_and_no_others(shape):
+def test_blocks_are_cleared_in_all_caches_and_no_others(shape, by_kernel):
     caches, block_size = torch.ones(shape, device="cuda", dtype=torch.bfloat16), 16 if shape[2] == 3 else 64
     blocks = torch.tensor([shape[1] // block_size - 1, 3, 0], device="cuda")
-    clear_blocks(caches, blocks, block_size)
+    pool = KVCaches([], torch.device("cuda"))
+    pool._together = [caches]
+    pool.clear_blocks(blocks, block_size, by_kernel=by_kernel)
     sums = caches.view(shape[0], -1, block_size * shape[2] * shape[3]).float().sum(dim=2)
     sums = sums / (block_size * shape[2] * shape[3])
     expected = torch.ones_like(sums)
