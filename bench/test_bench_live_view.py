@@ -14,7 +14,7 @@ from nanovllm.server.engine_snapshot import EngineSnapshot, take_snapshot
 from nanovllm.server.live_feed import Look
 from nanovllm.step_records import RECENT_STEPS, StepRecord
 
-RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, ())
+RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, 0.0, ())
 
 
 def test_a_step_is_remembered(benchmark: BenchmarkFixture):

@@ -94,7 +94,7 @@ def test_record_of_a_step(benchmark: BenchmarkFixture, num_running: int, hook: S
     batch = scheduler.schedule()
 
     def record() -> None:
-        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0, 0.0)
+        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         recorder.tell()
 
     report_per(benchmark, "step", 1, record)
@@ -123,7 +123,7 @@ def test_trace_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, num_runnin
         def record(batch: ScheduledBatch, ended: list[Sequence]) -> None:
             time = next(times) * 0.01
             recorder.note_ended(ended, time)
-            recorder.record(scheduler, batch, time, time - 0.01, 0.0001, 0.009, 0.0001)
+            recorder.record(scheduler, batch, time, time - 0.01, 0.0001, 0.0, 0.009, 0.0001)
             recorder.tell()
 
         benchmark.pedantic(record, setup=prepare, rounds=1000, warmup_rounds=0)

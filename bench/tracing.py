@@ -40,7 +40,7 @@ def steady(path: Path, num_running: int, *, rounds: int = 5, num_steps: int = 10
             start = time.process_time()
             for _ in range(num_steps):
                 now += STEP_SECONDS
-                recorder.record(scheduler, batch, now, now - STEP_SECONDS, 1e-4, STEP_SECONDS - 2e-4, 1e-4)
+                recorder.record(scheduler, batch, now, now - STEP_SECONDS, 1e-4, 0.0, STEP_SECONDS - 2e-4, 1e-4)
                 recorder.tell()
             took.append((time.process_time() - start) / num_steps)
     return min(took) * 1e6

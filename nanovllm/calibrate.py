@@ -99,7 +99,6 @@ def calibrate(
         device = engine.model_runner.device.type
         scheduler.sizes = RowSizes.of(replace(engine.config, device=device))
         launch_blocks = device == "cpu"
-        launch_times = {} if launch_blocks else _noted_launches(engine, clock)
         plan = scenarios(engine.config)
         engine.model_runner.binding.caches.take_memory()
         _run(engine, plan[0], seed=0)  # the warm-up
@@ -112,7 +111,7 @@ def calibrate(
                 records.clear()
                 with OldObjectsFrozen():
                     intakes += _run(engine, scenario, seed=number)
-                of_round += _samples(records, scheduler.shapes, launch_times)
+                of_round += _samples(records, scheduler.shapes, launch_blocks=launch_blocks)
             rounds.append(of_round)
         samples = list(_medians(rounds))
         cost_model = fit(samples, intakes, launch_blocks=launch_blocks)
@@ -184,35 +183,14 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, fl
     return intakes
 
 
-def _noted_launches(engine: Engine, clock: Callable[[], float]) -> dict[int, float]:
-    """Seconds that launching takes, by step, filled as the engine goes on."""
-    seconds: dict[int, float] = {}
-    execute = engine.model_runner.execute
-
-    def noted(batch: ScheduledBatch) -> Any:
-        begin = clock()
-        pending = execute(batch)
-        seconds[batch.step_id] = clock() - begin
-        return pending
-
-    engine.model_runner.execute = noted  # type: ignore[method-assign]
-    return seconds
-
-
-def _samples(
-    records: list[StepRecord], shapes: dict[int, StepShape], launch_times: dict[int, float]
-) -> Iterator[StepSample]:
-    """Of one run; time between two steps in which nothing was added counts as the first one's update.
-
-    Args:
-        launch_times: by step, for a device of its own.
-    """
+def _samples(records: list[StepRecord], shapes: dict[int, StepShape], *, launch_blocks: bool) -> Iterator[StepSample]:
+    """Of one run; time between two steps in which nothing was added counts as the first one's update."""
     for record, following in zip(records, [*records[1:], None], strict=True):
         shape, update_time = shapes[record.step_id], record.update_time
         if following is not None and following.num_prefill_tokens == 0:
             in_step = following.schedule_time + following.execute_time + following.update_time
             update_time += max(0.0, following.time - record.time - in_step)
-        launch_time = launch_times.get(record.step_id, 0.0)
+        launch_time = 0.0 if launch_blocks else record.launch_time
         yield StepSample(shape, record.schedule_time, launch_time, record.execute_time - launch_time, update_time)
 
 

@@ -299,7 +299,8 @@ class Engine:
             now,
             launched.start_time,
             launched.schedule_time,
-            launched.launch_time + read - waits,
+            launched.launch_time,
+            read - waits,
             now - read,
         )
         self._discard_if_idle()

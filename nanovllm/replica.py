@@ -155,8 +155,7 @@ class Replica:
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]
-        execute_time = launch_time + read - waits
-        self._recorder.record(self.scheduler, batch, now, start, schedule_time, execute_time, update_time)
+        self._recorder.record(self.scheduler, batch, now, start, schedule_time, launch_time, read - waits, update_time)
         self._recorder.tell()
         if not self._requests and self._in_flight:
             self.scheduler.discard(self._in_flight[0].batch)

@@ -31,6 +31,7 @@ class StepRecord:
     ttfts: of the sequences that got their first token from it, the seconds since their arrival.
     schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
         overlap, what the host does in between is not counted.
+    launch_time: the first part of execute_time; on a CPU launching computes the step.
     """
 
     step_id: int
@@ -44,6 +45,7 @@ class StepRecord:
     num_waiting: int
     num_used_blocks: int
     schedule_time: float
+    launch_time: float
     execute_time: float
     update_time: float
     ttfts: tuple[float, ...]
@@ -96,7 +98,8 @@ class StepRecorder:
         time: float,
         start_time: float,
         schedule_time: float,
-        execute_time: float,
+        launch_time: float,
+        wait_time: float,
         update_time: float,
     ) -> None:
         """Take note of a step that was just read; `tell` passes it on."""
@@ -124,7 +127,8 @@ class StepRecorder:
             len(scheduler.waiting),
             manager.num_blocks - 1 - manager.num_free_blocks,
             schedule_time,
-            execute_time,
+            launch_time,
+            launch_time + wait_time,
             update_time,
             tuple(self._ttfts),
         )

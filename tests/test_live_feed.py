@@ -58,7 +58,7 @@ def rows(look: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def step_of(step_id: int) -> StepRecord:
-    return StepRecord(step_id, float(step_id), step_id - 0.5, 1, 1, 0, 0, 1, 0, 1, 0.0, 0.0, 0.0, ())
+    return StepRecord(step_id, float(step_id), step_id - 0.5, 1, 1, 0, 0, 1, 0, 1, 0.0, 0.0, 0.0, 0.0, ())
 
 
 class StillEngine:

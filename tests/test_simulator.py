@@ -137,13 +137,14 @@ def test_requests_are_taken_in_one_after_the_other_between_steps():
     assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
 
 
-@pytest.mark.parametrize("start", [0.0, 2.75])
-def test_who_arrives_while_others_are_taken_in_waits_for_the_next_step(start):
+def test_who_arrives_while_others_are_taken_in_waits_for_the_next_step():
     cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.5))
-    # The first step is from 0.5 to 2.5; where the second request arrives in it, the third does while that is taken in.
-    arrivals = [0.0, start, start + 0.25] if start else [0.0, 0.25]
-    simulation = run([request(2, 1, arrival=arrival) for arrival in arrivals], cost)
-    assert [m.scheduled_time for m in simulation.requests] == ([0.5, 3.25, 5.75] if start else [0.5, 3.0])
+    # An idle engine: the second request arrives while the first is taken in, and the first step ends at 2.5.
+    simulation = run([request(2, 1), request(2, 1, arrival=0.25)], cost)
+    assert [m.scheduled_time for m in simulation.requests] == [0.5, 3.0]
+    # A busy one: the second is taken in from 2.5 to 3.0, the third arrives meanwhile, and the second step ends at 5.0.
+    simulation = run([request(2, 3), request(2, 1, arrival=1.0), request(2, 1, arrival=2.75)], cost)
+    assert [m.scheduled_time for m in simulation.requests] == [0.5, 3.0, 5.5]
 
 
 def test_a_step_on_a_gpu_costs_what_it_is_rounded_up_to():
@@ -164,7 +165,8 @@ POOLS = {
 def composition(record: StepRecord) -> StepRecord:
     """Without its times; of first tokens, how many there were."""
     firsts = (0.0,) * len(record.ttfts)
-    return replace(record, time=0.0, start_time=0.0, schedule_time=0.0, execute_time=0.0, update_time=0.0, ttfts=firsts)
+    times = dict.fromkeys(("time", "start_time", "schedule_time", "launch_time", "execute_time", "update_time"), 0.0)
+    return replace(record, **times, ttfts=firsts)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -142,7 +142,7 @@ def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
             advanced = scheduler.update(batch, [7] * len(batch.sampling))
             recorder.note_ended(advanced, now + 5e-5)
             now += 1e-4
-            recorder.record(scheduler, batch, now, start, 2e-4, execute, 1e-4)
+            recorder.record(scheduler, batch, now, start, 2e-4, 0.0, execute, 1e-4)
             recorder.tell()
             now += 3e-5
     return scheduler.stats.num_steps

@@ -27,12 +27,12 @@ class NanoVLLM:
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but times between tokens are to be measured. Leave it out.")
         self._engine = open_engine(model, tokenizer, None, options, trace=trace)
+        self._engine.model_runner.binding.caches.take_memory()
 
     def prepare(self, workload: Workload) -> None:
         from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
-        self._engine.model_runner.binding.caches.take_memory()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
             pass  # as an engine in a thread does while nobody wants anything
         for request in workload.requests:  # min_tokens: it has to fit as a whole
