@@ -48,7 +48,7 @@ class Engine:
     Args:
         model_runner: ready to execute; its config is fully resolved.
         tokenizer: decodes outputs; None leaves their text empty.
-        vocab_size: token ids must lie below it.
+        vocab_size: prompts' token ids must lie below it.
         eos_token_ids: end a request unless it ignores them.
         model_identity: what the prefix hashes begin with.
         on_step: called after each step that was read, from within `step`.
@@ -73,8 +73,9 @@ class Engine:
         self.tokenizer = tokenizer
         self._hash_seed = f"{model_identity}:{model_runner.binding.dtype}"
         self.vocab_size = vocab_size
-        # A model padded after training may name one that its embedding does not have; it can never be sampled.
-        eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        # A config may name one that embedding or head do not have; it can never be sampled.
+        num_logits = model_runner.binding.vocab_size
+        eos_token_ids = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < num_logits)
         self._sample_maker = SampleMaker(self.config, tokenizer, eos_token_ids)
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
@@ -109,7 +110,7 @@ class Engine:
         limits = {"vocab_size": self.vocab_size, "max_model_len": self.config.max_model_len}
         check_prompt(truncated(prompt_token_ids, params), params, **limits)
         binding = self.model_runner.binding
-        check_params(params, vocab_size=self.vocab_size, tokenizer=self.tokenizer, binding=binding)
+        check_params(params, tokenizer=self.tokenizer, binding=binding)
 
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for this many more sequences, each sample being one."""

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model_probe import UnsupportedModelError
+from nanovllm.model_probe import UnsupportedModelError, positions_of
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -51,10 +51,9 @@ class LoadedModel:
     @property
     def max_position_embeddings(self) -> int:
         """The longest sequence that the model has positions for."""
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-            limit = getattr(self.text_config, name, None)
-            if limit:
-                return int(limit)
+        limit = positions_of(self.text_config)
+        if limit is not None:
+            return limit
         raise UnsupportedModelError(
             f"{type(self.model).__name__}'s config does not tell how many positions it has (max_position_embeddings)."
         )

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens: measured on the device where the logits are, a few numbers a row sent to the host.
 
-They are those of the model's own distribution, in float32, before temperature, penalties and filters.
+They are those of the model's own distribution over the tokens that can be sampled, in float32, before temperature,
+penalties and filters. A prompt's token without a logit (a head smaller than the embedding) has -inf, ranked last.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Measured:
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> Measured:
-        """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none."""
+        """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
+        from vocab_size on for tokens without a logit.
+        """
         parts = [
             _measure(rows.float(), chosen, num_top)
             for rows, chosen in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
@@ -60,7 +63,8 @@ class Measured:
 
 def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     chosen = token_ids.clamp(min=0)[:, None]
-    logits_of_chosen = logits.gather(1, chosen)
+    last = logits.shape[1] - 1
+    logits_of_chosen = logits.gather(1, chosen.clamp(max=last)).masked_fill_(chosen > last, -torch.inf)
     top = logits.topk(num_top, dim=-1)
     logprobs = torch.cat([logits_of_chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
     ranks = (logits > logits_of_chosen).sum(dim=-1) + 1

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
     LAYER_CACHE,
+    LAYER_ENGINE,
     STEP_HANDLE,
     STEP_SLOTS,
     AttentionStep,
@@ -31,15 +32,14 @@ from nanovllm.kernels import Kernels
 from nanovllm.kv_caches import KVCaches
 from nanovllm.logprobs import StepReport
 from nanovllm.merged_linears import merging
+from nanovllm.model_guard import check_rows
 from nanovllm.model_probe import (
-    PROBE_ARGUMENT,
     PROBE_NAME,
-    AttentionLayer,
-    Probe,
+    AnyProbe,
     UnsupportedModelError,
     probe_function,
-    refuse_batch_dependent_rope,
-    window_of_masks,
+    probe_model,
+    probing_with,
 )
 from nanovllm.overrides import Change, Overrides
 from nanovllm.packing import let_go, pack_linear_layers, plain_weights_hidden, with_own_weights
@@ -62,6 +62,9 @@ class ModelBinding:
     Args:
         model: a causal language model of `transformers`, not copied and not changed outside of `installed`.
         is_live: True for a module that its owner goes on using (training): everything is undone after each step.
+
+    Attributes:
+        vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
     """
 
     def __init__(self, model: Any, *, is_live: bool) -> None:
@@ -76,41 +79,13 @@ class ModelBinding:
         self._fused_layers: list[FusedLayer] = []
         self._overrides = Overrides()
         self._is_installed = False
-        self.layers, self.window = self._probe()
+        probe = probe_model(model, self._probing)
+        self.layers, self.window = probe.layers, probe.window
+        self._passes_keywords = probe.passes_keywords
+        self.vocab_size = check_rows(model, self._probing)
         self.caches = KVCaches(self.layers, self.device)
         self._layer_modules = self._decoder_layers()
         self.weights = WeightsWatch(model)
-
-    # ---------------------------------------------------------------------------------------------------- probe
-
-    def _probe(self) -> tuple[list[AttentionLayer], int | None]:
-        name = type(self.model).__name__
-        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
-        if len(devices) != 1:
-            raise UnsupportedModelError(f"{name} lies on several devices ({', '.join(devices)}); put it on one.")
-        refuse_batch_dependent_rope(self.model)
-        if self.model.get_output_embeddings() is None:
-            raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
-        text_config = self.model.config.get_text_config(decoder=True)
-        probe = Probe(window=window_of_masks(name, text_config))
-        with self._probing():
-            try:
-                inputs = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-                self.forward(inputs, torch.arange(2, device=self.device)[None], None, **{PROBE_ARGUMENT: probe})
-            except UnsupportedModelError:
-                raise
-            except Exception as error:
-                raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {error}") from error
-        reached, expected = len(probe.layers), text_config.num_hidden_layers
-        if reached != expected:
-            raise UnsupportedModelError(
-                f"{name}: {reached} of {expected} layers reached the attention interface of `transformers`; layers "
-                "that keep their state elsewhere cannot be served."
-            )
-        shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in probe.layers}
-        if len(shapes) > 1:
-            raise UnsupportedModelError(f"{name} has attention layers of different shapes: {sorted(shapes)}.")
-        return probe.layers, probe.window
 
     def _configs(self) -> list[Any]:
         """Every config that an attention layer may read its implementation from."""
@@ -138,10 +113,6 @@ class ModelBinding:
         return next(self.model.parameters()).device
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    @property
     def has_base_model(self) -> bool:
         """Whether what computes the hidden states is a module by itself, and what makes logits of them is not in it."""
         base, head = self.model.base_model, self.model.get_output_embeddings()
@@ -162,11 +133,11 @@ class ModelBinding:
         """
         try:
             with plain_weights_hidden(self.model):
-                self._probe()
+                probe_model(self.model, self._probing)
             spare = with_own_weights(self.model)
         except UnsupportedModelError:  # some module reads a linear layer's weight by itself
             spare = set()
-        if kernels is not None:
+        if kernels is not None and self._passes_keywords:
             try:
                 self._fused_layers = fuse_layers(
                     self._layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
@@ -182,7 +153,7 @@ class ModelBinding:
     def merge_linears(self) -> None:
         """Compute linear layers that read the same input in one product. Only for a model of our own."""
         with merging(self.model, self._layer_modules):
-            self._probe()
+            probe_model(self.model, self._probing)
 
     def weight_addresses(self) -> list[int]:
         """Where each parameter and buffer stands."""
@@ -237,6 +208,8 @@ class ModelBinding:
         changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
         for layer, cache in zip(self.layers, self.caches.of_layers, strict=True):
             changes.append((vars(layer.module), LAYER_CACHE, cache))
+            if not self._passes_keywords:
+                changes.append((vars(layer.module), LAYER_ENGINE, self.handle))
         for module, compiled in self._compiled_calls.items():
             changes.append((vars(module), "_compiled_call_impl", compiled))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
@@ -280,13 +253,13 @@ class ModelBinding:
             self._overrides.undo(down_to=num_changes)
 
     @contextmanager
-    def _probing(self) -> Iterator[None]:
+    def _probing(self, probe: AnyProbe) -> Iterator[None]:
         """The probe in place of attention."""
         changes = [(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in self._configs()]
         with self._lock:
             try:
                 self._overrides.apply(self._quieting() + changes)
-                with self._plain_arithmetic():
+                with self._plain_arithmetic(), probing_with(probe):
                     yield
             finally:
                 self.uninstall()
@@ -297,23 +270,33 @@ class ModelBinding:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             yield
 
-    def forward(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | None, **kwargs: Any) -> Tensor:
-        """Logits [num_samples, vocab] of the sampled rows of one flat batch.
+    def forward(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
 
         Args:
             token_ids, positions: [1, num_rows] int64.
-            sample_rows: [num_samples] int64; None for the last row.
+            sample_rows: [num_samples] int64.
+
+        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
         """
-        keep = 1 if sample_rows is None else sample_rows
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=sample_rows,
             return_dict=True,
             **kwargs,
         )
-        return output.logits[0]
+        logits: Tensor = output.logits[0]
+        num_logits = logits.shape[1]
+        if num_logits == self.vocab_size:
+            return logits
+        if num_logits < self.vocab_size:
+            raise RuntimeError(
+                f"{type(self.model).__name__} gives logits of {num_logits} tokens, and {self.vocab_size} when this "
+                "engine was built. Build a new engine."
+            )
+        return logits[:, : self.vocab_size].contiguous()  # a token without an embedding could not go on
 
     def forward_step(
         self,
@@ -332,8 +315,14 @@ class ModelBinding:
             slots: [num_rows] int64, the cache slot that takes each row's K and V.
             report: gets the logits of its rows of prompts, piece by piece.
         """
-        extra = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
-        enter_step(self.handle, step)
+        extra: dict[str, Any] = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
+        if self._passes_keywords:
+            enter_step(self.handle, step)
+        else:
+            if self._compiled_calls:
+                torch._dynamo.maybe_mark_dynamic(slots, 0)
+            enter_step(self.handle, step, (self._handle_tensor, slots))
+            extra = {}
         try:
             with self.installed():
                 inputs = token_ids[None], positions[None]
@@ -361,4 +350,4 @@ class ModelBinding:
 
 
 # What training sets and takes back, and what a step itself does.
-_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE}
+_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE}

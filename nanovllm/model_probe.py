@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 PROBE_NAME = "nanovllm-probe"
-PROBE_ARGUMENT = "nanovllm_probe"
+PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them
 
 # Keyword arguments of the attention interface that change nothing here: dropout is off in eval mode, and positions
 # and masks come from the engine.
@@ -43,6 +47,7 @@ class Probe:
 
     layers: list[AttentionLayer] = field(default_factory=list)
     window: int | None = None
+    passes_keywords: bool = True  # the model's keyword arguments reach every attention layer
 
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, kwargs: dict[str, Any]
@@ -58,6 +63,7 @@ class Probe:
             )
         if query.shape[2] != key.shape[2]:
             raise UnsupportedModelError(f"{name} attends to other keys than its own tokens' (cross-attention).")
+        self.passes_keywords &= PROBE_ARGUMENT in kwargs
         window = kwargs.pop("sliding_window", None)
         if window:
             self.window = min(window, self.window or window)
@@ -75,6 +81,59 @@ class Probe:
             )
         shape = (query.shape[1], key.shape[1], query.shape[3])
         self.layers.append(AttentionLayer(module, *shape, key.dtype, scaling))
+
+
+def probe_model(model: Any, probing: Probing) -> Probe:
+    """What the attention layers of a causal language model hand over; raises UnsupportedModelError."""
+    name = type(model).__name__
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1:
+        raise UnsupportedModelError(f"{name} lies on several devices ({', '.join(devices)}); put it on one.")
+    refuse_batch_dependent_rope(model)
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
+    text_config = model.config.get_text_config(decoder=True)
+    probe, expected = Probe(window=window_of_masks(name, text_config)), text_config.num_hidden_layers
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    inputs = torch.zeros(1, 2, dtype=torch.long, device=devices[0])
+    failure = None
+    with probing(probe):
+        try:
+            model(
+                input_ids=inputs,
+                position_ids=torch.arange(2, device=devices[0])[None],
+                use_cache=False,
+                logits_to_keep=1,
+                return_dict=True,
+                **({PROBE_ARGUMENT: None} if takes_any else {}),
+            )
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            failure = error
+    if len(probe.layers) != expected:
+        failed = "" if failure is None else f", and the probe of two tokens ended with an error ({failure})"
+        raise UnsupportedModelError(
+            f"{name} cannot be served: {len(probe.layers)} of {expected} layers reached the attention interface of "
+            f"`transformers`{failed}. The others compute attention in code of their own, or keep their state "
+            "elsewhere, so paged attention cannot take their place."
+        )
+    if failure is not None:
+        raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {failure}") from failure
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in probe.layers}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(f"{name} has attention layers of different shapes: {sorted(shapes)}.")
+    return probe
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a text model has; None if its config does not tell."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        limit = getattr(config, name, None)
+        if limit:
+            return int(limit)
+    return None
 
 
 def window_of_masks(name: str, text_config: Any) -> int | None:
@@ -105,13 +164,41 @@ def refuse_batch_dependent_rope(model: nn.Module) -> None:
             )
 
 
+@dataclass(slots=True)
+class StateProbe:
+    """Keeps what each attention layer gets: name to states [num_rows, heads, head_dim]."""
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> None:
+        layer = len(self.states) // 3
+        for name, tensor in (("queries", query), ("keys", key), ("values", value)):
+            self.states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
+
+
+AnyProbe = Probe | StateProbe
+Probing = Callable[[AnyProbe], AbstractContextManager[None]]  # puts a probe in the place of a model's attention
+
+_current = threading.local()
+
+
+@contextmanager
+def probing_with(probe: AnyProbe) -> Iterator[None]:
+    """The probe that attention layers of this thread report to."""
+    _current.probe = probe
+    try:
+        yield
+    finally:
+        _current.probe = None
+
+
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    probe = kwargs.get(PROBE_ARGUMENT)
-    if probe is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not receive the model's keyword arguments.")
+    """Stands in for attention: each token attends to itself alone."""
     if attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
         )
-    probe.record(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, dict(kwargs))
-    return query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _current.probe.record(module, query, key, value, scaling, dict(kwargs))
+    own = value.transpose(1, 2)
+    return own.repeat_interleave(query.shape[1] // value.shape[1], dim=2), None

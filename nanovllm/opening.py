@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.garbage import collector_paused
 from nanovllm.model_binding import ModelBinding
+from nanovllm.model_guard import check_row_counted_scales
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
 from nanovllm.step_records import StepHook
@@ -49,6 +50,9 @@ def open_engine(
             f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
             f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
         )
+    check_row_counted_scales(
+        loaded.model, max_num_batched_tokens=limits.max_num_batched_tokens, max_model_len=limits.max_model_len
+    )
     model_runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
     if trace is not None:
         trace.begin(model_runner.config)

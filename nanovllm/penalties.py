@@ -109,6 +109,8 @@ def _forbid_bad_words(
     for row in rows:
         token_ids, position = sequences[row].token_ids, positions[row]
         for *beginning, last in sequences[row].bad_words:
+            if last >= vocab_size:  # no logit: never drawn
+                continue
             place = row * vocab_size + last
             # The newest token may be missing from those that the host knows.
             known = token_ids[max(0, position - len(beginning)) : position].tolist()
@@ -153,10 +155,14 @@ def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]])
     logits.view(-1).scatter_add_(0, places, to_device(values, logits.device))  # each place once
 
 
-def _counts(tokens: list[Any], logits: Tensor) -> Tensor:
-    """[num_rows, vocab_size] float32: how often each token stands in each row's tokens."""
-    counts = logits.new_zeros(len(tokens), logits.shape[1])
-    places = _flat_places(tokens, logits)
+def _counts(tokens: list[NDArray[Any]], logits: Tensor) -> Tensor:
+    """[num_rows, vocab_size] float32: how often each token stands in each row's tokens.
+
+    Prompts may hold tokens without a logit, which cannot be penalised.
+    """
+    vocab_size = logits.shape[1]
+    counts = logits.new_zeros(len(tokens), vocab_size)
+    places = _flat_places([row[row < vocab_size] for row in map(np.asarray, tokens)], logits)
     counts.view(-1).scatter_add_(0, places, counts.new_ones(len(places)))
     return counts
 

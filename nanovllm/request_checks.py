@@ -44,8 +44,9 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, *, vocab_s
         )
 
 
-def check_params(params: SamplingParams, *, vocab_size: int, tokenizer: Any, binding: ModelBinding) -> None:
+def check_params(params: SamplingParams, *, tokenizer: Any, binding: ModelBinding) -> None:
     """Raise ValueError for parameters that this model or tokenizer (None if there is none) cannot serve."""
+    vocab_size = binding.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
             if token_id >= vocab_size:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from nanovllm.attention.cache_kernels import store_states
 
 ATTENTION_NAME = "nanovllm"
-# Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments.
-LAYER_CACHE = "nanovllm_cache"
+# Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments. Where
+# a model does not pass these down, the module carries its engine's number, by which they are found.
+LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
 STEP_HANDLE, STEP_SLOTS = "nanovllm_step", "nanovllm_slots"
 
 
@@ -63,14 +64,21 @@ class AttentionStep:
 # Tensors are all that an opaque operator may take, so a step is named by the number in a tensor of its engine. An
 # entry lives while its engine runs the step.
 _steps: dict[int, AttentionStep] = {}
+# A plain dictionary: compiled layers take its tensors as inputs of their graph, of any shape; a tensor attribute of a
+# module would be compiled for its one shape.
+_step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-def enter_step(handle: int, step: AttentionStep) -> None:
+def enter_step(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> None:
+    """Args: tensors: handle and slots, for a model that does not pass its keyword arguments to attention."""
     _steps[handle] = step
+    if tensors is not None:
+        _step_tensors[handle] = tensors
 
 
 def leave_step(handle: int) -> None:
     _steps.pop(handle, None)
+    _step_tensors.pop(handle, None)
 
 
 def running_step(handle: Tensor) -> AttentionStep:
@@ -97,7 +105,10 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls in each attention layer while an engine's step runs."""
-    handle, slots = kwargs[STEP_HANDLE], kwargs[STEP_SLOTS]
+    if STEP_HANDLE in kwargs:
+        handle, slots = kwargs[STEP_HANDLE], kwargs[STEP_SLOTS]
+    else:
+        handle, slots = _step_tensors[getattr(module, LAYER_ENGINE)]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
