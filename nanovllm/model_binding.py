@@ -315,14 +315,11 @@ class ModelBinding:
             slots: [num_rows] int64, the cache slot that takes each row's K and V.
             report: gets the logits of its rows of prompts, piece by piece.
         """
-        extra: dict[str, Any] = {STEP_HANDLE: self._handle_tensor, STEP_SLOTS: slots}
-        if self._passes_keywords:
-            enter_step(self.handle, step)
-        else:
-            if self._compiled_calls:
-                torch._dynamo.maybe_mark_dynamic(slots, 0)
-            enter_step(self.handle, step, (self._handle_tensor, slots))
-            extra = {}
+        tensors = self._handle_tensor, slots
+        extra = dict(zip((STEP_HANDLE, STEP_SLOTS), tensors, strict=True)) if self._passes_keywords else {}
+        if not extra and self._compiled_calls:
+            torch._dynamo.maybe_mark_dynamic(slots, 0)
+        enter_step(self.handle, step, None if extra else tensors)
         try:
             with self.installed():
                 inputs = token_ids[None], positions[None]

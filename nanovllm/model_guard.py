@@ -1,13 +1,12 @@
 """Checks at load that a model computes each row of a flat batch from its token and its position alone.
 
 Attention is stood in for, so that nothing may connect the rows. What is seen are q, k and v of every layer, and the
-logits. Rows are compared between batches of the same rows in another order: products of equal shapes round alike, so
-that honest models differ by nothing or next to it, in half precision and with routed experts too.
+logits. Batches of equal length are compared: products of equal shapes round alike, so that honest models differ by
+nothing or next to it, in half precision and with routed experts too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.model_probe import Probing, StateProbe, UnsupportedModelError, positions_of
 
-NUM_ROWS = 40  # in the longest batch; half of them at the last positions
+NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,66 +29,74 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """Relative differences that rounding explains.
+    """Differences that rounding explains: relative to the size of a row, in more than a share of the rows."""
 
-    same_shape: between passes of as many rows; of all but `share_of_rows`, where a router may have taken the next best
-        expert.
-    other_shape: between passes of different sizes, of the middle row.
-    """
-
-    same_shape: float
-    other_shape: float
+    difference: float
     share_of_rows: float
 
 
-_FULL = _Tolerance(same_shape=1e-3, other_shape=1e-2, share_of_rows=0.0)  # TF32 included
-_HALF = _Tolerance(same_shape=0.01, other_shape=0.25, share_of_rows=0.25)
+_FULL = _Tolerance(1e-3, 0.0)
+_HALF = _Tolerance(1e-2, 0.25)  # a router may have taken the next best expert for some rows
+_NONE = _Tolerance(0.0, 0.0)
 
 
 def check_rows(model: Any, probing: Probing) -> int:
-    """Refuse a model whose rows depend on each other or on their order, with what was seen.
+    """Refuse a model whose rows depend on each other, on their order or on other positions than the given ones.
 
     Returns how many tokens can be sampled: those with a row in the head and a row in the embedding. Raises
-    UnsupportedModelError.
+    UnsupportedModelError, which says what was seen.
     """
     name, run = type(model).__name__, partial(_run, model, probing)
     num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
-    half = max(1, min(NUM_ROWS // 2, num_positions))
+    num_rows = min(NUM_ROWS, num_positions)
+    num_far = num_rows // 4
     vocab_size = model.get_input_embeddings().num_embeddings
-    token_ids = _plain_tokens(model, 2 * half, vocab_size)
-    near, far = list(range(half)), list(range(num_positions - half, num_positions))
-    tolerance = _HALF if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()) else _FULL
+    token_ids = _plain_tokens(model, num_rows + num_far, vocab_size)
+    near, far = list(range(num_rows)), list(range(num_positions - num_rows, num_positions))
+    is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
+    tolerance = _HALF if is_half else _FULL
 
-    sampled = near[::-2]
-    own = run(token_ids[:half], None, None)
-    ours = run(token_ids[:half], near, sampled)
-    _check_positions(name, own, ours, tolerance)
-    _check_sampled_rows(name, own, ours, sampled, tolerance)
+    # The model by itself; the same by us; and most of these rows backwards, behind others at the last positions.
+    kept = near[: num_rows - num_far]
+    sampled = kept[::-2]
+    places = [num_rows - 1 - row for row in near]
+    own = run(token_ids[:num_rows], None, None)
+    ours = run(token_ids[:num_rows], near, sampled)
+    others = token_ids[num_rows:] + token_ids[: len(kept)][::-1], far[num_rows - num_far :] + kept[::-1]
+    moved = run(*others, [places[row] for row in sampled])
 
-    rows = list(range(2 * half))
-    positions = near + far
-    forwards = run(token_ids, positions, rows)
-    backwards = _reordered(run(token_ids[::-1], positions[::-1], rows), rows[::-1])
-    first_rows = _reordered(forwards, near, logits=sampled), ours
-    seen = _first_difference(forwards, backwards, tolerance.same_shape, share=tolerance.share_of_rows)
-    seen = seen or _first_difference(*first_rows, tolerance.other_shape, share=0.5)
+    seen = _first_difference(own.states, ours.states, tolerance)
     if seen is not None:
-        moved = run(token_ids[:half], far, sampled)
-        ignores = half < num_positions and _first_difference(ours, moved, 0.0, share=0.0) is None
         raise UnsupportedModelError(
-            f"{name} cannot be served: "
-            + ("it ignores position_ids and counts positions along the row. " if ignores else "")
-            + f"With attention stood in for, {seen} when other rows stand before them, so that requests of one flat "
-            "batch would change each other's results. "
-            + (
-                "Its forward must compute positions from position_ids."
-                if ignores
-                else "It counts positions along the row, or mixes rows outside of attention (a convolution, a token "
-                "shift), where paged attention keeps no state."
-            )
-            + " Use the model's own generate()."
+            f"{name} cannot be served: {seen} between its own forward without position_ids and one at positions 0, 1, "
+            "2 and so on, so it counts positions in a way of its own (such as from its padding token's id + 1). "
+            "Use the model's own generate()."
         )
+    seen = _first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, places[: len(kept)]), tolerance)
+    if seen is None:
+        _check_sampled_rows(name, own, ours, sampled, tolerance)
+        seen = _first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
+    if seen is not None:
+        at_far = run(token_ids[:num_rows], far, sampled)
+        ignores = far != near and _first_difference(ours.states, at_far.states, _NONE) is None
+        raise UnsupportedModelError(_of_rows(name, seen, ignores_positions=ignores))
     return min(vocab_size, ours.logits.shape[1])
+
+
+def _of_rows(name: str, seen: str, *, ignores_positions: bool) -> str:
+    if ignores_positions:
+        cause = "It ignores position_ids and counts positions along the row."
+        remedy = "Let its forward compute positions from position_ids, or use the model's own generate()."
+    else:
+        cause = (
+            "It counts positions along the row, or mixes rows outside of attention (a convolution, a token shift), "
+            "where paged attention keeps no state."
+        )
+        remedy = "Use the model's own generate()."
+    return (
+        f"{name} cannot be served: with attention stood in for, {seen} when other rows stand before them, so that the "
+        f"requests of one flat batch would change each other's results. {cause} {remedy}"
+    )
 
 
 def _run(
@@ -115,30 +122,14 @@ def _run(
     return Observation(probe.states, logits.clone())
 
 
-def _check_positions(name: str, own: Observation, ours: Observation, tolerance: _Tolerance) -> None:
-    seen = _first_difference(
-        Observation(own.states, own.logits[:0]),
-        Observation(ours.states, ours.logits[:0]),
-        tolerance.same_shape,
-        share=tolerance.share_of_rows,
-    )
-    if seen is not None:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: {seen} between its own forward without position_ids and one at positions 0, 1, "
-            "2 and so on, so it counts positions in a way of its own (such as from its padding token's id + 1). "
-            "Use the model's own generate()."
-        )
-
-
 def _check_sampled_rows(name: str, own: Observation, ours: Observation, rows: list[int], tolerance: _Tolerance) -> None:
     asked = f"{name} cannot be served: asked by logits_to_keep for the logits of {len(rows)} rows, its "
     remedy = " Its forward must compute logits of the rows in logits_to_keep, in their order."
-    if len(ours.logits) != len(rows) or ours.logits.shape[-1] != own.logits.shape[-1]:
+    if len(ours.logits) != len(rows):
         raise UnsupportedModelError(f"{asked}forward returned {len(ours.logits)}.{remedy}")
     if len(own.logits) <= rows[0]:
         return  # by itself the forward keeps fewer rows
-    expected = Observation({}, own.logits[rows])
-    if _first_difference(expected, Observation({}, ours.logits), tolerance.other_shape, share=0.5) is not None:
+    if _first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance) is not None:
         raise UnsupportedModelError(f"{asked}forward returned the logits of other rows.{remedy}")
 
 
@@ -154,25 +145,17 @@ def _plain_tokens(model: Any, count: int, vocab_size: int) -> list[int]:
     return [plain[(1 + i * step) % len(plain)] for i in range(count)]
 
 
-def _reordered(seen: Observation, rows: list[int], *, logits: list[int] | None = None) -> Observation:
-    """Some rows of a pass, in this order."""
-    return Observation(
-        {name: states[rows] for name, states in seen.states.items()}, seen.logits[rows if logits is None else logits]
-    )
+def _rows_of(states: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
+    return {name: tensor[rows] for name, tensor in states.items()}
 
 
-def _first_difference(one: Observation, other: Observation, tolerance: float, *, share: float) -> str | None:
-    """Where more than a share of the rows differ by more than a tolerance, in words; None if nowhere."""
-    for (name, states), (_, others) in zip(_tensors(one), _tensors(other), strict=True):
-        differences = _relative(states, others)
-        if len(differences) and int((differences > tolerance).sum()) > share * len(differences):
+def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: _Tolerance) -> str | None:
+    """Where rows differ by more than a tolerance, in words; None if nowhere."""
+    for name, states in one.items():
+        differences = _relative(states, other[name])
+        if int((differences > tolerance.difference).sum()) > tolerance.share_of_rows * len(differences):
             return f"{name} differ by up to {100 * float(differences.max()):.2g} % of their size"
     return None
-
-
-def _tensors(seen: Observation) -> Iterator[tuple[str, Tensor]]:
-    yield from seen.states.items()
-    yield "logits", seen.logits
 
 
 def _relative(states: Tensor, others: Tensor) -> Tensor:

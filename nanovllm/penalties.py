@@ -155,7 +155,7 @@ def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]])
     logits.view(-1).scatter_add_(0, places, to_device(values, logits.device))  # each place once
 
 
-def _counts(tokens: list[NDArray[Any]], logits: Tensor) -> Tensor:
+def _counts(tokens: list[Any], logits: Tensor) -> Tensor:
     """[num_rows, vocab_size] float32: how often each token stands in each row's tokens.
 
     Prompts may hold tokens without a logit, which cannot be penalised.
