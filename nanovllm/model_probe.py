@@ -112,7 +112,7 @@ def probe_model(model: Any, probing: Probing) -> Probe:
             raise
         except Exception as error:
             failure = error
-    if len(probe.layers) != expected:
+    if len(probe.layers) != expected and (failure is None or not probe.layers):
         failed = "" if failure is None else f", and the probe of two tokens ended with an error ({failure})"
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.layers)} of {expected} layers reached the attention interface of "
