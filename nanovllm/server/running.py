@@ -8,6 +8,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.app import create_app
+from nanovllm.server.connections import protocol_class
 from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
@@ -29,6 +30,8 @@ def server_of(app: Any, engine: AsyncLLM, settings: ServerSettings) -> DrainingS
         with_abort(app),
         host=settings.host,
         port=settings.port,
+        http=protocol_class(settings),
+        ws="none",  # an upgraded connection would leave the protocol's limits
         log_config=None,
         access_log=settings.access_log,
         server_header=False,

@@ -24,6 +24,11 @@ class ServerSettings:
     api_key_file: a file with one key a line; empty lines and those that begin with # do not count.
     cache_salt_per_key: requests share cached prefixes only with those of the same key.
     cors_origin: a web origin whose pages may call the server, such as https://example.org; give it again for more.
+    max_connections: open sockets; further ones get 503 and are closed.
+    max_header_bytes: bytes of a request's line and headers, trailers included; more get 431.
+    max_headers: headers of a request, trailers included; more get 431.
+    header_timeout: seconds from a request's first byte, or from the connection, to the end of its headers; then 408.
+    body_timeout: seconds from there to the end of its body; then 408.
     max_body_bytes: the largest body of a request.
     max_prompts: prompts in one request.
     max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer
@@ -48,6 +53,11 @@ class ServerSettings:
     api_key_file: str | None = None
     cache_salt_per_key: bool = False
     cors_origin: tuple[str, ...] = ()
+    max_connections: int = 4096
+    max_header_bytes: int = 65536
+    max_headers: int = 100
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 128
     max_prompt_chars: int | None = None
@@ -75,6 +85,8 @@ class ServerSettings:
             raise TypeError("api_key must hold strings that are not empty.")
         self._set("api_key", tuple(self.api_key))
         self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
+        for name in ("max_connections", "max_header_bytes", "max_headers"):
+            self._set(name, integer(name, getattr(self, name), 1))
         for name in ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_chars"):
             value = getattr(self, name)
             if value is not None or name != "max_prompt_chars":
@@ -82,7 +94,7 @@ class ServerSettings:
         self._set("max_logprobs", integer("max_logprobs", self.max_logprobs, 0))
         if self.request_timeout is not None:
             self._set("request_timeout", real("request_timeout", self.request_timeout, 1e-3, float("inf")))
-        for name in ("send_timeout", "keep_alive_interval"):
+        for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval"):
             self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
         self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
         if self.tool_format not in TOOL_FORMATS:

@@ -1,0 +1,238 @@
+"""Connections: their number, the size of request headers, and the time that headers and bodies may take.
+
+uvicorn reads headers of any size (under httptools) and waits for them without end, before the app sees anything, so
+these limits hold within its protocol classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.settings import ServerSettings
+
+logger = logging.getLogger("nanovllm")
+
+HEAD, BODY, NOTHING = "headers", "body", "nothing"  # what a connection's next bytes belong to
+LINE_BYTES = 4  # of a header beside its name and value: colon, space, line end
+# A client that still sends reads the refusal only if its bytes are taken for a while: otherwise TCP resets.
+LINGER_SECONDS = 1.0
+# Requests that wait behind an unfinished answer on one connection, by number (httptools) or bytes (h11).
+MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
+REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+
+
+def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol within the limits of `settings`.
+
+    Args:
+        name: "httptools", "h11", or "auto" for httptools where it is installed.
+    """
+    if name == "auto":
+        name = "h11" if importlib.util.find_spec("httptools") is None else "httptools"
+    if name == "h11":
+        return type("Connection", (_H11Connection,), {"settings": settings})
+    from nanovllm.server.httptools_connection import HttpToolsConnection
+
+    return type("Connection", (HttpToolsConnection,), {"settings": settings})
+
+
+class BoundedConnection(asyncio.Protocol):
+    """Mixed into a protocol class of uvicorn: bounds open sockets, and each wait for headers or a body by a timer.
+
+    A refusal (408, 431, 503) closes the connection. The parser's side sets `_part` and `_number`.
+    """
+
+    settings: ClassVar[ServerSettings]
+    # uvicorn's
+    loop: asyncio.AbstractEventLoop
+    transport: Any
+    cycle: Any
+    flow: Any
+    server_state: Any
+
+    _part = HEAD
+    _number = 0  # of the request that is read
+    _has_data = _is_refused = False
+    _timed: tuple[int, str] | None = None  # what the timer is for
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        limit = self.settings.max_connections
+        if len(self.server_state.connections) > limit:
+            self.refuse(
+                503,
+                f"all of the server's {limit} connections (max_connections) are in use. Try again later, or raise it.",
+                "too_many_connections",
+            )
+            return
+        self._time_part()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._has_data = True
+        self._take(data)
+        self._time_part()
+
+    def _take(self, data: bytes) -> None:
+        """Give data to the parser."""
+        super().data_received(data)  # type: ignore[misc]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(error)
+
+    # ------------------------------------------------------------------------------------------------------- time
+
+    def _time_part(self) -> None:
+        """Start the timer of the part that the connection has come to, unless it runs."""
+        part = (self._number, self._part)
+        if part == self._timed or self._is_refused:
+            return
+        self._stop_timer()
+        self._timed = part
+        if self._part is not NOTHING:
+            self._timer = self.loop.call_later(self._seconds(), self._on_timeout)
+
+    def _seconds(self) -> float:
+        return self.settings.header_timeout if self._part is HEAD else self.settings.body_timeout
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        if self.transport.is_closing():
+            return
+        # The server itself does not read now, or its answer holds the connection anyway.
+        if self.flow.read_paused or (self._part is HEAD and self._is_answering):
+            self._timer = self.loop.call_later(self._seconds(), self._on_timeout)
+        elif not self._has_data:
+            self.transport.close()  # opened, and never used
+        else:
+            option = "header_timeout" if self._part is HEAD else "body_timeout"
+            self.refuse(
+                408,
+                f"the request's {self._part} took more than {self._seconds():g} seconds ({option}). Send faster, or "
+                "raise it.",
+                "request_timeout",
+            )
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # ---------------------------------------------------------------------------------------------------- refusals
+
+    def refuse_headers(self) -> None:
+        settings = self.settings
+        self.refuse(
+            431,
+            f"the request's line and headers have more than {settings.max_header_bytes} bytes (max_header_bytes) or "
+            f"{settings.max_headers} headers (max_headers). Send fewer or shorter ones, or raise the limit.",
+            "headers_too_large",
+        )
+
+    def refuse(self, status: int, message: str, code: str) -> None:
+        """Answer with an error, unless an answer has begun, and close the connection."""
+        self._is_refused = True
+        self._stop_timer()
+        if self._is_answering:
+            if self.cycle.response_started or self._part is HEAD:  # an error would pass for the answer's bytes
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        elif self._part is BODY:  # answered before the body was read
+            self.transport.abort()
+            return
+        logger.info("connection refused with %d: %s", status, message)
+        body = json.dumps(ApiError(status, message, code=code).body()).encode()
+        lines = [b"HTTP/1.1 %d %s" % (status, REASONS[status].encode())]
+        lines += [name + b": " + value for name, value in self.server_state.default_headers]
+        lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
+        self.transport.write(b"\r\n".join(lines) + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+class BoundedH11Parser(h11.Connection):
+    """Bounds complete headers and trailers too, which h11 does only while they are incomplete."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(h11.SERVER, settings.max_header_bytes)
+        self._settings = settings
+        self.num_requests = 0
+        self.part = HEAD  # that the next bytes belong to
+        self.is_too_large = False
+
+    def next_event(self) -> Any:
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.is_too_large = error.error_status_hint == 431
+            raise
+        if isinstance(event, h11.Request):
+            self.num_requests += 1
+            self.part = HEAD
+            self._check(event.headers, len(event.target))
+            self.part = BODY
+        elif isinstance(event, h11.EndOfMessage):
+            self._check(event.headers, 0)
+            self.part = HEAD
+        elif event is h11.PAUSED and len(self.trailing_data[0]) > MAX_PIPELINED_BYTES:
+            self._refuse()
+        return event
+
+    def _check(self, headers: Any, num_bytes: int) -> None:
+        num_bytes += sum(len(name) + len(value) + LINE_BYTES for name, value in headers)
+        if num_bytes > self._settings.max_header_bytes or len(headers) > self._settings.max_headers:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self.is_too_large = True
+        raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+
+
+class _H11Connection(BoundedConnection, H11Protocol):
+    conn: BoundedH11Parser
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = BoundedH11Parser(self.settings)
+
+    def _take(self, data: bytes) -> None:
+        super()._take(data)
+        self._note_part()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # may begin a request that was received already
+        if self.conn.their_state is h11.SEND_BODY:
+            self._note_part()
+            self._time_part()
+
+    def _note_part(self) -> None:
+        parts = {h11.IDLE: HEAD, h11.SEND_BODY: BODY}
+        self._number, self._part = self.conn.num_requests, parts.get(self.conn.their_state, NOTHING)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.is_too_large:
+            self._part = self.conn.part
+            self.refuse_headers()
+        else:
+            super().send_400_response(msg)
+
+    def shutdown(self) -> None:
+        if not self._is_refused:  # the refusal closes it
+            super().shutdown()
