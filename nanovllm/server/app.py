@@ -11,6 +11,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.server import chat, completions, errors, live_view, models
+from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.description import describe
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import CountResponses, ServerMetrics
@@ -53,6 +54,7 @@ def create_app(
         token_text=TokenText(engine.tokenizer),
         tool_format=format_of(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,
     )
+    app.state.body_limits = BodyLimits(settings, engine)
     errors.install(app)
     for router in (models.open_router, models.router, completions.router, chat.router):
         app.include_router(router)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.generation import finish, new_id, respond
 from nanovllm.server.logprobs import chat_form
@@ -17,7 +18,7 @@ from nanovllm.server.state import ServerState, state_of
 from nanovllm.server.tool_calls import FORMATS, ToolFormat, ToolStream
 from nanovllm.streams import Outputs
 
-router = APIRouter(dependencies=[Depends(require_api_key)])
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
 
 class ChatJob:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -20,6 +21,7 @@ from nanovllm.batch import NO_TOKEN_LEFT
 from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server import errors
+from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import SamplingFields
 from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, event, until_disconnect
@@ -134,8 +136,9 @@ async def respond(
     request: Request, state: ServerState, make_job: Callable[[ServerState, Request, Body], Job], body: Body
 ) -> Response:
     """Answer a request; raises ApiError if it fails before anything was sent."""
+    limits: BodyLimits = request.app.state.body_limits
     try:
-        job = make_job(state, request, body)
+        job = await limits.off_loop(request, partial(make_job, state, request, body))
     except (TypeError, ValueError) as error:
         raise errors.from_engine(error, body.names()) from error
     if state.settings.log_prompts:

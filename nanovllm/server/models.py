@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from nanovllm import __version__
 from nanovllm.errors import EngineDeadError
+from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.messages import as_conversation
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -17,7 +18,7 @@ from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
 
 open_router = APIRouter()
-router = APIRouter(dependencies=[Depends(require_api_key)])
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 _STARTED = int(time.time())
 
 
@@ -55,13 +56,19 @@ async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     return _model(state)
 
 
-async def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         state.check_length(body.prompt, "prompt")
         return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
-    messages = as_conversation(body.messages or ())
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-    state.check_conversation(messages, tools)
+
+    def conversation() -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        messages = as_conversation(body.messages or ())
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        state.check_conversation(messages, tools)
+        return messages, tools
+
+    limits: BodyLimits = request.app.state.body_limits
+    messages, tools = await limits.off_loop(request, conversation)
     return await state.engine.apply_chat_template(
         messages, tools=tools, add_generation_prompt=body.add_generation_prompt
     )
@@ -74,7 +81,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     engine = state.engine
     try:
         with state.admission.one():
-            token_ids = await _tokens(state, body)
+            token_ids = await _tokens(state, request, body)
     except Exception as error:
         raise from_engine(error, body.names()) from error
     answer = {"count": len(token_ids), "max_model_len": engine.config.max_model_len, "tokens": token_ids}

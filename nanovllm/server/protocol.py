@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.messages import ChatMessage, Tool, as_conversation
 from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
 
-TokenIds = Each[Annotated[int, Field(ge=0)]]
+# The function lets other threads run between the lists of a large batch.
+TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], AfterValidator(lambda token_ids: token_ids)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 MAX_BIASES = 1024

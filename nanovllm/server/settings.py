@@ -30,6 +30,11 @@ class ServerSettings:
     header_timeout: seconds from a request's first byte, or from the connection, to the end of its headers; then 408.
     body_timeout: seconds from there to the end of its body; then 408.
     max_body_bytes: the largest body of a request.
+    max_body_items: strings, arrays and objects in a body, beside 2 for each of max_prompts; of token ids there may be
+        what max_prompts prompts of max_model_len hold.
+    max_messages: messages of a conversation.
+    max_tools: tools of a request.
+    max_word_chars: characters of all stop strings of a request, and of all its bad_words.
     max_prompts: prompts in one request.
     max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer
         ones are refused before they are tokenised. Not set: 32 for each token of max_model_len.
@@ -59,6 +64,10 @@ class ServerSettings:
     header_timeout: float = 10.0
     body_timeout: float = 60.0
     max_body_bytes: int = 8 * 2**20
+    max_body_items: int = 65536
+    max_messages: int = 4096
+    max_tools: int = 512
+    max_word_chars: int = 16384
     max_prompts: int = 128
     max_prompt_chars: int | None = None
     max_samples: int = 128
@@ -85,7 +94,10 @@ class ServerSettings:
             raise TypeError("api_key must hold strings that are not empty.")
         self._set("api_key", tuple(self.api_key))
         self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
-        for name in ("max_connections", "max_header_bytes", "max_headers"):
+        for name in (
+            "max_connections", "max_header_bytes", "max_headers", "max_body_items", "max_messages", "max_tools",
+            "max_word_chars",
+        ):  # fmt: skip
             self._set(name, integer(name, getattr(self, name), 1))
         for name in ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_chars"):
             value = getattr(self, name)

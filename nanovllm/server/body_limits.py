@@ -1,0 +1,164 @@
+"""Limits of what a body holds, checked before it is parsed and validated, and large bodies parsed off the event loop.
+
+json and pydantic hold the GIL while they are in C, so that a thread alone would not free the event loop: numbers,
+objects and lists of token ids pass through a Python function, at each of which the interpreter may change threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.server.errors import ApiError, of_validation
+from nanovllm.server.settings import ServerSettings
+from nanovllm.server.strict import Strict
+
+Result = TypeVar("Result")
+
+LARGE_BYTES = 16384  # smaller bodies take less time than a change of threads is worth, whatever they hold
+LARGE = "nanovllm.large"  # in a scope: the body is large
+
+
+class BodyLimits:
+    """What bodies of one server may hold, and the thread that parses large ones.
+
+    max_items: strings, arrays and objects of a body.
+    max_values: these and its numbers; a batch of `max_prompts` prompts of max_model_len token ids fits.
+    """
+
+    def __init__(self, settings: ServerSettings, engine: AsyncLLM) -> None:
+        self._settings, self._max_model_len = settings, engine.config.max_model_len
+        self.max_items = settings.max_body_items + 2 * settings.max_prompts
+        self.max_values = self.max_items + settings.max_prompts * self._max_model_len + engine.vocab_size
+        self._lengths = {
+            "messages": (settings.max_messages, "the server's max_messages. Shorten the conversation"),
+            "tools": (settings.max_tools, "the server's max_tools. Offer fewer"),
+            "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
+        }
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
+
+    async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
+        """The result of `work`: in the thread if the request's body is large, else at once."""
+        if not request.scope.get(LARGE):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def check_size(self, body: bytes) -> None:
+        """Raise ApiError (400) for a body with more values than the limits allow; it need not be JSON."""
+        # Without escaped quotes, every second part between quotes is a string.
+        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+        num_items = plain.count(b'"') // 2
+        num_values = 0
+        if num_items <= self.max_items:  # else the parts themselves would be too many
+            outside = b"".join(plain.split(b'"')[::2])
+            num_containers = outside.count(b"[") + outside.count(b"{")
+            num_items += num_containers
+            # Each value is the first of its container or stands behind a comma.
+            num_values = num_containers + outside.count(b",") + 1
+        settings = self._settings
+        if num_items > self.max_items:
+            raise _too_many(
+                f"{num_items} strings, arrays and objects; the server takes {self.max_items}: max_body_items "
+                f"({settings.max_body_items}), and 2 for each of max_prompts. Send less at once, or raise it."
+            )
+        if num_values > self.max_values:
+            raise _too_many(
+                f"{num_values} values; the server takes {self.max_values}, enough for {settings.max_prompts} prompts "
+                f"(max_prompts) of {self._max_model_len} token ids (max_model_len). Send fewer prompts at once."
+            )
+
+    def check_fields(self, given: Any) -> None:
+        """Raise ApiError (400) for a field of a parsed body that is too long to be worth validating."""
+        if not isinstance(given, dict):
+            return
+        for name, (limit, remedy) in self._lengths.items():
+            value = given.get(name)
+            if isinstance(value, list) and len(value) > limit:
+                raise ApiError(
+                    400, f"{name}: {len(value)} entries are too many; at most {limit}, {remedy}.", param=name
+                )
+        limit = self._settings.max_word_chars
+        for name in ("bad_words", "stop"):
+            value = given.get(name)
+            words = value if isinstance(value, list) else [value]
+            num_chars = sum(len(word) for word in words if isinstance(word, str))
+            if num_chars > limit:
+                raise ApiError(
+                    400,
+                    f"{name}: {num_chars} characters in all are too many; at most {limit} (max_word_chars). Give fewer "
+                    "or shorter strings, or raise the server's max_word_chars.",
+                    param=name,
+                )
+
+    def parse(self, body: bytes, model: type[Strict]) -> Strict:
+        """A large body as its model; raises ApiError, and what `json.loads` does."""
+        self.check_size(body)
+        encoding = json.detect_encoding(body)
+        if not encoding.startswith("utf-8"):  # the count looks at bytes
+            raise ApiError(400, f"the body is {encoding}; send UTF-8.", code="invalid_json")
+        text = body.decode(encoding, "surrogatepass")
+        try:
+            given = json.loads(text, parse_int=_integer, object_hook=_same)
+        except RecursionError as error:
+            raise ApiError(400, "the body is nested too deeply to be read.", code="invalid_json") from error
+        self.check_fields(given)
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_input=False)]
+            raise of_validation(found, model.names()) from error
+
+
+class LimitedRequest(Request):
+    """A request whose JSON is within the limits of the app's `BodyLimits`; a large one is given as its model."""
+
+    def __init__(self, request: Request, model: type[Strict]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        limits: BodyLimits = self.app.state.body_limits
+        body = await self.body()
+        if len(body) < LARGE_BYTES:
+            given = await super().json()
+            limits.check_fields(given)
+            return given
+        self.scope[LARGE] = True
+        return await limits.off_loop(self, partial(limits.parse, body, self._model))
+
+
+class LimitedRoute(APIRoute):
+    """A route whose body, if it takes one, is a `Strict` model."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        model = self.body_field.field_info.annotation
+        assert model is not None
+
+        async def limited(request: Request) -> Response:
+            return await handle(LimitedRequest(request, model))
+
+        return limited
+
+
+def _too_many(what: str) -> ApiError:
+    return ApiError(400, f"the body holds {what}", code="too_many_values")
+
+
+def _integer(digits: str) -> int:
+    return int(digits)
+
+
+def _same(given: dict[str, Any]) -> dict[str, Any]:
+    return given
