@@ -8,7 +8,6 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -19,9 +18,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
 from nanovllm.engine_loop import EngineLoop
-from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
+from nanovllm.intake import Intake, Message, PreparedRequest, Prompt, num_samples, words_of
 from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.preparation import Preparation, text_size
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_records import StepHook
 from nanovllm.streams import Mailroom, Outputs, Stream
@@ -63,8 +63,7 @@ class AsyncLLM:
         self._engine_loop = EngineLoop(engine, self._mailroom, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
-        # Tokenising a long prompt would hold up the event loop.
-        self._preparation = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nanovllm-prepare")
+        self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
         weakref.finalize(self, self._engine_loop.stop).atexit = False  # if it is forgotten without being closed
 
     async def generate(
@@ -153,7 +152,8 @@ class AsyncLLM:
         if not prompts or len(request_ids) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(request_ids)} request ids; give one for each.")
         prepare = partial(self._intake.prepare_each, list(prompts), sampling_params, **options)
-        return await self._submit(prepare, request_ids, output_kind)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        return await self._submit(prepare, request_ids, output_kind, sampling_params, texts)
 
     async def submit_chat(
         self,
@@ -172,19 +172,20 @@ class AsyncLLM:
             token_ids = self._intake.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
             return self._intake.prepare_each([token_ids], sampling_params, arrival_time=arrival_time, **options)
 
-        return await self._submit(prepare, [uuid.uuid4().hex if request_id is None else request_id], output_kind)
+        request_ids = [uuid.uuid4().hex if request_id is None else request_id]
+        return await self._submit(prepare, request_ids, output_kind, sampling_params, (messages, tools))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
-        return await self._prepare(partial(self._intake.tokenize, prompt, add_special_tokens=add_special_tokens))
+        work = partial(self._intake.tokenize, prompt, add_special_tokens=add_special_tokens)
+        return await self._prepare(work, prompt)
 
     async def apply_chat_template(
         self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
-        return await self._prepare(
-            partial(self._intake.apply_chat_template_to, messages, tools=tools, **template_options)
-        )
+        work = partial(self._intake.apply_chat_template_to, messages, tools=tools, **template_options)
+        return await self._prepare(work, (messages, tools))
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids, each of which the tokenizer must know."""
@@ -195,7 +196,10 @@ class AsyncLLM:
         prepare: Callable[..., list[PreparedRequest]],
         request_ids: SequenceABC[str],
         output_kind: OutputKind | str,
+        sampling_params: Any,
+        texts: Any,
     ) -> Outputs:
+        """Queue what `prepare` makes of `texts`."""
         arrival_time = self._clock()
         seen: set[str] = set()
         for request_id in request_ids:
@@ -219,7 +223,11 @@ class AsyncLLM:
 
         self._preparing |= dict.fromkeys(request_ids, False)
         try:
-            requests = await self._prepare(partial(prepare, arrival_time=arrival_time))
+            count = num_samples(sampling_params, len(request_ids))
+            if not self.is_dead and not self._intake.has_room(count):  # unless an abort is on its way to the engine
+                await self._run(lambda engine: engine.check_queue(count))
+            words = words_of(sampling_params)
+            requests = await self._prepare(partial(prepare, arrival_time=arrival_time), (texts, words))
             await self._run(add)
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
@@ -229,10 +237,11 @@ class AsyncLLM:
                 del self._preparing[request_id]
         return Outputs(stream, request_ids, self._abandon)
 
-    async def _prepare(self, prepare: Callable[[], Result]) -> Result:
+    async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
+        """What `prepare` returns; `texts` is what it tokenises."""
         self._engine_loop.check_process()
         try:
-            future = self._preparation.submit(prepare)
+            future = self._preparation.submit(prepare, text_size(texts))
         except RuntimeError:  # it is shut down
             raise self._engine_loop.refusal() from None
         return await asyncio.wrap_future(future)
@@ -307,7 +316,7 @@ class AsyncLLM:
 
         A live module is its owner's again. Waits for the step that runs; closing again does nothing.
         """
-        self._preparation.shutdown(wait=False)
+        self._preparation.shutdown()
         self._engine_loop.stop()
         await asyncio.to_thread(self._engine_loop.join)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+Spellings = tuple[tuple[int, ...], ...]
 
-def spellings_of(words: Iterable[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+
+def spellings_of(words: Iterable[str], tokenizer: Any) -> Spellings:
     """The token ids of each word as it stands at the beginning of a text and behind a space, each sequence once.
 
     Raises ValueError for a word that the tokenizer has no tokens for.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
+from nanovllm.bad_words import Spellings
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
@@ -105,12 +106,21 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raise ValueError or TypeError, naming value, limit and remedy, if the engine cannot serve this."""
+    def check_request(
+        self, prompt_token_ids: list[int], params: SamplingParams, bad_words: Spellings | None = None
+    ) -> Spellings:
+        """The spellings of bad_words; raises ValueError or TypeError, naming value, limit and remedy, if the engine
+        cannot serve this.
+
+        Args:
+            bad_words: what was returned for the same parameters with another prompt.
+        """
         limits = {"vocab_size": self.vocab_size, "max_model_len": self.config.max_model_len}
         check_prompt(truncated(prompt_token_ids, params), params, **limits)
+        if bad_words is not None:
+            return bad_words
         binding = self.model_runner.binding
-        check_params(params, tokenizer=self.tokenizer, binding=binding)
+        return check_params(params, tokenizer=self.tokenizer, binding=binding)
 
     def check_queue(self, count: int) -> None:
         """Raise QueueFullError if there is no room for this many more sequences, each sample being one."""
@@ -137,7 +147,7 @@ class Engine:
         timeout: float | None = None,
         arrival_time: float | None = None,
         output_kind: OutputKind = OutputKind.FINAL,
-        is_checked: bool = False,
+        bad_words: Spellings | None = None,
     ) -> None:
         """Queue a request.
 
@@ -149,14 +159,14 @@ class Engine:
             arrival_time: on the engine's clock; None for now.
             output_kind: unless FINAL, `step` gives an output each time it advances. An interrupt from the keyboard may
                 lose a DELTA or double it, so these are for threads that meet none.
-            is_checked: it has passed `check_request`.
+            bad_words: what `check_request` returned; None to call it here.
 
         Raises ValueError or TypeError (see `check_request`), QueueFullError and EngineDeadError.
         """
         self.check_alive()
-        if not is_checked:
-            self.check_request(prompt_token_ids, params)
         self.check_queue(params.n)
+        if bad_words is None:
+            bad_words = self.check_request(prompt_token_ids, params)
         if request_id in self._requests:
             raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         samples = self._sample_maker.make(
@@ -164,6 +174,7 @@ class Engine:
             prompt,
             prompt_token_ids,
             params,
+            bad_words=bad_words,
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             timeout=timeout,
             priority=priority,

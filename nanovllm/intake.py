@@ -11,7 +11,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from nanovllm.bad_words import Spellings
 from nanovllm.engine import Engine
+from nanovllm.errors import QueueFullError
 from nanovllm.outputs import OutputKind
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +29,7 @@ class PreparedRequest:
     prompt: str | None
     token_ids: list[int]
     params: SamplingParams
+    bad_words: Spellings
     priority: int
     cache_salt: str
     timeout: float | None  # seconds
@@ -43,7 +46,7 @@ class PreparedRequest:
             timeout=self.timeout,
             arrival_time=self.arrival_time,
             output_kind=output_kind,
-            is_checked=True,
+            bad_words=self.bad_words,
         )
 
 
@@ -81,18 +84,20 @@ class Intake:
         salts = _one_each("cache_salt", cache_salt, str, count)
         timeouts = _one_each("timeout", timeout, numbers.Real | None, count)
         requests = []
+        spellings: dict[int, Spellings] = {}  # by the id of parameters, which prompts may share
         for number, prompt in enumerate(prompts):
             try:
                 _check_priority(priorities[number])
                 _check_timeout(timeouts[number])
                 token_ids = self.tokenize(prompt)
-                self._engine.check_request(token_ids, params[number])
+                shared = spellings.get(id(params[number]))
+                spellings[id(params[number])] = self._engine.check_request(token_ids, params[number], shared)
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
                 raise type(error)(f"prompt {number}: {error}") from error
             text = prompt if isinstance(prompt, str) else None
-            own = params[number], priorities[number], salts[number], timeouts[number]
+            own = params[number], spellings[id(params[number])], priorities[number], salts[number], timeouts[number]
             requests.append(PreparedRequest(text, token_ids, *own, arrival_time))
         return requests
 
@@ -106,6 +111,14 @@ class Intake:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
         return list(self._tokenizer(prompt, **options)["input_ids"])
+
+    def has_room(self, count: int) -> bool:
+        """Whether the queue takes this many more samples; reads lengths alone, which may be a step old."""
+        try:
+            self._engine.check_queue(count)
+        except QueueFullError:
+            return False
+        return True
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -140,6 +153,18 @@ class Intake:
             )
         except TemplateError as error:  # a template may demand an order of roles, say
             raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+
+
+def num_samples(sampling_params: Any, num_prompts: int) -> int:
+    """Samples of prompts with these parameters; what is no valid parameter counts one."""
+    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params] * num_prompts
+    return sum(one.n if isinstance(one, SamplingParams) else 1 for one in params)
+
+
+def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
+    """The bad words of parameters, which are tokenised too."""
+    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
+    return [one.bad_words for one in params if isinstance(one, SamplingParams)]
 
 
 def _check_conversation(conversation: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.bad_words import spellings_of
+from nanovllm.bad_words import Spellings, spellings_of
 from nanovllm.errors import PromptTooLongError
 from nanovllm.model_binding import ModelBinding
 from nanovllm.sampling_params import SamplingParams
@@ -44,8 +44,9 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, *, vocab_s
         )
 
 
-def check_params(params: SamplingParams, *, tokenizer: Any, binding: ModelBinding) -> None:
-    """Raise ValueError for parameters that this model or tokenizer (None if there is none) cannot serve."""
+def check_params(params: SamplingParams, *, tokenizer: Any, binding: ModelBinding) -> Spellings:
+    """The spellings of bad_words; raises ValueError for parameters that this model or tokenizer (None if there is
+    none) cannot serve."""
     vocab_size = binding.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
@@ -70,4 +71,4 @@ def check_params(params: SamplingParams, *, tokenizer: Any, binding: ModelBindin
                 raise ValueError(
                     f"{name} need a tokenizer, and the engine was built without one; pass tokenizer=... to LLM."
                 )
-    spellings_of(params.bad_words, tokenizer)
+    return spellings_of(params.bad_words, tokenizer)

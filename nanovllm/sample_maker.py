@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.bad_words import spellings_of
+from nanovllm.bad_words import Spellings
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import OutputKind
 from nanovllm.request import Request
@@ -28,6 +28,7 @@ class SampleMaker:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
+        bad_words: Spellings,
         arrival_time: float,
         timeout: float | None,
         priority: int,
@@ -37,7 +38,6 @@ class SampleMaker:
         """The samples of a request, which counts once it is `note_queued`."""
         config = self._config
         prompt_token_ids = list(truncated(prompt_token_ids, params))
-        bad_words = spellings_of(params.bad_words, self._tokenizer)
         seed = request_seed(config.seed, self._num_requests) if params.seed is None else params.seed
 
         def sample(index: int) -> Request:

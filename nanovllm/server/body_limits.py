@@ -143,8 +143,7 @@ class LimitedRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        model = self.body_field.field_info.annotation
-        assert model is not None
+        model: Any = self.body_field.field_info.annotation
 
         async def limited(request: Request) -> Response:
             return await handle(LimitedRequest(request, model))

@@ -85,7 +85,7 @@ class BoundedConnection(asyncio.Protocol):
 
     def _take(self, data: bytes) -> None:
         """Give data to the parser."""
-        super().data_received(data)  # type: ignore[misc]
+        super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()

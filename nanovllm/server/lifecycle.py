@@ -46,7 +46,7 @@ class Admission:
         """Around one answer, from before it is queued until its last byte is handed over; raises as `check`, or
         ApiError (429) if too many are open."""
         self.check()
-        # The engine refuses only what has been tokenised. Twice its places, for answers that slow clients still read.
+        # The engine counts only what is queued. Twice its places, for answers that slow clients still read.
         if self.num_places is not None and self.num_open >= 2 * self.num_places:
             raise errors.queue_full()
         self.num_open += 1

@@ -1,0 +1,52 @@
+"""Preparation threads: requests are tokenised and checked beside the event loop, long texts beside short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+# Longer texts take some 20 ms and more to tokenise.
+LONG_CHARS = 32768
+# What a chat template spends on a message or field, in characters to tokenise.
+CHARS_PER_VALUE = 16
+
+
+class Preparation:
+    """One thread for short texts, which keeps their order, and one for long texts, which short ones thus overtake.
+
+    Args:
+        tokenizer: a fast tokenizer frees the GIL and serves threads at a time; any other gets one thread for all.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare")
+        self._long = self._short
+        if getattr(tokenizer, "is_fast", False):
+            self._long = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare-long")
+
+    def submit(self, work: Callable[[], Result], num_chars: int) -> Future[Result]:
+        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError once it is shut down."""
+        return (self._short if num_chars <= LONG_CHARS else self._long).submit(work)
+
+    def shutdown(self) -> None:
+        """Take no more work; what was submitted is done."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False)
+
+
+def text_size(*values: Any) -> int:
+    """Characters in nested values, a share for each value included; counting ends above LONG_CHARS."""
+    open_values, num_chars = list(values), 0
+    while open_values and num_chars <= LONG_CHARS:
+        value = open_values.pop()
+        num_chars += CHARS_PER_VALUE
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, Mapping):
+            open_values.extend(value.values())
+        elif isinstance(value, list | tuple):
+            open_values.extend(value)
+    return num_chars
