@@ -193,6 +193,18 @@ def test_h11_does_not_let_pipelined_requests_pile_up_behind_an_answer():
 
 
 @pytest.mark.parametrize(
+    "soft, hard, raised, is_logged", [(1024, 9999, 4352, False), (1024, 2048, 2048, True), (9999, 9999, None, False)]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_may_be(monkeypatch, caplog, soft, hard, raised, is_logged):
+    given = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: given.append(limits))
+    connections.allow_open_files(4096)
+    assert given == ([] if raised is None else [(raised, hard)])
+    assert ("max_connections is 4096" in caplog.text) == is_logged
+
+
+@pytest.mark.parametrize(
     "name", ["max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout"]
 )
 def test_limits_must_be_above_zero(name):

@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import json
 import logging
+import resource
 from typing import Any, ClassVar
 
 import h11
@@ -26,6 +27,7 @@ LINE_BYTES = 4  # of a header beside its name and value: colon, space, line end
 LINGER_SECONDS = 1.0
 # Requests that wait behind an unfinished answer on one connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
+OTHER_FILES = 256  # that a process has open beside its connections
 REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -42,6 +44,21 @@ def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio
     from nanovllm.server.httptools_connection import HttpToolsConnection
 
     return type("Connection", (HttpToolsConnection,), {"settings": settings})
+
+
+def allow_open_files(max_connections: int) -> None:
+    """Raise the process's soft limit of open files to what that many connections need, and log where it cannot be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning(
+            "max_connections is %d, but the process may open %d files only. Raise the hard limit (ulimit -Hn, "
+            "LimitNOFILE= of systemd) to %d, or lower max_connections.", max_connections, allowed, needed,
+        )  # fmt: skip
 
 
 class BoundedConnection(asyncio.Protocol):
@@ -162,6 +179,9 @@ class BoundedConnection(asyncio.Protocol):
         lines += [name + b": " + value for name, value in self.server_state.default_headers]
         lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
         self.transport.write(b"\r\n".join(lines) + body)
+        if status == 503:  # sockets that linger would keep others out
+            self.transport.close()
+            return
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)

@@ -69,7 +69,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
         "stop": {"minLength": 1, "items": {"type": "string", "minLength": 1}},
         "bad_words": {"items": {"type": "string", "pattern": r"\S"}},
         "stop_token_ids": {"items": token},
-        "allowed_token_ids": {"items": token},
+        "allowed_token_ids": {"items": token, "maxItems": state.engine.vocab_size},
         "logit_bias": {
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "propertyNames": {"pattern": f"^(?:{_below(state.engine.vocab_size)})$"},
@@ -80,12 +80,14 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token_ids = {"type": "array", "minItems": 1, "items": token}
     prompts = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
+    conversation = {"messages": {"maxItems": settings.max_messages}, "tools": {"maxItems": settings.max_tools}}
     tokenizer = state.engine.tokenizer
     num_known = 0 if tokenizer is None else len(tokenizer)
     return {
         "CompletionRequest": sampling | {"prompt": {"anyOf": prompts}, "logprobs": {"maximum": settings.max_logprobs}},
         "ChatRequest": sampling
         | {
+            **conversation,
             "max_tokens": positive,
             "max_completion_tokens": positive,
             "top_logprobs": {"maximum": settings.max_logprobs},
@@ -93,7 +95,11 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "chat_template_kwargs": {"propertyNames": {"not": {"enum": sorted(NOT_FOR_TEMPLATES)}}},
         },
         "Function": {"strict": {"enum": [None, False]}},
-        "TokenizeRequest": {"model": model, "prompt": {"minLength": 1, "maxLength": state.max_prompt_chars}},
+        "TokenizeRequest": {
+            "model": model,
+            "prompt": {"minLength": 1, "maxLength": state.max_prompt_chars},
+            **conversation,
+        },
         "DetokenizeRequest": {
             "model": model,
             "tokens": {"items": {**token, "maximum": num_known - 1}, "maxItems": config.max_model_len},

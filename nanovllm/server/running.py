@@ -8,7 +8,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.app import create_app
-from nanovllm.server.connections import protocol_class
+from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
@@ -17,6 +17,7 @@ from nanovllm.server.step_hooks import StepHooks
 
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
     """Load a model and serve it until a signal; returns the process's exit code: 0, or 1 if the engine died."""
+    allow_open_files(settings.max_connections)
     hooks = StepHooks()
     engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, prepares_when_idle=True, **engine_options)
     app = create_app(engine, settings, hooks, model=model)
