@@ -139,7 +139,8 @@ def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def raw_stream(running: Serving, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
     """A socket on which a request was sent whose answer nobody has read."""
     data = json.dumps({"stream": True} | body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(running.address)
     connection.sendall(head.encode() + data)
     return connection

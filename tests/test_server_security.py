@@ -86,7 +86,7 @@ def test_without_the_key_a_body_is_not_even_read():
         connection = socket.create_connection(running.address)
         connection.settimeout(30.0)
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )  # and no more
         assert connection.recv(65536).startswith(b"HTTP/1.1 401")
         connection.close()

@@ -13,6 +13,7 @@ from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.server import chat, completions, errors, live_view, models
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.description import describe
+from nanovllm.server.hosts import HostGate, allowed_names
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.security import ApiKeys, BodyGate
@@ -67,7 +68,10 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(settings.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients' libraries send some of their own, and a key is asked for all the same
+            expose_headers=["Retry-After"],
         )
+    if (allowed := allowed_names(settings)) is not None:
+        app.add_middleware(HostGate, allowed=allowed)
     app.add_middleware(CountResponses, metrics=metrics)
     return app

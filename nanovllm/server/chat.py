@@ -43,7 +43,7 @@ class ChatJob:
             options["skip_special_tokens"] = False
         self._params = body.sampling_params(**options)
         self._options = {
-            "priority": body.priority,
+            "priority": state.priority(body),
             "cache_salt": state.cache_salt(request, body),
             "timeout": state.timeout(body),
         }

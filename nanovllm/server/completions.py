@@ -47,7 +47,7 @@ class CompletionJob:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         self._options: dict[str, Any] = {
-            "priority": body.priority,
+            "priority": state.priority(body),
             "cache_salt": state.cache_salt(request, body),
             "timeout": state.timeout(body),
         }

@@ -74,7 +74,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "propertyNames": {"pattern": f"^(?:{_below(state.engine.vocab_size)})$"},
         },
-        "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+        "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
         "timeout": {"exclusiveMinimum": 0},
     }
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}

@@ -9,7 +9,9 @@ import uvicorn
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.app import create_app
 from nanovllm.server.connections import allow_open_files, protocol_class
+from nanovllm.server.hosts import log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
+from nanovllm.server.listening import bind
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
 from nanovllm.server.step_hooks import StepHooks
@@ -19,10 +21,16 @@ def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_op
     """Load a model and serve it until a signal; returns the process's exit code: 0, or 1 if the engine died."""
     allow_open_files(settings.max_connections)
     hooks = StepHooks()
-    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, prepares_when_idle=True, **engine_options)
-    app = create_app(engine, settings, hooks, model=model)
-    server = server_of(app, engine, settings)
-    server.run()
+    listeners = bind(settings.host, settings.port)
+    log_exposure(settings, has_keys=bool(settings.api_keys()))
+    try:
+        engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, prepares_when_idle=True, **engine_options)
+        app = create_app(engine, settings, hooks, model=model)
+        server = server_of(app, engine, settings)
+        server.run(listeners)
+    finally:
+        for listener in listeners:
+            listener.close()
     return server.exit_code
 
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanovllm.intake import MAX_PRIORITY
 from nanovllm.validation import integer, real, strings, truth
 
 MAX_SECONDS = 86400.0  # of what is watched by a timer
@@ -29,6 +30,9 @@ class ServerSettings:
     max_headers: headers of a request, trailers included; more get 431.
     header_timeout: seconds from a request's first byte, or from the connection, to the end of its headers; then 408.
     body_timeout: seconds from there to the end of its body; then 408.
+    allowed_hosts: a name that the Host header of requests may hold, beside those of the loopback; give it again for
+        more, or * for any. Not set: any, unless host is the loopback's.
+    min_priority: the smallest, that is most urgent, priority that a request may ask for.
     max_body_bytes: the largest body of a request.
     max_body_items: strings, arrays and objects in a body, beside 2 for each of max_prompts; of token ids there may be
         what max_prompts prompts of max_model_len hold.
@@ -63,6 +67,8 @@ class ServerSettings:
     max_headers: int = 100
     header_timeout: float = 10.0
     body_timeout: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()
+    min_priority: int = 0
     max_body_bytes: int = 8 * 2**20
     max_body_items: int = 65536
     max_messages: int = 4096
@@ -99,6 +105,8 @@ class ServerSettings:
             "max_word_chars",
         ):  # fmt: skip
             self._set(name, integer(name, getattr(self, name), 1))
+        self._set("allowed_hosts", strings("allowed_hosts", self.allowed_hosts, "Give host names as text."))
+        self._set("min_priority", integer("min_priority", self.min_priority, -MAX_PRIORITY, MAX_PRIORITY))
         for name in ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_chars"):
             value = getattr(self, name)
             if value is not None or name != "max_prompt_chars":

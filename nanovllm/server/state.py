@@ -101,6 +101,17 @@ class ServerState:
             return own
         return f"{salt_of(key)}:{own}"
 
+    def priority(self, body: SamplingFields) -> int:
+        """A request's priority; raises ApiError (400) for one that is more urgent than the server allows."""
+        limit = self.settings.min_priority
+        if body.priority < limit:
+            raise ApiError(
+                400,
+                f"priority is {body.priority}; this server takes {limit} and above (its option --min-priority).",
+                param="priority",
+            )
+        return body.priority
+
     def timeout(self, body: SamplingFields) -> float | None:
         limits = [limit for limit in (body.timeout, self.settings.request_timeout) if limit is not None]
         return min(limits, default=None)

@@ -1,0 +1,58 @@
+"""Listening sockets, bound before a model is loaded, so that a port in use is an error of the first second."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+# What binding may fail with, and what helps.
+_REMEDIES = {
+    errno.EADDRINUSE: "another process has this port; stop it, or choose another with --port (0 takes a free one)",
+    errno.EACCES: "this user may not open this port; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "no interface of this machine has this address; set --host to one that it has",
+}
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A bound socket for each address of a host name, not listening yet, so that clients are refused while a model
+    loads. Raises OSError, naming address and remedy."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OSError(f"--host {host!r} names no address ({error}); give an address, such as 127.0.0.1.") from error
+    bound: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            try:
+                bound.append(_bound(family, address))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error  # "localhost" may name an IPv6 address that this machine lacks
+        if missing is not None and not bound:
+            raise missing
+    except OSError as error:
+        for listener in bound:
+            listener.close()
+        remedy = _REMEDIES.get(error.errno or 0, "choose another address with --host and --port")
+        raise OSError(f"cannot listen on {shown(host, port)} ({error.strerror}): {remedy}.") from error
+    return bound
+
+
+def shown(host: str, port: int) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bound(family: int, address: object) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(listener.close)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
+        listener.bind(address)  # type: ignore[arg-type]
+        on_failure.pop_all()
+    return listener
