@@ -102,7 +102,7 @@ class Engine:
         scheduler = Scheduler(self.config, block_manager)
         scheduler.stats = counters
         self.block_manager, self.scheduler = block_manager, scheduler
-        self._output_processor = OutputProcessor(self._requests, self.scheduler, self._recorder.note_first_token)
+        self._output_processor = OutputProcessor(self._requests, self.scheduler, self._recorder)
 
     # ------------------------------------------------------------------------------------------------- requests
 

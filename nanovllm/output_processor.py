@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nanovllm.outputs import RequestOutput
 from nanovllm.request import Request, merged
 from nanovllm.request_table import RequestTable
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.step_records import StepRecorder
 
 
 class OutputProcessor:
     """Lets requests read their new tokens, and ends in the scheduler those that end by their text.
 
     Args:
-        note_first_token: is told, for each sample that reads its first token, how many seconds after its arrival.
+        recorder: counts the seconds before each token.
     """
 
-    def __init__(self, requests: RequestTable, scheduler: Scheduler, note_first_token: Callable[[float], None]) -> None:
-        self._requests, self._scheduler, self._note_first_token = requests, scheduler, note_first_token
+    def __init__(self, requests: RequestTable, scheduler: Scheduler, recorder: StepRecorder) -> None:
+        self._requests, self._scheduler, self._recorder = requests, scheduler, recorder
 
     def collect(self, advanced: list[Sequence], now: float) -> list[RequestOutput]:
         """Outputs of the requests that ended, and of those that stream, among the owners of some sequences."""
@@ -62,9 +61,13 @@ class OutputProcessor:
         num_tokens = sequence.num_output_tokens
         if sample.num_seen_tokens == num_tokens:
             return
+        if sample.last_token_time is not None:
+            self._recorder.note_itl(now - sample.last_token_time)
+        else:
+            samples = self._requests[sequence.request_id]
+            is_requests_first = all(other.last_token_time is None for other in samples)
+            self._recorder.note_first_token(now - sequence.arrival_time, is_requests_first)
         stop = sample.advance(now)
-        if num_tokens == 1:
-            self._note_first_token(now - sequence.arrival_time)
         if stop is not None:
             sequence.stop_reason = stop
             if sequence.is_finished:  # its last token by length, or a stop token, completed the string

@@ -151,7 +151,9 @@ class Replica:
             request = self._requests[sequence.request_id]
             request.token_times.append(now)
             if len(request.token_times) == 1:
-                self._recorder.note_first_token(now - sequence.arrival_time)
+                self._recorder.note_first_token(now - sequence.arrival_time, True)
+            else:
+                self._recorder.note_itl(now - request.token_times[-2])
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]

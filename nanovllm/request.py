@@ -48,7 +48,7 @@ class Request:
         self._text_given_up = ""
         self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
         self._first_token_time: float | None = None
-        self._last_token_time: float | None = None
+        self.last_token_time: float | None = None
         self._finished_time: float | None = None
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
@@ -72,15 +72,15 @@ class Request:
 
     def advance(self, now: float) -> str | None:
         """Take note of the sequence's newest token; returns the stop string that it completes, if it does."""
-        if self._last_token_time is None:
+        if self.last_token_time is None:
             self._first_token_time = now
         else:
-            itl = now - self._last_token_time
+            itl = now - self.last_token_time
             if self._max_itl is None or itl > self._max_itl:
                 self._max_itl = itl
             if self._itls is not None:
                 self._itls.append(itl)
-        self._last_token_time = now
+        self.last_token_time = now
         if self._incremental is None:
             return None
         searched = len(self._incremental.text)
@@ -137,7 +137,7 @@ class Request:
 
     def _metrics(self) -> RequestMetrics:
         sequence = self.sequence
-        first, last, num_gaps = self._first_token_time, self._last_token_time, sequence.num_output_tokens - 1
+        first, last, num_gaps = self._first_token_time, self.last_token_time, sequence.num_output_tokens - 1
         mean_itl = (last - first) / num_gaps if first is not None and last is not None and num_gaps > 0 else None
         return RequestMetrics(
             arrival_time=sequence.arrival_time,

@@ -32,6 +32,8 @@ class StepRecord:
     schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
         overlap, what the host does in between is not counted.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
+    request_ttfts: as ttfts, but of several samples of a request only the first one's.
+    itls: seconds since a sequence's token before, each with the number of its tokens for which it is so.
     """
 
     step_id: int
@@ -49,6 +51,8 @@ class StepRecord:
     execute_time: float
     update_time: float
     ttfts: tuple[float, ...]
+    request_ttfts: tuple[float, ...] = ()
+    itls: tuple[tuple[float, int], ...] = ()
 
 
 StepHook = Callable[[StepRecord], None]
@@ -87,7 +91,10 @@ class StepRecorder:
         self._untold: deque[StepRecord] = deque()
         self._news = News()
         self._hook_error: str | None = None
-        self._ttfts: list[float] = []  # of the step that is being read
+        # Of the step that is being read. Sequences that decode together share their gap, so there are few of these.
+        self._ttfts: list[float] = []
+        self._request_ttfts: list[float] = []
+        self._itls: dict[float, int] = {}
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
@@ -131,12 +138,15 @@ class StepRecorder:
             launch_time + wait_time,
             update_time,
             tuple(self._ttfts),
+            tuple(self._request_ttfts),
+            tuple(self._itls.items()),
         )
         if self._hook is not None:
             self._untold.append(record)
         if self._tracer is not None:
             self._news.steps.append((record, batch))
-        self._ttfts.clear()  # only now, so that an interrupt loses none
+        for kept in (self._ttfts, self._request_ttfts, self._itls):
+            kept.clear()  # only now, so that an interrupt loses none
 
     def note_added(self, sequences: list[Sequence]) -> None:
         """Take note of sequences that begin to wait; `tell` passes them on."""
@@ -148,10 +158,17 @@ class StepRecorder:
         if self._tracer is not None:
             self._news.ended.extend([(sequence, time) for sequence in sequences if sequence.is_finished])
 
-    def note_first_token(self, ttft: float) -> None:
+    def note_first_token(self, ttft: float, is_requests_first: bool) -> None:
         """A sequence got its first token from the step that is being read, so many seconds after its arrival."""
         if self._hook is not None:
             self._ttfts.append(ttft)
+            if is_requests_first:
+                self._request_ttfts.append(ttft)
+
+    def note_itl(self, itl: float) -> None:
+        """A sequence got a token from the step that is being read, so many seconds after the one before."""
+        if self._hook is not None:
+            self._itls[itl] = self._itls.get(itl, 0) + 1
 
     def tell(self) -> None:
         """Call hook and tracer with what they have not heard of."""

@@ -27,7 +27,7 @@ from nanovllm.server.step_hooks import StepHooks
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {
-    "enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512, "record_itl": True,
+    "enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512,
 }  # fmt: skip
 MODEL = "tiny"
 

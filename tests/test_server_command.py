@@ -38,7 +38,7 @@ def test_flags_reach_server_and_engine(served):
     assert main(["serve", "--port", "9", "--api-key", "a", "--api-key", "b", "--no-ui", "--max-queue", "7"]) == 0
     ((_, _, settings, engine),) = served
     assert settings == ServerSettings(port=9, api_key=("a", "b"), ui=False)
-    assert engine == {"max_queue": 7, "record_itl": True}
+    assert engine == {"max_queue": 7}
 
 
 def test_the_help_documents_every_option(capsys):
@@ -59,7 +59,7 @@ def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
     assert main(["serve", "--config", str(file), "--port", "10", "--block-size", "32"]) == 0
     ((model, _, settings, engine),) = served
     assert (model, settings) == ("m", ServerSettings(port=10, api_key=("a",), ui=False))
-    assert engine == {"max_queue": 5, "block_size": 32, "record_itl": True}
+    assert engine == {"max_queue": 5, "block_size": 32}
 
 
 @pytest.mark.parametrize(

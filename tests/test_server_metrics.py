@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nanovllm.server.metrics import GapHistogram
 from tests.serving import MODEL, Serving, comes_true, raw_stream, serving
 
 DASHBOARD = Path(__file__).parent.parent / "examples" / "grafana_dashboard.json"
@@ -84,12 +85,65 @@ def test_tokens_and_the_prefix_cache_are_counted(counted):
     )  # each of two samples computes its short prompt
 
 
-def test_latencies_are_those_of_the_requests_that_ended(counted):
-    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
-        assert counted[f"{name}_count"] == 3
+def test_latencies_are_those_of_all_requests_and_lengths_those_of_requests_that_ended(counted):
+    for name, num_requests in (
+        ("time_to_first_token_seconds", 4),  # that of the client that left too
+        ("e2e_request_latency_seconds", 4),
+        ("request_queue_time_seconds", 3),
+    ):
+        assert counted[f"{name}_count"] == num_requests
         assert 0 < counted[f"{name}_sum"] < 600
-    assert counted["inter_token_latency_seconds_count"] == 4 + 4 + 2 * 2
+    # Every token but the first of each sample has one.
+    assert counted["inter_token_latency_seconds_count"] == counted["tokens"] - 5
     assert counted["request_generation_tokens_sum"] == 5 + 5 + 6
+
+
+def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
+    with serving({"drain_timeout": 0.0}, max_model_len=2048) as running, running.http() as http:
+        connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True})
+        comes_true(lambda: running.stats().num_output_tokens > 3)
+        found = figures(running)
+        assert found["time_to_first_token_seconds_count"] == 1
+        assert found["inter_token_latency_seconds_count"] >= 2
+        assert found["e2e_request_latency_seconds_count"] == 0
+        connection.close()
+        comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
+        body = {"prompt": [5], "max_tokens": 1, "n": 3, "temperature": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        found = figures(running)
+        assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 3
+        assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 5
+        total = found["inter_token_latency_seconds_bucket{le=+Inf}"]
+        assert total == found["inter_token_latency_seconds_count"]
+
+
+def test_an_answer_that_is_not_streamed_counts_too_when_its_client_leaves():
+    with serving(max_model_len=2048) as running:
+        body = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False}
+        connection = raw_stream(running, body)
+        comes_true(lambda: running.stats().num_output_tokens > 3)
+        connection.close()
+        comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
+        found = figures(running)
+        assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 1
+        assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 1
+
+
+def test_gaps_are_counted_as_prometheus_counts_them():
+    from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    gaps = GapHistogram("gap_seconds", "Text.", "m", (0.001, 0.5, 5.0))
+    ours.register(gaps)
+    reference = Histogram("gap_seconds", "Text.", ["model_name"], buckets=(0.001, 0.5, 5.0), registry=theirs)
+    for seconds, count in ((0.0, 1), (0.001, 3), (0.25, 2), (0.5, 1), (5.5, 4)):
+        gaps.observe(seconds, count)
+        for _ in range(count):
+            reference.labels("m").observe(seconds)
+    shown = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
+    assert generate_latest(ours).splitlines() == shown
 
 
 def test_steps_have_a_time_and_a_composition(counted):

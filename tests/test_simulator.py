@@ -163,10 +163,10 @@ POOLS = {
 
 
 def composition(record: StepRecord) -> StepRecord:
-    """Without its times; of first tokens, how many there were."""
-    firsts = (0.0,) * len(record.ttfts)
+    """Without its times; of first tokens and of gaps between tokens, how many there were."""
+    firsts, gaps = (0.0,) * len(record.ttfts), ((0.0, sum(count for _, count in record.itls)),)
     times = dict.fromkeys(("time", "start_time", "schedule_time", "launch_time", "execute_time", "update_time"), 0.0)
-    return replace(record, **times, ttfts=firsts)
+    return replace(record, **times, ttfts=firsts, request_ttfts=firsts, itls=gaps)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

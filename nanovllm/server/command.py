@@ -18,7 +18,7 @@ from nanovllm.server.settings import ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 # Where the engine has no limit of its own, a server wants one.
-ENGINE_DEFAULTS = {"max_queue": 1024, "record_itl": True}
+ENGINE_DEFAULTS = {"max_queue": 1024}
 NOT_GIVEN = {"model": DEFAULT_MODEL, "tokenizer": None, "verbose": False}  # of flags that always have a value
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
@@ -29,7 +29,7 @@ def add_serve_command(commands: Any) -> None:
         "serve", help="serve a model over HTTP, as OpenAI does", allow_abbrev=False,
         description="Serve a model over HTTP, in the form of OpenAI's interface. docs/server.md says more.",
         epilog=f"The environment's {KEY_VARIABLE} is an API key too. A server's engine has max_queue="
-        f"{ENGINE_DEFAULTS['max_queue']} and record_itl=True unless told otherwise.",
+        f"{ENGINE_DEFAULTS['max_queue']} unless told otherwise.",
     )  # fmt: skip
     serve.add_argument(
         "--config", metavar="FILE",

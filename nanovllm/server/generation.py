@@ -84,6 +84,10 @@ class Tally:
         self._prompts: dict[int, tuple[int, int]] = {}  # by number: tokens, and those found in the prefix cache
         self._num_generated = 0
 
+    def note_queued(self) -> None:
+        """The engine has all prompts."""
+        self._watch.is_queued = True
+
     def note(self, output: RequestOutput) -> int:
         """The number of the prompt that an output belongs to."""
         number = self._numbers[output.request_id]
@@ -167,6 +171,7 @@ async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterat
     tally, is_left = Tally(job.request_ids, state.metrics), False
     try:
         async with aclosing(await job.start(kind)) as outputs:
+            tally.note_queued()
             yield outputs, tally
     except errors.ApiError:
         raise

@@ -5,12 +5,17 @@ Names are vLLM's behind another prefix where the meaning is the same, so that it
 
 from __future__ import annotations
 
+import math
+import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -64,11 +69,40 @@ class EngineFigures(Collector):
             yield counter
 
 
+class GapHistogram(Collector):
+    """Seconds between tokens. prometheus-client's Histogram takes one value at a time, and the sequences of a step
+    share theirs.
+
+    Counted in the engine's thread; a reader meanwhile may see a step's gaps in part.
+    """
+
+    def __init__(self, name: str, text: str, model_name: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
+        self._counts = [0] * (len(bounds) + 1)  # of gaps up to each bound and above the one before
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        totals = accumulate(self._counts)
+        buckets = [(floatToGoString(bound), float(next(totals))) for bound in (*self._bounds, math.inf)]
+        histogram = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        histogram.add_metric([self._model_name], buckets, self._sum)
+        yield histogram
+
+
 class RequestWatch:
-    """Takes note of one answer's prompts: those that end, and at the end those that were left."""
+    """Takes note of one answer's prompts: those that end, and at the end those that were left.
+
+    is_queued: the engine has them, so that each counts as ended at the end, whatever ended it.
+    """
 
     def __init__(self, metrics: ServerMetrics, num_prompts: int) -> None:
+        self.is_queued = False
         self._metrics = metrics
+        self._arrival_time = time.monotonic()
         self._open: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))  # with their last outputs
 
     def note(self, number: int, output: RequestOutput) -> None:
@@ -80,9 +114,11 @@ class RequestWatch:
 
     def end(self, *, is_left: bool) -> None:
         """is_left: by the client, so that prompts count of which nothing was seen."""
-        for output in self._open.values():
-            if is_left or output is not None:
-                self._metrics.note_left(output)
+        if is_left or self.is_queued:
+            seconds = time.monotonic() - self._arrival_time
+            for output in self._open.values():
+                self._metrics.note_left(output, seconds)
+        self._open.clear()
 
 
 class ServerMetrics:
@@ -104,7 +140,9 @@ class ServerMetrics:
         )  # fmt: skip
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCIES)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a sample.", GAPS)
+        itl_name = PREFIX + "inter_token_latency_seconds"
+        self._itl = GapHistogram(itl_name, "Between two tokens of a sample.", model_name, GAPS)
+        self.registry.register(self._itl)
         self._queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", LATENCIES)
         self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCIES)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
@@ -139,6 +177,10 @@ class ServerMetrics:
         self._decode.inc(record.num_decode_tokens)
         self._prefill.inc(record.num_prefill_tokens)
         self._cached.inc(record.num_cached_tokens)
+        for ttft in record.request_ttfts:
+            self._ttft.observe(ttft)
+        for itl, num_tokens in record.itls:
+            self._itl.observe(itl, num_tokens)
 
     def note_ended(self, output: RequestOutput) -> None:
         """A request has ended by itself; of several samples the outcome is the worst."""
@@ -149,17 +191,15 @@ class ServerMetrics:
         self._prompt_tokens.inc(metrics.num_prompt_tokens)
         self._prompt_lengths.observe(metrics.num_prompt_tokens)
         self._output_lengths.observe(metrics.num_output_tokens)
-        for histogram, seconds in ((self._ttft, metrics.ttft), (self._queue_time, metrics.queue_time)):
-            if seconds is not None:
-                histogram.observe(seconds)
+        if metrics.queue_time is not None:
+            self._queue_time.observe(metrics.queue_time)
         if metrics.finished_time is not None:
             self._latency.observe(metrics.finished_time - metrics.arrival_time)
-        for gap in metrics.itls or ():
-            self._itl.observe(gap)
 
-    def note_left(self, output: RequestOutput | None) -> None:
-        """A request's client has left it, with this as its last output."""
+    def note_left(self, output: RequestOutput | None, seconds: float) -> None:
+        """A request was left, by its client or by the engine, with this as its last output, so long after it came."""
         self._outcomes.labels(self._model_name, "abort").inc()
+        self._latency.observe(seconds)
         if output is not None:
             self._prompt_tokens.inc(len(output.prompt_token_ids))
 
