@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
 from nanovllm.engine_loop import EngineLoop
+from nanovllm.heartbeat import Heartbeat
 from nanovllm.intake import Intake, Message, PreparedRequest, Prompt, num_samples, words_of
 from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
@@ -295,6 +296,11 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         return await self._run(Engine.stats)
+
+    def heartbeat(self) -> Heartbeat:
+        """The statistics as of the last moment between two steps, and their age: for monitoring, since it never waits
+        and works after a failure too."""
+        return self._engine_loop.heartbeat()
 
     async def inspect(self, look: Callable[[Engine], Result]) -> Result:
         """What look(engine) returns; called between two steps in the engine's thread, which waits for it meanwhile.

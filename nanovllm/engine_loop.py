@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from nanovllm.engine import Engine
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
 from nanovllm.garbage import OldObjectsFrozen
+from nanovllm.heartbeat import Heartbeat
 from nanovllm.streams import Mailroom
 
 logger = logging.getLogger("nanovllm")
@@ -48,6 +49,8 @@ class EngineLoop:
         self._has_ended = False
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
+        self._stats = engine.stats()  # as of the last moment between two steps
+        self._busy_since: float | None = None  # that moment, or when work came after it; None while there is none
         self._prepares = prepares_when_idle  # and there may be steps to get ready
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -64,8 +67,15 @@ class EngineLoop:
             if self._is_stopping or self._has_ended:
                 raise self.refusal()
             self._calls.append((future, call))
+            if self._busy_since is None:
+                self._busy_since = time.monotonic()
             self._changes.notify()
         return future
+
+    def heartbeat(self) -> Heartbeat:
+        """The engine as of the last moment between two steps; never waits for the one that runs."""
+        stats, busy_since = self._stats, self._busy_since
+        return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked child, which has no thread of the engine."""
@@ -119,6 +129,9 @@ class EngineLoop:
         self._end()
 
     def _wait_for_work(self) -> bool:
+        with self._changes:
+            if not self._calls:
+                self._busy_since = None
         self._use_idle_time()
         with self._changes:
             while not self._calls and not self._is_stopping:
@@ -157,7 +170,12 @@ class EngineLoop:
                 future.set_exception(error)
                 raise
             else:
+                self._beat()  # before its caller goes on, and may ask for it
                 future.set_result(result)
+
+    def _beat(self) -> None:
+        self._stats = self._engine.stats()
+        self._busy_since = time.monotonic()
 
     def _step(self) -> None:
         try:
@@ -166,6 +184,7 @@ class EngineLoop:
             self._engine.check_alive()
             logger.warning("%s", error)
             self._engine.give_up(error, MAX_FAILED_STEPS)
+        self._beat()
         if self._engine.outputs:
             outputs = list(self._engine.outputs)
             self._engine.outputs.clear()
@@ -181,11 +200,13 @@ class EngineLoop:
         for request_id in request_ids:
             output = self._engine.abort(request_id)
             if output is not None:
+                self._beat()
                 self._mailroom.deliver([output])
 
     def _end(self) -> None:
         with self._changes:
             self._has_ended = True
+            self._busy_since = None
             calls, self._calls = self._calls, deque()
         for future, _ in calls:
             if future.set_running_or_notify_cancel():

@@ -235,7 +235,7 @@ def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypat
             for stream in (False, True):
                 with pytest.raises(openai.RateLimitError) as refused:
                     client.completions.create(model=MODEL, prompt="x", stream=stream)
-                assert refused.value.response.headers["retry-after"] == "1"
+                assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
                 assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
         for connection in connections:
             connection.close()

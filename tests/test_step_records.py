@@ -207,6 +207,7 @@ def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
 def test_records_are_plain_data():
     records: list[StepRecord] = []
     with open_llm(records) as llm:
-        llm.generate([5], params(1), use_tqdm=False)
-    *numbers, ttfts = astuple(records[0])
-    assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts])
+        llm.generate([5], params(2), use_tqdm=False)
+    *numbers, ttfts, request_ttfts, itls = astuple(records[-1])
+    (gap,) = itls
+    assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts, *request_ttfts, *gap])

@@ -50,7 +50,7 @@ def create_app(
         engine=engine,
         settings=settings,
         model_name=name,
-        admission=Admission(engine),
+        admission=Admission(engine, settings.stall_timeout),
         metrics=metrics,
         token_text=TokenText(engine.tokenizer),
         tool_format=format_of(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,

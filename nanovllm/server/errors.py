@@ -18,7 +18,7 @@ from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
 
-RETRY_AFTER_SECONDS = 1
+RETRY_AFTER_SECONDS = 1  # of a server that ends: another may have its place soon
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Kinds of JSON that pydantic's messages name in Python's words.
@@ -90,12 +90,22 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
-def queue_full() -> ApiError:
+def queue_full(retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
+    """retry_after: seconds."""
     return ApiError(
         429,
-        "as many requests wait as the server allows; try again later.",
+        f"as many requests wait as the server allows; try again in {retry_after} s.",
         code="queue_full",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+def engine_stalled(seconds: float, limit: float) -> ApiError:
+    return ApiError(
+        503,
+        f"no step has ended for {seconds:.0f} s while requests run; more than {limit:g} s (--stall-timeout) count as a "
+        "stall.",
+        code="engine_stalled",
     )
 
 

@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from nanovllm.batch import NO_TOKEN_LEFT
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import EngineClosedError, QueueFullError
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
@@ -81,12 +81,13 @@ class Tally:
     def __init__(self, request_ids: Sequence[str], metrics: ServerMetrics) -> None:
         self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
         self._watch = metrics.watch(len(request_ids))
+        self.is_queued = False
         self._prompts: dict[int, tuple[int, int]] = {}  # by number: tokens, and those found in the prefix cache
         self._num_generated = 0
 
     def note_queued(self) -> None:
         """The engine has all prompts."""
-        self._watch.is_queued = True
+        self.is_queued = self._watch.is_queued = True
 
     def note(self, output: RequestOutput) -> int:
         """The number of the prompt that an output belongs to."""
@@ -178,12 +179,16 @@ async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterat
     except (asyncio.CancelledError, GeneratorExit):
         is_left = True
         raise
+    except QueueFullError as error:
+        raise state.admission.queue_full() from error
     except Exception as error:
         if state.admission.is_draining and isinstance(error, EngineClosedError):
             raise errors.shutting_down() from error
         raise errors.from_engine(error, job.body.names()) from error
     finally:
         tally.end(is_left=is_left)
+        if tally.is_queued:
+            state.admission.retry_after.note_ended(len(job.request_ids) * (job.body.n or 1))
 
 
 async def _whole(state: ServerState, job: Job) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server import errors
+from nanovllm.server.retry_after import RetryAfter
 
 logger = logging.getLogger("nanovllm")
 
@@ -24,10 +25,15 @@ LAST_SECONDS = 2.0
 
 
 class Admission:
-    """Counts the answers that are being given, and lets no new one begin once the server is to stop."""
+    """Counts the answers that are being given, and lets no new one begin once the server is to stop.
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
+    Args:
+        stall_timeout: seconds without the end of a step, while there is work, after which the engine counts as stalled.
+    """
+
+    def __init__(self, engine: AsyncLLM, stall_timeout: float) -> None:
+        self._engine, self._stall_timeout = engine, stall_timeout
+        self.retry_after = RetryAfter()
         self.is_draining = False
         self.num_open = 0
         config = engine.config
@@ -41,6 +47,19 @@ class Admission:
         if self.is_draining:
             raise errors.shutting_down()
 
+    @property
+    def is_stalled(self) -> bool:
+        return self._engine.heartbeat().age > self._stall_timeout
+
+    def check_progress(self) -> None:
+        """Raise ApiError (503) if the engine has stalled."""
+        if self.is_stalled:
+            raise errors.engine_stalled(self._engine.heartbeat().age, self._stall_timeout)
+
+    def queue_full(self) -> errors.ApiError:
+        """The refusal (429) of a request for which there is no room."""
+        return errors.queue_full(self.retry_after.seconds(self._engine.heartbeat().stats.num_waiting))
+
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
         """Around one answer, from before it is queued until its last byte is handed over; raises as `check`, or
@@ -48,7 +67,9 @@ class Admission:
         self.check()
         # The engine counts only what is queued. Twice its places, for answers that slow clients still read.
         if self.num_places is not None and self.num_open >= 2 * self.num_places:
-            raise errors.queue_full()
+            raise self.queue_full()
+        if not self.num_open:
+            self.retry_after.note_busy()
         self.num_open += 1
         try:
             yield

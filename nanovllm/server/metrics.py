@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.heartbeat import Heartbeat
+from nanovllm.outputs import RequestOutput
 from nanovllm.step_records import StepRecord
 
 PREFIX = "nanovllm:"
@@ -30,19 +31,22 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class EngineFigures(Collector):
-    """Turns the snapshot of the engine that was taken last into metrics."""
+    """Turns the engine's last heartbeat into metrics."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self.stats: EngineStats | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.is_stalled = False
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
-        if stats is None:
+        if self.heartbeat is None:
             return
+        stats = self.heartbeat.stats
         gauges = {
             "num_requests_running": ("Samples that run.", stats.num_running),
             "num_requests_waiting": ("Samples that wait.", stats.num_waiting),
+            "engine_step_age_seconds": ("Since a step has ended while there is work.", self.heartbeat.age),
+            "engine_stalled": ("1 once that is longer than stall_timeout.", int(self.is_stalled)),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.num_used_blocks / stats.num_blocks),
         }
         for name, (text, value) in gauges.items():
@@ -206,13 +210,9 @@ class ServerMetrics:
     def note_response(self, endpoint: str, status: int) -> None:
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
-    def text(self, stats: EngineStats | None) -> bytes:
-        """All of it in Prometheus' text format.
-
-        Args:
-            stats: of the engine, now; None, once it is dead, leaves the last ones.
-        """
-        self._engine.stats = stats or self._engine.stats
+    def text(self, heartbeat: Heartbeat, *, is_stalled: bool) -> bytes:
+        """All of it in Prometheus' text format, with an engine's last figures."""
+        self._engine.heartbeat, self._engine.is_stalled = heartbeat, is_stalled
         return generate_latest(self.registry)
 
 

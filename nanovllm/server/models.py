@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm import __version__
-from nanovllm.errors import EngineDeadError
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.messages import as_conversation
@@ -25,7 +24,9 @@ _STARTED = int(time.time())
 @open_router.head("/health", include_in_schema=False)  # some load balancers ask so
 @open_router.get("/health", responses=ANSWERS, summary="200 while requests are answered, else 503")
 async def health(request: Request) -> dict[str, str]:
-    state_of(request).admission.check()
+    admission = state_of(request).admission
+    admission.check()
+    admission.check_progress()
     return {"status": "ok"}
 
 
@@ -116,8 +117,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
 @router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Figures for Prometheus")
 async def metrics(request: Request) -> Response:
     state = state_of(request)
-    try:
-        stats = await state.engine.stats()
-    except (EngineDeadError, RuntimeError):
-        stats = None
-    return Response(state.metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = state.metrics.text(state.engine.heartbeat(), is_stalled=state.admission.is_stalled)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -47,6 +47,7 @@ class ServerSettings:
     request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.
     send_timeout: seconds after which a client that does not read its stream is cut off, as if it had left.
     keep_alive_interval: seconds of silence in a stream after which a comment is sent, for the proxies on the way.
+    stall_timeout: seconds without the end of a step, while requests run, after which /health says 503.
     drain_timeout: seconds that open answers are given to end by themselves once the server is told to stop.
     tool_format: how the model writes tool calls: hermes (also Qwen), llama, mistral, none (they stay text), or auto
         (by the chat template).
@@ -81,6 +82,7 @@ class ServerSettings:
     request_timeout: float | None = None
     send_timeout: float = 60.0
     keep_alive_interval: float = 15.0
+    stall_timeout: float = 120.0
     drain_timeout: float = 30.0
     tool_format: str = "auto"
     log_prompts: bool = False
@@ -114,7 +116,7 @@ class ServerSettings:
         self._set("max_logprobs", integer("max_logprobs", self.max_logprobs, 0))
         if self.request_timeout is not None:
             self._set("request_timeout", real("request_timeout", self.request_timeout, 1e-3, float("inf")))
-        for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval"):
+        for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval", "stall_timeout"):
             self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
         self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
         if self.tool_format not in TOOL_FORMATS:
