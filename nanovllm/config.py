@@ -17,7 +17,10 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FLAGS = ("enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "record_itl", "trust_remote_code")
+FLAGS = (
+    "enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "record_itl", "trust_remote_code",
+    "allow_control_tokens_in_messages",
+)  # fmt: skip
 MIN_AGEING_S = 1e-3  # less is no order of priorities, and levels must stay far apart in floating point
 NOT_SET: Any = None  # of an option that is a number once it is resolved
 
@@ -65,6 +68,8 @@ class EngineConfig:
     overlap: schedule and launch a step while the one before runs; default on a GPU.
     cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
         GPU with attention_backend="flex" or "flash".
+    allow_control_tokens_in_messages: texts of conversations may spell control tokens, and so end their turn or begin
+        one of another role; without it such a spelling is encoded as plain text.
     record_itl: keep the seconds between a request's tokens in its metrics, one by one.
     seed: of the noise of requests that have no seed of their own.
     revision: of a hub model: branch, tag or commit.
@@ -90,6 +95,7 @@ class EngineConfig:
     enforce_eager: bool = False
     overlap: bool = NOT_SET
     cuda_graphs: bool = NOT_SET
+    allow_control_tokens_in_messages: bool = False
     record_itl: bool = False
     seed: int = 0
     revision: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from nanovllm.bad_words import Spellings
+from nanovllm.control_tokens import ChatEncoder
 from nanovllm.engine import Engine
 from nanovllm.errors import QueueFullError
 from nanovllm.outputs import OutputKind
@@ -56,6 +57,7 @@ class Intake:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokenizer = engine.tokenizer
+        self._chat_encoder = ChatEncoder(engine.tokenizer)
 
     def prepare(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[PreparedRequest]:
         """The requests of one call, all of them checked; arguments as in `LLM.generate`."""
@@ -146,6 +148,8 @@ class Intake:
         _check_conversation(conversation)
         template_options = {"add_generation_prompt": True} | template_options
         try:
+            if not self._engine.config.allow_control_tokens_in_messages:
+                return self._chat_encoder.encode(conversation, tools, template_options)
             return list(
                 self._tokenizer.apply_chat_template(
                     list(conversation), tools=tools, return_dict=False, **template_options

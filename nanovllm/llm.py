@@ -59,6 +59,7 @@ class LLM:
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._engine: Engine | None = engine
+        self._intake: Intake | None = Intake(engine)
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
         self._request_numbers = itertools.count()
@@ -92,7 +93,7 @@ class LLM:
         (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
         them all and raises.
         """
-        prepared = Intake(self._open_engine()).prepare(
+        prepared = self._open_intake().prepare(
             prompts, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
         )
         requests = {str(next(self._request_numbers)): request for request in prepared}
@@ -132,7 +133,7 @@ class LLM:
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        (request,) = Intake(self._open_engine()).prepare_each(
+        (request,) = self._open_intake().prepare_each(
             [prompt], sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
         )
         return self._run({str(next(self._request_numbers)): request}, OutputKind.CUMULATIVE)
@@ -140,8 +141,11 @@ class LLM:
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
     ) -> list[list[int]]:
-        """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
-        return Intake(self._open_engine()).apply_chat_template(messages)
+        """Token ids of one conversation or several, ready for the answer; always a list of prompts.
+
+        Texts that spell a control token are encoded as plain text, see `allow_control_tokens_in_messages`.
+        """
+        return self._open_intake().apply_chat_template(messages)
 
     def _run(
         self,
@@ -257,7 +261,7 @@ class LLM:
         with self._own_lock():
             if self._engine is not None:
                 self._engine.close()
-                self._engine = None
+                self._engine = self._intake = None
 
     def __enter__(self) -> LLM:
         return self
@@ -269,6 +273,11 @@ class LLM:
         if self._engine is None:
             raise RuntimeError("this LLM is closed; build a new one.")
         return self._engine
+
+    def _open_intake(self) -> Intake:
+        self._open_engine()
+        assert self._intake is not None
+        return self._intake
 
 
 def _rate_display(bar: tqdm, engine: Engine) -> Callable[[Engine], None]:

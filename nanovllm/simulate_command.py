@@ -16,7 +16,14 @@ from nanovllm.simulator import report, simulate
 from nanovllm.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 
 # Engine options that make no difference to a replay; the pool is the calibration's, or what the other options say.
-NOT_SIMULATED = ("gpu_memory_utilization", "record_itl", "seed", "revision", "trust_remote_code")
+NOT_SIMULATED = (
+    "gpu_memory_utilization",
+    "record_itl",
+    "seed",
+    "revision",
+    "trust_remote_code",
+    "allow_control_tokens_in_messages",
+)
 
 
 def add_calibrate_command(commands: Any) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -15,6 +16,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server import errors
+from nanovllm.server.listening import shown
 from nanovllm.server.retry_after import RetryAfter
 
 logger = logging.getLogger("nanovllm")
@@ -92,6 +94,12 @@ class DrainingServer(uvicorn.Server):
         self.exit_code = 0
         self._engine, self._admission, self._drain_timeout = engine, admission, drain_timeout
         self._is_hurried = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if sockets:  # of which uvicorn says nothing
+            address = shown(self.config.host, sockets[0].getsockname()[1])
+            logger.info("running on http://%s (press Ctrl+C to stop)", address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._admission.is_draining:
