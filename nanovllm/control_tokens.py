@@ -83,8 +83,9 @@ class ChatEncoder:
         return ids
 
     def _check_plain(self, ids: list[int]) -> None:
+        present = set(ids)
         for spelling, token_id in self._control.items():
-            if token_id in ids:
+            if token_id in present:
                 raise ValueError(
                     f"the tokenizer makes its control token {spelling!r} of a message's plain text. Leave it out of "
                     "the messages, or set allow_control_tokens_in_messages."
@@ -138,7 +139,9 @@ class ChatEncoder:
                 for token in self._added
             ]
         )
-        return copy, aliases, {copy.token_to_id(alias): self._control[text] for text, alias in aliases.items()}
+        ids = {text: copy.token_to_id(alias) for text, alias in aliases.items()}
+        control_ids = {alias_id: self._control[text] for text, alias_id in ids.items() if alias_id is not None}
+        return copy, aliases, control_ids
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
