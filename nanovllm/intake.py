@@ -17,10 +17,10 @@ from nanovllm.engine import Engine
 from nanovllm.errors import QueueFullError
 from nanovllm.outputs import OutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import MAX_PRIORITY
 
 Prompt = str | SequenceABC[int]
 Message = Mapping[str, Any]
-MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)

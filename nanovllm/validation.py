@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+MAX_PRIORITY = 2**31 - 1  # of a request, and with a minus the least
+
 
 def real(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -11,10 +11,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from nanovllm.intake import MAX_PRIORITY
 from nanovllm.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from nanovllm.server.protocol import NOT_FOR_TEMPLATES
 from nanovllm.server.state import ServerState
+from nanovllm.validation import MAX_PRIORITY
 
 Schema = dict[str, Any]
 

@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovllm.intake import MAX_PRIORITY
-from nanovllm.validation import integer, real, strings, truth
+from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 
 MAX_SECONDS = 86400.0  # of what is watched by a timer
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
