@@ -31,7 +31,8 @@ class SamplingParams:
     truncate_prompt_tokens: keep only the last so many tokens of a longer prompt.
     allowed_token_ids: no other token is drawn; none given allows all.
     bad_words: strings whose tokens, spelt with or without a space in front, are never completed.
-    logit_bias: added to the logits of these token ids; -100 to 100 each (in effect: never, or always).
+    logit_bias: added to the logits of these token ids; -100 to 100 each (in effect: never, or always). Kept as a
+        read-only copy.
     repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; 1e-6 to
         1e6, within which they stay finite, and 1 changes nothing.
     frequency_penalty: taken off a token's logit for each time that it stands in the output; -2 to 2.

@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from nanovllm.frozen_dict import FrozenDict
+
 MAX_PRIORITY = 2**31 - 1  # of a request, and with a minus the least
 
 
@@ -33,16 +35,16 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return value
 
 
-def biases(values: Any) -> dict[int, float]:
+def biases(values: Any) -> FrozenDict[int, float]:
     if values is None:
-        return {}
+        return FrozenDict()
     if not isinstance(values, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, not {values!r}.")
-    biases = {}
+    biases: dict[int, float] = {}
     for key, value in values.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than strings
         biases[integer("a token id of logit_bias", token_id, 0)] = real("logit_bias", value, -100.0, 100.0)
-    return biases
+    return FrozenDict(biases)
 
 
 def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:

@@ -1,13 +1,17 @@
 """SamplingParams: what is accepted is normalised, what is not names the parameter, the value and what is allowed."""
 
+import copy
+import json
+import pickle
 import re
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanovllm.frozen_dict import FrozenDict
 from nanovllm.sampling_params import MAX_SEED, MIN_TEMPERATURE, SamplingParams
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -145,7 +149,7 @@ def test_numbers_of_numpy_become_plain_numbers():
         n=2, logprobs=3, prompt_logprobs=0, truncate_prompt_tokens=9,
     )  # fmt: skip
     for field in fields(params):
-        assert type(getattr(params, field.name)) in (float, int, bool, tuple, dict), field.name
+        assert type(getattr(params, field.name)) in (float, int, bool, tuple, FrozenDict), field.name
 
 
 def test_fractions_are_numbers():
@@ -157,6 +161,40 @@ def test_a_change_to_the_list_that_was_given_changes_nothing():
     params = SamplingParams(stop=stops)
     stops.append("b")
     assert params.stop == ("a",)
+
+
+CHANGES_OF_A_DICT = {
+    "set": lambda mapping: mapping.__setitem__(9, 1e9),
+    "delete": lambda mapping: mapping.__delitem__(5),
+    "unite": lambda mapping: mapping.__ior__({9: 1e9}),
+    "clear": lambda mapping: mapping.clear(),
+    "pop": lambda mapping: mapping.pop(5),
+    "popitem": lambda mapping: mapping.popitem(),
+    "setdefault": lambda mapping: mapping.setdefault(9, 1e9),
+    "update": lambda mapping: mapping.update({9: 1e9}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_DICT.values(), ids=CHANGES_OF_A_DICT.keys())
+def test_no_bias_goes_past_the_checks_by_a_change_of_what_is_handed_out(change):
+    params = SamplingParams(logit_bias={5: 1.0})
+    with pytest.raises(TypeError, match="cannot be changed; build new options"):
+        change(params.logit_bias)
+    assert params.logit_bias == {5: 1.0}
+
+
+def test_biases_are_a_copy_that_is_handed_on_like_any_dict():
+    given = {5: 1.0}
+    params = SamplingParams(logit_bias=given)
+    given[6] = 2.0
+    assert params.logit_bias == {5: 1.0} and repr(params.logit_bias) == "{5: 1.0}"
+    assert json.loads(json.dumps(params.logit_bias)) == {"5": 1.0}
+    assert asdict(params)["logit_bias"] == {5: 1.0}
+    for copied in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), copy.copy(params), replace(params)):
+        assert copied == params and hash(copied) == hash(params) and repr(copied) == repr(params)
+        with pytest.raises(TypeError, match="cannot be changed"):
+            copied.logit_bias[9] = 1e9
+    assert replace(params, logit_bias=params.logit_bias | {7: 3.0}).logit_bias == {5: 1.0, 7: 3.0}
 
 
 def test_params_are_immutable_and_can_be_shared():

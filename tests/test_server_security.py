@@ -81,6 +81,20 @@ def test_a_key_that_no_request_can_bring_is_refused_and_not_shown(key):
     assert "ret" not in repr(ServerSettings(api_key=(key,)))
 
 
+def test_keys_are_kept_apart_from_what_they_were_given_in():
+    """Of an iterator too: a server whose keys were lost would be open to everybody."""
+    given = ["one", "two"]
+    settings = ServerSettings(api_key=given)
+    given.clear()
+    assert settings.api_key == ServerSettings(api_key=iter(["one", "two"])).api_key == ("one", "two")
+
+
+@pytest.mark.parametrize("keys", ["one", b"one", None, 5, [""], ["one", 5]])
+def test_keys_that_are_no_strings_are_refused(keys):
+    with pytest.raises(TypeError, match="api_key must hold strings"):
+        ServerSettings(api_key=keys)
+
+
 def test_without_the_key_a_body_is_not_even_read():
     with serving({"api_key": ("right",)}) as running:
         connection = socket.create_connection(running.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,9 +98,11 @@ class ServerSettings:
             raise TypeError("host must be an address, such as 127.0.0.1, not None.")
         self._set("port", integer("port", self.port, 0, 65535))
         # Their values must not show in a log, so the errors of `strings` will not do.
-        if isinstance(self.api_key, str) or not all(isinstance(key, str) and key for key in self.api_key):
+        is_list = isinstance(self.api_key, Iterable) and not isinstance(self.api_key, str)
+        keys = tuple(self.api_key) if is_list else (None,)  # once: an iterator that was checked would be empty after
+        if not all(isinstance(key, str) and key for key in keys):
             raise TypeError("api_key must hold strings that are not empty.")
-        self._set("api_key", tuple(self.api_key))
+        self._set("api_key", keys)
         self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
         for name in (
             "max_connections", "max_header_bytes", "max_headers", "max_body_items", "max_messages", "max_tools",
