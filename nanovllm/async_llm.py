@@ -240,7 +240,7 @@ class AsyncLLM:
 
     async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
         """What `prepare` returns; `texts` is what it tokenises."""
-        self._engine_loop.check_process()
+        self._engine_loop.process.check()
         try:
             future = self._preparation.submit(prepare, text_size(texts))
         except RuntimeError:  # it is shut down
@@ -320,8 +320,10 @@ class AsyncLLM:
     async def close(self) -> None:
         """End all requests (their streams with finish_reason "abort") and free the caches.
 
-        A live module is its owner's again. Waits for the step that runs; closing again does nothing.
+        A live module is its owner's again. Waits for the step that runs; does nothing again, or in a forked child.
         """
+        if self._engine_loop.process.is_elsewhere:
+            return
         self._preparation.shutdown()
         self._engine_loop.stop()
         await asyncio.to_thread(self._engine_loop.join)

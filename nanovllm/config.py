@@ -71,7 +71,8 @@ class EngineConfig:
     allow_control_tokens_in_messages: texts of conversations may spell control tokens, and so end their turn or begin
         one of another role; without it such a spelling is encoded as plain text.
     record_itl: keep the seconds between a request's tokens in its metrics, one by one.
-    seed: of the noise of requests that have no seed of their own.
+    seed: of the noise of requests that have no seed of their own. Never drawn: engines of one seed repeat one another,
+        in other processes and forked children too.
     revision: of a hub model: branch, tag or commit.
     trust_remote_code: run code that comes with a hub model.
     """

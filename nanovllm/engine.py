@@ -23,6 +23,7 @@ from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepEr
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.output_processor import OutputProcessor
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.own_process import OwnProcess
 from nanovllm.request import Request
 from nanovllm.request_checks import check_params, check_prompt, truncated
 from nanovllm.request_table import RequestTable
@@ -81,6 +82,7 @@ class Engine:
         # What steps gave and nobody has taken yet; whoever takes one may look at it first and remove it after.
         self.outputs: deque[RequestOutput] = deque()
         self.clock = clock
+        self._process = OwnProcess("Engine")
         self._recorder = StepRecorder(on_step, tracer)
         self._requests = RequestTable()
         self._failures: dict[Sequence, int] = {}  # failed steps in a row
@@ -349,6 +351,7 @@ class Engine:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Around every change of the bookkeeping: what an interrupt leaves half done is begun again at the next one."""
+        self._process.check()
         if self._is_torn:
             self._start_over()
         self._is_torn = True
@@ -394,11 +397,14 @@ class Engine:
         self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def check_alive(self) -> None:
+        self._process.check()
         if self._death is not None:
             raise EngineDeadError(f"this engine died of a device error: {self._death}") from self._death
 
     def close(self) -> None:
-        """Abort every request and free the caches; a live module is its owner's again."""
+        """Abort every request and free the caches; a live module is its owner's again. Nothing in a forked child."""
+        if self._process.is_elsewhere:
+            return
         self._requests.clear()
         self.outputs.clear()
         self._start_over()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from nanovllm.engine import Engine
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
 from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.heartbeat import Heartbeat
+from nanovllm.own_process import OwnProcess
 from nanovllm.streams import Mailroom
 
 logger = logging.getLogger("nanovllm")
@@ -52,7 +52,7 @@ class EngineLoop:
         self._stats = engine.stats()  # as of the last moment between two steps
         self._busy_since: float | None = None  # that moment, or when work came after it; None while there is none
         self._prepares = prepares_when_idle  # and there may be steps to get ready
-        self._process = os.getpid()
+        self.process = OwnProcess("AsyncLLM")
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
         self._thread.start()
@@ -61,7 +61,7 @@ class EngineLoop:
 
     def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
         """Run `call(engine)` before the next step; raises EngineDeadError or RuntimeError (closed) if there is none."""
-        self.check_process()
+        self.process.check()
         future: Future[Result] = Future()
         with self._changes:
             if self._is_stopping or self._has_ended:
@@ -77,13 +77,6 @@ class EngineLoop:
         stats, busy_since = self._stats, self._busy_since
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked child, which has no thread of the engine."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"this AsyncLLM lives in process {self._process}, and a forked child cannot use it; build one there."
-            )
-
     def refusal(self) -> Exception:
         """A new exception for one caller: why nothing is run any more."""
         if self._cause is None:
@@ -97,7 +90,9 @@ class EngineLoop:
         return self._cause is not None
 
     def stop(self) -> None:
-        """End every request with finish_reason "abort", and the thread, after the step that runs."""
+        """End every request with finish_reason "abort", and the thread, after the step that runs. Nothing in a forked child."""
+        if self.process.is_elsewhere:
+            return
         with self._changes:
             self._is_stopping = True
             self._changes.notify()

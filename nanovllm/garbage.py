@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -68,3 +69,16 @@ class OldObjectsFrozen:
                 cls._seconds, cls._count = 0.0, 0
         if is_due:
             gc.collect()
+
+    @classmethod
+    def forget_calls(cls) -> None:
+        """In a forked child: the threads that made the calls are not there, and one of them may have held the lock."""
+        cls._lock = threading.RLock()
+        cls._calls.clear()
+        if cls._has_frozen:
+            cls._has_frozen = False
+            gc.unfreeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=OldObjectsFrozen.forget_calls)

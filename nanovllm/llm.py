@@ -22,6 +22,7 @@ from nanovllm.garbage import OldObjectsFrozen
 from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
 from nanovllm.opening import open_engine
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.own_process import OwnProcess
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_records import StepHook
 from nanovllm.tracing import TraceWriter
@@ -44,7 +45,7 @@ class LLM:
     the model, ModelLoadError and UnsupportedModelError.
 
     Calls from several threads, and streams read in between, run together in one batch. Use it in a `with` block, or
-    call `close`.
+    call `close`. In a forked child every call but `close` raises RuntimeError.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LLM:
     ) -> None:
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
+        self._process = OwnProcess("LLM")
         self._engine: Engine | None = engine
         self._intake: Intake | None = Intake(engine)
         self._lock = threading.Lock()
@@ -179,9 +181,9 @@ class LLM:
                     yield output
         finally:
             # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
-            # the lock is taken, and whoever takes it next does the rest.
+            # the lock is taken, and whoever takes it next does the rest. In a forked child it is nobody's request.
             self._abandoned.extend(requests)
-            if self._lock.acquire(blocking=False):
+            if not self._process.is_elsewhere and self._lock.acquire(blocking=False):
                 try:
                     self._abort_abandoned()
                 finally:
@@ -210,6 +212,7 @@ class LLM:
 
     @contextmanager
     def _own_lock(self) -> Iterator[None]:
+        self._process.check()
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from within one of its own steps, by on_step or a logits processor, and would "
@@ -257,7 +260,9 @@ class LLM:
             engine.drop_computed()
 
     def close(self) -> None:
-        """End all requests, free the caches and let go of the model; closing again does nothing."""
+        """End all requests, free the caches and the model; does nothing again, or in a forked child."""
+        if self._process.is_elsewhere:
+            return
         with self._own_lock():
             if self._engine is not None:
                 self._engine.close()
@@ -270,6 +275,7 @@ class LLM:
         self.close()
 
     def _open_engine(self) -> Engine:
+        self._process.check()
         if self._engine is None:
             raise RuntimeError("this LLM is closed; build a new one.")
         return self._engine

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
+from nanovllm.own_process import OwnProcess
 from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.step_records import News, StepRecord
 
@@ -99,6 +100,7 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file = self.path.open("wb", buffering=0)
+        self._process = OwnProcess("TraceWriter")
         self._lock = threading.Lock()  # whoever closes it may not be the thread that steps
         self._output = _Output(0, [])
         self._budget = self._num_blocks = 0  # those of the engine that it belongs to
@@ -145,7 +147,9 @@ class TraceWriter:
                 self._flush()
 
     def close(self) -> None:
-        """End what is open, and the file; closing again does nothing."""
+        """End what is open, and the file; does nothing again, or in a forked child, which has the same file."""
+        if self._process.is_elsewhere:
+            return
         with self._lock:
             if self._file.closed:
                 return
