@@ -17,6 +17,7 @@ _HOMES = {
     "EngineConfig": "nanovllm.config",
     "RequestOutput": "nanovllm.outputs",
     "CompletionOutput": "nanovllm.outputs",
+    "ErrorKind": "nanovllm.outputs",
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "EngineStats": "nanovllm.outputs",
@@ -37,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
+    "ErrorKind",
     "Logprob",
     "ModelLoadError",
     "OutputKind",
@@ -57,7 +59,15 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.loader import ModelLoadError
     from nanovllm.model_probe import UnsupportedModelError
-    from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, OutputKind, RequestMetrics, RequestOutput
+    from nanovllm.outputs import (
+        CompletionOutput,
+        EngineStats,
+        ErrorKind,
+        Logprob,
+        OutputKind,
+        RequestMetrics,
+        RequestOutput,
+    )
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.step_records import StepRecord
     from nanovllm.tracing import TraceWriter

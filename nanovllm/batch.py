@@ -11,8 +11,6 @@ from nanovllm.sequence import Sequence
 # no token that could be drawn.
 NON_FINITE = -1
 NOTHING_LEFT = -2
-# How the error of the second begins, behind the request's name: it is the request's own fault.
-NO_TOKEN_LEFT = "no token is left to draw"
 
 
 class ScheduledSequence(NamedTuple):

@@ -23,7 +23,6 @@ import transformers
 from torch import nn
 
 import nanovllm
-from nanovllm.batch import ScheduledBatch
 from nanovllm.calibration import Calibration
 from nanovllm.config import EngineConfig
 from nanovllm.cost_model import CostModel, StepSample, StepShape, fit
@@ -33,8 +32,7 @@ from nanovllm.loader import LoadedModel
 from nanovllm.opening import open_engine
 from nanovllm.row_sizes import RowSizes
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
-from nanovllm.step_records import StepRecord
+from nanovllm.step_records import News, StepRecord
 
 logger = logging.getLogger("nanovllm")
 
@@ -56,19 +54,24 @@ class Group(NamedTuple):
 Scenario = tuple[Group, ...]
 
 
-class _NotingScheduler(Scheduler):
-    """Remembers the shape of every batch."""
+class _StepShapes:
+    """A tracer that keeps the shape of every step, by step id."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.shapes: dict[int, StepShape] = {}
-        self.sizes: RowSizes | None = None  # that the engine rounds up to
+    def __init__(self) -> None:
+        self.by_step: dict[int, StepShape] = {}
+        self.block_size = 0
+        self.sizes: RowSizes | None = None
 
-    def schedule(self) -> ScheduledBatch | None:
-        batch = super().schedule()
-        if batch is not None:
-            self.shapes[batch.step_id] = StepShape.of(batch, self.config.block_size, self.sizes)
-        return batch
+    def begin(self, config: EngineConfig, device: str) -> None:
+        """Follow an engine of this configuration, on a device of this type."""
+        self.block_size, self.sizes = config.block_size, RowSizes.of(replace(config, device=device))
+
+    def follow(self, news: News) -> None:
+        while news.steps:
+            record, batch = news.steps.popleft()
+            self.by_step[record.step_id] = StepShape.of(batch, self.block_size, self.sizes)
+        news.added.clear()
+        news.ended.clear()
 
 
 def calibrate(
@@ -93,11 +96,12 @@ def calibrate(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1.")
     records: list[StepRecord] = []
-    engine = open_engine(model, tokenizer, records.append, options | {"overlap": False}, clock=clock)
+    shapes = _StepShapes()
+    options = options | {"overlap": False}
+    engine = open_engine(model, tokenizer, records.append, options, tracer=shapes, clock=clock)
     try:
-        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
         device = engine.model_runner.device.type
-        scheduler.sizes = RowSizes.of(replace(engine.config, device=device))
+        shapes.begin(engine.config, device)
         launch_blocks = device == "cpu"
         plan = scenarios(engine.config)
         engine.model_runner.binding.caches.take_memory()
@@ -111,7 +115,7 @@ def calibrate(
                 records.clear()
                 with OldObjectsFrozen():
                     intakes += _run(engine, scenario, seed=number)
-                of_round += _samples(records, scheduler.shapes, launch_blocks=launch_blocks)
+                of_round += _samples(records, shapes.by_step, launch_blocks=launch_blocks)
             rounds.append(of_round)
         samples = list(_medians(rounds))
         cost_model = fit(samples, intakes, launch_blocks=launch_blocks)

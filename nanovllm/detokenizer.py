@@ -16,10 +16,13 @@ MAX_WINDOW = 8
 
 
 class IncrementalDetokenizer:
-    """Appends the text of each token as soon as it is a whole character.
+    """Appends each character as soon as it is whole.
 
     A token's text may depend on the one before (spaces, byte fallback), so each decode covers a short window: the
-    tokens of the last piece of text and those behind it.
+    tokens of the last piece of text and those behind it. A token may end one character and begin the next::
+
+        tokens   [ settled | pending ...   ]      pending: they end in an unfinished character
+        text     [ settled | early | \ufffd ]      early: whole characters of pending tokens, appended already
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
@@ -27,6 +30,7 @@ class IncrementalDetokenizer:
         self._decode_ids = decode_function(tokenizer, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
         self._num_settled = 0  # tokens of the window whose text has been appended
+        self._num_early = 0  # characters of the tokens behind them that have been appended
 
     def add(self, token_id: int) -> None:
         self._window.append(token_id)
@@ -34,6 +38,7 @@ class IncrementalDetokenizer:
         end = len(self._window)
         text = self._decode(end)
         if text.endswith("\ufffd"):
+            self._append(text.rstrip("\ufffd"), len(settled))
             if end - self._num_settled <= MAX_PENDING:
                 return
             end, text = self._before_the_unfinished()
@@ -43,13 +48,20 @@ class IncrementalDetokenizer:
             else:
                 self._num_settled = end
             return
-        self.text += text[len(settled) :]
+        self._append(text, len(settled))
+        self._num_early -= len(text) - len(settled)
         self._window = self._window[self._num_settled :]
         self._num_settled = end - self._num_settled
 
+    def _append(self, text: str, num_settled: int) -> None:
+        """Append what is new of the window's text, of which so many characters belong to settled tokens."""
+        new = text[num_settled + self._num_early :]
+        self.text += new
+        self._num_early += len(new)
+
     def unfinished_text(self) -> str:
         """Text of the tokens that wait for more, as it is: what is to be shown of them if no more come."""
-        return self._decode(len(self._window))[len(self._decode(self._num_settled)) :]
+        return self._decode(len(self._window))[len(self._decode(self._num_settled)) + self._num_early :]
 
     def _before_the_unfinished(self) -> tuple[int, str]:
         """The longest part of the window that cuts through no character, and its text."""

@@ -22,7 +22,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.output_processor import OutputProcessor
-from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.outputs import EngineStats, ErrorKind, OutputKind, RequestOutput
 from nanovllm.own_process import OwnProcess
 from nanovllm.request import Request
 from nanovllm.request_checks import check_params, check_prompt, truncated
@@ -225,7 +225,7 @@ class Engine:
         ended = [sequence for sequence in sequences if not sequence.is_finished]
         for sequence in ended:
             self.scheduler.finish(sequence, reason)
-            sequence.error = error
+            sequence.error, sequence.error_kind = error, None if error is None else ErrorKind.INTERNAL
         self._collect(self._ended_unseen + ended)
 
     def _end_overdue(self, now: float) -> None:

@@ -90,7 +90,7 @@ class EngineLoop:
         return self._cause is not None
 
     def stop(self) -> None:
-        """End every request with finish_reason "abort", and the thread, after the step that runs. Nothing in a forked child."""
+        """End every request with finish_reason "abort", and the thread, after the step that runs; not in a child."""
         if self.process.is_elsewhere:
             return
         with self._changes:

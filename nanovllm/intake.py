@@ -14,10 +14,10 @@ from jinja2 import TemplateError
 from nanovllm.bad_words import Spellings
 from nanovllm.control_tokens import ChatEncoder
 from nanovllm.engine import Engine
-from nanovllm.errors import QueueFullError
+from nanovllm.errors import PromptTooLongError, QueueFullError
 from nanovllm.outputs import OutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import MAX_PRIORITY
+from nanovllm.validation import MAX_PRIORITY, text, texts
 
 Prompt = str | SequenceABC[int]
 Message = Mapping[str, Any]
@@ -97,10 +97,13 @@ class Intake:
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
-                raise type(error)(f"prompt {number}: {error}") from error
-            text = prompt if isinstance(prompt, str) else None
+                # Of a kind that takes a message alone, which not all subclasses do.
+                kinds = PromptTooLongError, TypeError, ValueError
+                kind = next(kind for kind in kinds if isinstance(error, kind))
+                raise kind(f"prompt {number}: {error}") from error
+            as_text = prompt if isinstance(prompt, str) else None
             own = params[number], spellings[id(params[number])], priorities[number], salts[number], timeouts[number]
-            requests.append(PreparedRequest(text, token_ids, *own, arrival_time))
+            requests.append(PreparedRequest(as_text, token_ids, *own, arrival_time))
         return requests
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
@@ -111,6 +114,7 @@ class Intake:
             raise ValueError("a prompt as text needs a tokenizer; pass tokenizer=... with the model, or token ids.")
         if not prompt:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
+        text("the prompt", prompt)
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
         return list(self._tokenizer(prompt, **options)["input_ids"])
 
@@ -146,6 +150,9 @@ class Intake:
         if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
             raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         _check_conversation(conversation)
+        texts("messages", list(conversation))
+        texts("tools", tools)
+        texts("template_options", template_options)
         template_options = {"add_generation_prompt": True} | template_options
         try:
             if not self._engine.config.allow_control_tokens_in_messages:

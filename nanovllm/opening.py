@@ -18,7 +18,7 @@ from nanovllm.model_binding import ModelBinding
 from nanovllm.model_guard import check_row_counted_scales
 from nanovllm.model_probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
-from nanovllm.step_records import StepHook
+from nanovllm.step_records import StepHook, Tracer
 from nanovllm.tracing import TraceWriter
 
 
@@ -29,9 +29,13 @@ def open_engine(
     options: dict[str, Any],
     *,
     trace: TraceWriter | None = None,
+    tracer: Tracer | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
+    """Load, hook and warm up a model.
+
+    Arguments and errors are those of `LLM`; `tracer` (where there is no trace) and `clock` are those of `Engine`.
+    """
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
     if trace is not None:
@@ -63,6 +67,6 @@ def open_engine(
         eos_token_ids=loaded.eos_token_ids,
         model_identity=loaded.identity,
         on_step=on_step,
-        tracer=trace,
+        tracer=tracer if trace is None else trace,
         clock=clock,
     )

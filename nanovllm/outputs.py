@@ -20,6 +20,17 @@ class OutputKind(StrEnum):
     FINAL = "final"
 
 
+class ErrorKind(StrEnum):
+    """Whose fault it is that a request ended with an error.
+
+    REQUEST: what it asks for, its options or its own functions; the same request fails again.
+    INTERNAL: anything else, such as a failed step, logits that are not finite, or a tokenizer that cannot decode.
+    """
+
+    REQUEST = "request"
+    INTERNAL = "internal"
+
+
 class Logprob(NamedTuple):
     """How probable a token was to the model, before anything that the request asks for acts on the distribution.
 
@@ -105,6 +116,7 @@ class RequestOutput:
     error: why a completion ended with finish_reason "error", the first of them if several did.
     prompt_logprobs: None for the first prompt token, then one entry for each, if the request asks for them; as far as
         they are there while it runs.
+    error_kind: whose fault `error` is; None without one.
     """
 
     request_id: str
@@ -116,6 +128,7 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error_kind: ErrorKind | None = None
 
     def extend(self, later: RequestOutput) -> None:
         """Append a later delta to this one, which becomes the delta of both."""
@@ -130,7 +143,7 @@ class RequestOutput:
             if completion.logprobs is not None and theirs.logprobs is not None:
                 completion.logprobs += theirs.logprobs
             completion.finish_reason, completion.stop_reason = theirs.finish_reason, theirs.stop_reason
-        self.finished, self.error = later.finished, later.error
+        self.finished, self.error, self.error_kind = later.finished, later.error, later.error_kind
         self.num_cached_tokens, self.metrics = later.num_cached_tokens, later.metrics
         self.prompt_logprobs = later.prompt_logprobs
 

@@ -28,7 +28,7 @@ class OwnProcess:
         """Raise RuntimeError in a forked child."""
         if self.is_elsewhere:
             raise RuntimeError(
-                f"this {self._owner} lives in process {self._id}, and a forked child (process {os.getpid()}) cannot use "
-                "it; build one there. PyTorch's threads do not survive a fork either: start such a process by "
+                f"this {self._owner} lives in process {self._id}, and a forked child (process {os.getpid()}) cannot "
+                "use it; build one there. PyTorch's threads do not survive a fork either: start such a process by "
                 'multiprocessing\'s "spawn" method, or call torch.set_num_threads(1) in it first.'
             )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.sequence import Sequence
 
 
@@ -100,6 +100,7 @@ class Request:
         if self._incremental is not None and self.is_streamed:
             self._text_given_up = self._incremental.text[: max(0, len(self._incremental.text) - self._hold_back)]
         self._tokenizer = self._incremental = None
+        self.sequence.error_kind = ErrorKind.INTERNAL
         self.sequence.error = (
             f"request {self.sequence.request_id!r}: the tokenizer could not decode its tokens "
             f"({type(error).__name__}: {error})"
@@ -133,6 +134,7 @@ class Request:
             metrics=self._metrics(),
             error=sequence.error,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
+            error_kind=sequence.error_kind,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -172,12 +174,14 @@ def merged(samples: list[RequestOutput]) -> RequestOutput:
     """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
     if len(samples) == 1:
         return samples[0]
+    failed = next((sample for sample in samples if sample.error), samples[0])
     return replace(
         samples[0],
         outputs=[completion for sample in samples for completion in sample.outputs],
         finished=all(sample.finished for sample in samples),
         metrics=_merged_metrics([sample.metrics for sample in samples]),
-        error=next((sample.error for sample in samples if sample.error), None),
+        error=failed.error,
+        error_kind=failed.error_kind,
     )
 
 

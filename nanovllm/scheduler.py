@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import NO_TOKEN_LEFT, NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
+from nanovllm.outputs import ErrorKind
 from nanovllm.sequence import Sequence, SequenceStatus
 
 # A request whose chunk rounds down to nothing keeps its place; after this many overtakings it is waited for.
@@ -365,11 +366,13 @@ class Scheduler:
     def _fail(self, sequence: Sequence, answer: int) -> None:
         request, count = f"request {sequence.request_id!r}", sequence.num_tokens
         if answer == NOTHING_LEFT:
+            sequence.error_kind = ErrorKind.REQUEST
             sequence.error = sequence.error or (
-                f"{request}: {NO_TOKEN_LEFT} after {count} tokens: allowed_token_ids, bad_words, min_tokens "
+                f"{request}: no token is left to draw after {count} tokens: allowed_token_ids, bad_words, min_tokens "
                 "and logits_processors (or their NaN or +infinity) together forbid every one; allow at least one"
             )
         else:
+            sequence.error_kind = ErrorKind.INTERNAL
             sequence.error = (
                 f"{request}: the model's logits after {count} tokens are not finite (NaN or infinity); check the "
                 "weights and the dtype"

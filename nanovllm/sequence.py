@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 
-from nanovllm.outputs import TokenLogprobs
+from nanovllm.outputs import ErrorKind, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -39,6 +39,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "error",
+        "error_kind",
         "finish_reason",
         "high_water",
         "index",
@@ -111,6 +112,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the token id or the string that stopped it
         self.error: str | None = None
+        self.error_kind: ErrorKind | None = None  # of a sequence that ended with an error
         # One for each generated token, and for each prompt token behind the first (None) as far as they are read. The
         # prompt is the same for all samples, so the first reports on it.
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -126,7 +128,7 @@ class Sequence:
         self.block_table, self.block_hashes = [], []
         self.status = SequenceStatus.WAITING
         self.placed_in_step = -1
-        self.finish_reason = self.stop_reason = self.error = None
+        self.finish_reason = self.stop_reason = self.error = self.error_kind = None
 
     @property
     def num_tokens(self) -> int:

@@ -63,7 +63,33 @@ def strings(name: str, value: Any, remedy: str) -> tuple[str, ...]:
             raise TypeError(f"{name} must hold strings, not {item!r}. {remedy}")
         if not item:
             raise ValueError(f"{name} holds an empty string, which every text contains. Remove it.")
+        text(name, item)
     return found
+
+
+def text(name: str, value: str) -> str:
+    """A string that a tokenizer can read; others hold half of a surrogate pair, which stands for no character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} holds half of a surrogate pair, U+{ord(value[error.start]):04X}, as character {error.start}, "
+            "which is no text. Remove it, or decode what it came from with errors='replace'."
+        ) from None
+    return value
+
+
+def texts(name: str, value: Any) -> None:
+    """The same for every string and key within mappings and sequences."""
+    if isinstance(value, str):
+        text(name, value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            texts(f"a key of {name}", key)
+            texts(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            texts(f"{name}[{number}]", item)
 
 
 def truth(name: str, value: Any) -> bool:

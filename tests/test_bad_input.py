@@ -13,6 +13,8 @@ import transformers
 from torch import nn
 
 from nanovllm import LLM, EngineConfig, SamplingParams, UnsupportedModelError
+from nanovllm.errors import PromptTooLongError
+from nanovllm.intake import Intake
 from tests.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 128}
@@ -130,8 +132,67 @@ def test_a_stop_string_is_refused_without_a_tokenizer():
     assert_names(refused(ValueError, [5], params, llm=llm_without_tokenizer()), "stop", "tokenizer=...")
 
 
-def test_text_that_is_no_unicode_is_refused():
-    refused((TypeError, ValueError), "half a pair: \ud83d", GREEDY)
+def test_half_of_a_surrogate_pair_is_refused_with_its_place_its_code_and_a_remedy():
+    half = "half a pair: \ud83d"
+    named = "U+D83D, as character 13", "errors='replace'"
+    assert_names(refused(ValueError, half, GREEDY), "the prompt holds", *named)
+    assert_names(refused(ValueError, ["good", half], GREEDY), "prompt 1: the prompt holds", *named)
+    for name in ("stop", "bad_words"):
+        with pytest.raises(ValueError) as caught:
+            SamplingParams(**{name: ["good", half]})
+        assert_names(str(caught.value), f"{name} holds half", *named)
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "options", "name"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "\udfff"}], {}, "messages[1].content holds"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}], {}, "messages[0].content[0].text holds"),
+        ([{"role": "user", "content": "a", "\udfff": 1}], {}, "a key of messages[0] holds"),
+        ([{"role": "user", "content": "a"}], {"tools": [{"name": "\udfff"}]}, "tools[0].name holds"),
+        ([{"role": "user", "content": "a"}], {"tone": "\udfff"}, "template_options.tone holds"),
+    ],
+)
+def test_half_of_a_surrogate_pair_in_a_conversation_is_refused(conversation, options, name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm, pytest.raises(ValueError) as caught:
+        Intake(llm._engine).apply_chat_template_to(conversation, **options)
+    assert_names(str(caught.value), name, "U+DFFF, as character 0", "errors='replace'")
+
+
+class Unreadable:
+    """A tokenizer whose errors take more than a message."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, prompt: str, **_: Any) -> dict[str, list[int]]:
+        if prompt == "bad":
+            raise self.error
+        return {"input_ids": [5]}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), ValueError),
+        (type("Odd", (TypeError,), {"__init__": lambda self, a, b: None})(1, 2), TypeError),
+        (PromptTooLongError("long"), PromptTooLongError),
+    ],
+    ids=["unicode", "odd", "long"],
+)
+def test_an_error_of_one_prompt_keeps_its_kind_and_names_the_prompt(error, kind):
+    with LLM(tiny_model(), tokenizer=Unreadable(error), **OPTIONS) as llm:
+        with pytest.raises(kind, match=r"^prompt 1: ") as caught:
+            llm.generate(["good", "bad"], GREEDY, use_tqdm=False)
+        assert caught.type is kind and caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from nanovllm import EngineConfig
 from nanovllm.calibrate import (
     Group,
-    _NotingScheduler,
     _run,
     _samples,
+    _StepShapes,
     calibrate,
     residuals,
     scenarios,
@@ -159,11 +159,12 @@ def test_scenarios_respect_the_limits_of_the_engine():
 
 
 def test_scenarios_with_a_shared_beginning_share_it():
-    engine = open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})
+    shapes = _StepShapes()
+    engine = open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True}, tracer=shapes)
     with closing(engine):
-        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+        shapes.begin(engine.config, "cpu")
         _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
-    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in scheduler.shapes.values()]
+    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes.by_step.values()]
     assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
 
 
@@ -211,13 +212,28 @@ def test_a_real_engine_is_measured_on_its_clock():
     assert config.num_kv_blocks * config.block_size * calibration.kv_token_bytes == calibration.kv_cache_bytes
 
 
+def test_an_engine_that_is_measured_keeps_its_one_scheduler(monkeypatch):
+    """Its output processor ends requests in the scheduler that the engine was built with."""
+    schedulers = []
+
+    def run(engine, *_, **__):
+        schedulers.append((engine.scheduler, engine._output_processor._scheduler))
+        return []
+
+    monkeypatch.setattr("nanovllm.calibrate._run", run)
+    with pytest.raises(StopIteration):
+        monkeypatch.setattr("nanovllm.calibrate._samples", lambda *_, **__: next(iter(())))
+        calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    assert all(one is other for one, other in schedulers) and schedulers
+
+
 def test_of_a_device_of_its_own_the_launch_counts_apart():
-    records, clock = [], CountingClock()
+    records, clock, shapes = [], CountingClock(), _StepShapes()
     options = {"max_model_len": 128, "enforce_eager": True, "overlap": False}
-    with closing(open_engine(tiny_model(), None, records.append, options, clock=clock)) as engine:
-        scheduler = engine.scheduler = _NotingScheduler(engine.config, engine.block_manager)
+    with closing(open_engine(tiny_model(), None, records.append, options, tracer=shapes, clock=clock)) as engine:
+        shapes.begin(engine.config, "cpu")
         _run(engine, (Group(4, 20, 3),), seed=1)
-        samples = list(_samples(records, scheduler.shapes, launch_blocks=False))
+        samples = list(_samples(records, shapes.by_step, launch_blocks=False))
     assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
         # Launching is two looks, and so is waiting.

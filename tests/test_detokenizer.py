@@ -184,14 +184,54 @@ def test_what_is_unfinished_at_the_end_is_shown_as_it_is():
     assert pieces_and_rest(half, tokenizer()) == ["a", "", "", "\ufffd"]
 
 
+class Segments:
+    """A byte-level tokenizer whose tokens are any strings of bytes."""
+
+    def __init__(self, segments: list[bytes]) -> None:
+        self.segments = segments
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return b"".join(self.segments[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+def segments_of(text: str, cuts: list[int]) -> list[bytes]:
+    """Its bytes, cut into pieces of these lengths, in turn, as far as they go, and single bytes behind them."""
+    data, segments = text.encode(), []
+    for size in itertools.chain(cuts, itertools.repeat(1)):
+        if not data:
+            return segments
+        segments.append(data[:size])
+        data = data[size:]
+
+
+@given(VALID_TEXT | RICH_TEXT, st.lists(st.integers(1, 6), max_size=40))
+@example("a😀é你!", [2, 4, 3, 1])
+@settings(deadline=None, max_examples=300)
+def test_wherever_tokens_cut_a_text_its_whole_characters_are_shown_at_once(text, cuts):
+    valid = text.replace("\ufffd", "")
+    segments = segments_of(valid, cuts)
+    shown = itertools.accumulate(pieces(list(range(len(segments))), Segments(segments)))
+    known = itertools.accumulate(segments)
+    assert [*shown] == [data.decode(errors="ignore") for data in known]
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=5) | st.sampled_from([b"a\xc3", b"\xa9", b"\xa9b\xf0\x9f"]), max_size=30)
+)
+@settings(deadline=None, max_examples=300)
+def test_tokens_of_any_bytes_join_to_the_decoding_of_the_whole_once_they_end(segments):
+    using, token_ids = Segments(segments), list(range(len(segments)))
+    assert "".join(pieces_and_rest(token_ids, using)) == using.decode(token_ids)
+
+
 # ------------------------------------------------------------------------------------------------------- stop strings
 
 
-def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind) -> list[CompletionOutput]:
+def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind, using: Any = None) -> list[CompletionOutput]:
     """What a request that draws these tokens shows after each of them, up to its end."""
     params = SamplingParams(stop=stop, max_tokens=len(token_ids))
     sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
-    request = Request(sequence, None, [5], tokenizer(), output_kind=kind)
+    request = Request(sequence, None, [5], using or tokenizer(), output_kind=kind)
     shown = []
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
@@ -225,6 +265,39 @@ def test_a_stream_shows_no_part_of_a_stop_string_and_its_deltas_join(parts, stop
     deltas = stream_of(token_ids, stop, OutputKind.DELTA)
     assert "".join(completion.text for completion in deltas) == whole[-1].text
     assert [token_id for completion in deltas for token_id in completion.token_ids] == whole[-1].token_ids
+
+
+@given(PARTS, st.lists(PARTS.map("".join), min_size=1, max_size=3), st.lists(st.integers(1, 6), max_size=40))
+@example(["ab", "é"], ["ab"], [3])
+@settings(deadline=None, max_examples=200)
+def test_a_stop_string_ends_a_request_with_the_token_that_completes_it_wherever_tokens_cut(parts, stop, cuts):
+    text = "".join(parts)
+    segments = segments_of(text, cuts)
+    token_ids = list(range(len(segments)))
+    known = [data.decode(errors="ignore") for data in itertools.accumulate(segments)]
+    whole = stream_of(token_ids, stop, OutputKind.CUMULATIVE, Segments(segments))
+    ends = [number for number, shown in enumerate(known, 1) if any(item in shown for item in stop)]
+    assert len(whole) == min(ends, default=len(segments))
+    if ends:
+        assert whole[-1].text in [text[: text.find(item)] for item in stop if item in known[len(whole) - 1]]
+    else:
+        assert whole[-1].text == text
+
+
+@pytest.mark.parametrize("kind", OutputKind)
+def test_a_stop_string_whose_last_token_begins_a_character_ends_the_request_by_it_though_it_is_the_last(kind):
+    cafe = next(number for number in range(512) if decode(tokenizer(), [number]) == " caf\ufffd")  # learnt from "café"
+    token_ids = [*tokenizer()("the")["input_ids"], cafe]
+    params = SamplingParams(stop="caf", max_tokens=len(token_ids))
+    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
+    request = Request(sequence, None, [5], tokenizer(), output_kind=kind)
+    stops = []
+    for token_id in token_ids:
+        sequence.token_ids.append(token_id)
+        stops.append(request.advance(0.0))
+    sequence.status = SequenceStatus.FINISHED
+    assert stops == [None] * (len(token_ids) - 1) + ["caf"]
+    assert request.output(0.0).outputs[0].text == "the "
 
 
 # ------------------------------------------------------------------------------------------------------ linear time

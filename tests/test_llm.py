@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
+from nanovllm import LLM, EngineDeadError, ErrorKind, SamplingParams, StepError
 from nanovllm.errors import DeviceError
 from tests.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
@@ -352,6 +352,7 @@ def test_a_tokenizer_that_cannot_decode_ends_its_request_with_an_error_and_no_ot
         outputs = generate(llm, prompts, params)
         assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
         assert "piece id is out of range" in outputs[1].error
+        assert [output.error_kind for output in outputs] == [None, ErrorKind.INTERNAL, None]
         assert token_ids([outputs[0], outputs[2]]) == [wanted[0], wanted[2]]
         assert wanted[1][: len(outputs[1].outputs[0].token_ids)] == outputs[1].outputs[0].token_ids
         assert_idle_and_whole(llm)
@@ -828,7 +829,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone_with_an_error_that_say
     good, bad, also_good = generate(llm, [prompts[0], [*prompts[1], 7], prompts[2]])
     assert bad.outputs[0].finish_reason == "error"
     assert bad.request_id in bad.error
-    assert "finite" in bad.error
+    assert "finite" in bad.error and bad.error_kind is ErrorKind.INTERNAL
     assert token_ids([good, also_good]) == token_ids(generate(shared_llm(), [prompts[0], prompts[2]]))
     assert_idle_and_whole(llm)
 

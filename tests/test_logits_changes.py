@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.bad_words import spellings_of
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.logprobs import StepReport
@@ -252,6 +252,7 @@ def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message
         assert llm.stats().num_used_blocks == 0
     assert good.outputs[0].token_ids == alone.outputs[0].token_ids
     assert bad.outputs[0].finish_reason == "error"
+    assert bad.error_kind is ErrorKind.REQUEST and good.error_kind is None
     assert len(bad.outputs[0].token_ids) == num_tokens
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(bad.error)

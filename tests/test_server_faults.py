@@ -415,6 +415,18 @@ def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_t
         assert tokens_of(running, SHORT) == offline_tokens(SHORT)
 
 
+def test_the_words_of_an_error_do_not_make_it_the_clients(monkeypatch):
+    """Whose fault it is, is a field of the output: words may be anybody's, of a driver or of the client itself."""
+    with serving() as running, running.http() as http:
+
+        def fail() -> None:
+            raise RuntimeError("no token is left to draw, says a driver")
+
+        watch_steps(running, monkeypatch, fail)
+        answer = http.post("/v1/completions", json=SHORT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
+
+
 def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch):
     with serving() as running, running.http() as http:
         steps = iter(range(1000))

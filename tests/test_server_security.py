@@ -285,6 +285,8 @@ def test_json_is_taken_up_to_a_depth_that_templates_and_the_log_can_bear(place):
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": "\ud800"}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}, "bad_words"),
         ("/tokenize", {"prompt": "a\udfff"}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ],
@@ -293,4 +295,6 @@ def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
     with running.http() as http:
         answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert "surrogate" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "surrogate" in message and "U+D" in message and "errors='replace'" in message
+    assert ("messages[0].content holds" in message) == (param == "messages")

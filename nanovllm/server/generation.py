@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from nanovllm.batch import NO_TOKEN_LEFT
 from nanovllm.errors import EngineClosedError, QueueFullError
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.metrics import ServerMetrics
@@ -127,7 +126,7 @@ def new_id(prefix: str) -> str:
 def failure_of(output: RequestOutput) -> errors.ApiError | None:
     """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
     for completion in output.outputs:
-        if completion.finish_reason == "error" and NO_TOKEN_LEFT in (output.error or ""):
+        if completion.finish_reason == "error" and output.error_kind is ErrorKind.REQUEST:
             return errors.ApiError(400, f"{output.error}.")
         if completion.finish_reason == "error":
             logger.error("request %s: %s", output.request_id, output.error)

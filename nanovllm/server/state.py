@@ -21,6 +21,7 @@ from nanovllm.server.security import require_api_key
 from nanovllm.server.settings import ServerSettings, salt_of
 from nanovllm.server.sse import EventStream
 from nanovllm.server.token_text import TokenText
+from nanovllm.validation import texts
 
 CHARS_PER_TOKEN = 32  # no text of a language has so many on average
 
@@ -67,17 +68,11 @@ class ServerState:
                 param=param,
                 code=TOO_LONG,
             )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                400,
-                f"{param} holds half of a surrogate pair (character {error.start}), so it is no text.",
-                param=param,
-            ) from error
+        _check_text(param, prompt)
 
     def check_conversation(self, *parts: Any) -> None:
         """The same for all that the chat template is given: its parts count as JSON."""
+        _check_text("messages", parts[0])
         self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
@@ -131,3 +126,11 @@ def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAUL
 def state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
+
+
+def _check_text(param: str, given: Any) -> None:
+    """Raise ApiError (400) for half of a surrogate pair, in a string or within what is given."""
+    try:
+        texts(param, given)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=param) from error
