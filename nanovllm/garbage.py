@@ -32,6 +32,11 @@ class OldObjectsFrozen:
     it takes little. But freezing makes the young old, so calls that follow one another would put off for ever that
     garbage is found: everything is collected at the end of a call once they have lasted long enough in all, or sooner
     if they were many, since each may have left some. What somebody else has frozen stays as it is.
+
+    Args:
+        keeps_results: the call makes very many objects that it returns, such as log-probabilities. What outlives two
+            young collections is then frozen too, so that full ones do not go through the growing results; cycles of
+            that age wait for the end of the call.
     """
 
     OF_PYTHON = 1000  # objects that an interpreter may have frozen by itself; 3.12 does so with some hundred
@@ -45,6 +50,9 @@ class OldObjectsFrozen:
     _begin = 0.0
     _seconds, _count = 0.0, 0  # of calls since the last collection
 
+    def __init__(self, *, keeps_results: bool = False) -> None:
+        self._keeps_results = keeps_results
+
     def __enter__(self) -> None:
         cls = OldObjectsFrozen
         with cls._lock:
@@ -53,15 +61,35 @@ class OldObjectsFrozen:
                 gc.collect(0)
                 cls._has_frozen, cls._begin = True, time.monotonic()
                 gc.freeze()
+            if self._keeps_results and cls._has_frozen and cls._freeze_survivors not in gc.callbacks:
+                gc.callbacks.append(cls._freeze_survivors)
+
+    @staticmethod
+    def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
+        """Called by the collector; freezing empties the oldest generation and begins its count anew."""
+        if phase == "stop" and info["generation"] == 1 and OldObjectsFrozen._has_frozen:
+            gc.freeze()
+
+    @classmethod
+    def _thaw(cls) -> None:
+        cls._has_frozen = False
+        cls._leave_survivors()
+        gc.unfreeze()
+
+    @classmethod
+    def _leave_survivors(cls) -> None:
+        if cls._freeze_survivors in gc.callbacks:
+            gc.callbacks.remove(cls._freeze_survivors)
 
     def __exit__(self, *_: object) -> None:
         cls = OldObjectsFrozen
         with cls._lock:
             cls._calls.discard(self)
+            if self._keeps_results and not any(call._keeps_results for call in cls._calls):
+                cls._leave_survivors()
             if cls._calls or not cls._has_frozen:
                 return
-            cls._has_frozen = False
-            gc.unfreeze()
+            cls._thaw()
             cls._seconds += time.monotonic() - cls._begin
             cls._count += 1
             is_due = cls._seconds > cls.COLLECTS_EVERY / (10 if cls._count >= cls.AFTER_CALLS else 1)
@@ -76,8 +104,7 @@ class OldObjectsFrozen:
         cls._lock = threading.RLock()
         cls._calls.clear()
         if cls._has_frozen:
-            cls._has_frozen = False
-            gc.unfreeze()
+            cls._thaw()
 
 
 if hasattr(os, "register_at_fork"):

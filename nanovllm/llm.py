@@ -102,7 +102,8 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = _rate_display(bar, self._open_engine())
-        with bar, OldObjectsFrozen():
+        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in prepared)
+        with bar, OldObjectsFrozen(keeps_results=reports):
             for output in self._run(requests, OutputKind.FINAL, after_step=show_rate):
                 outputs[output.request_id] = output
                 bar.update()

@@ -5,10 +5,43 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from contextlib import contextmanager
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.garbage import OldObjectsFrozen
+from tests.tiny_models import tiny_model
+
+
+@contextmanager
+def eager_collector():
+    """Full collections come as often as they may."""
+    gc.freeze()
+    gc.collect()  # of nothing: one is due once the new objects are a quarter of those that the last one saw
+    gc.unfreeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200, 3, 3)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def full_collections():
+    """A list that grows by one with each."""
+    found = []
+
+    def note(phase, info):
+        if phase == "stop" and info["generation"] == 2:
+            found.append(info)
+
+    gc.callbacks.append(note)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(note)
 
 
 class Cycle:
@@ -103,3 +136,55 @@ def test_garbage_of_many_calls_is_collected_once_they_have_lasted_long_enough(mo
                 now += 0.1
             counted += 1
         assert counted == num_calls
+
+
+# ------------------------------------------------------------------------------------------------- growing results
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 5}, {"prompt_logprobs": 5}])
+def test_no_full_collection_goes_through_the_log_probabilities_of_a_call(asked):
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, **asked)
+    with LLM(tiny_model(), max_model_len=128, enforce_eager=True) as llm:
+        with eager_collector(), full_collections() as found:
+            outputs = llm.generate([[5, 6, 7] * 20] * 24, params, use_tqdm=False)
+        assert found == []
+    reports = outputs[0].outputs[0].logprobs or outputs[0].prompt_logprobs[1:]
+    assert len(reports) >= 30 and all(len(report) >= 5 for report in reports)
+    assert gc.get_freeze_count() < OldObjectsFrozen.OF_PYTHON
+
+
+def test_of_growing_results_what_outlives_two_collections_is_frozen_until_the_call_ends():
+    def grow():
+        return [Cycle() for _ in range(5000)]
+
+    with eager_collector(), full_collections() as found, OldObjectsFrozen(keeps_results=True):
+        kept = grow()
+        assert found == []
+        first = gc.get_freeze_count()
+        kept += grow()
+        assert gc.get_freeze_count() > first + 3000
+        garbage = weakref.ref(kept[0])
+        del kept[:]
+    gc.collect()
+    assert garbage() is None
+
+
+def test_calls_without_growing_results_collect_as_before():
+    with eager_collector(), full_collections() as found, OldObjectsFrozen():
+        kept = [Cycle() for _ in range(20_000)]
+        assert found
+    del kept
+
+
+def test_a_call_that_keeps_results_leaves_no_trace_in_the_collector_while_another_goes_on():
+    before = len(gc.callbacks)
+    with OldObjectsFrozen():
+        with OldObjectsFrozen(keeps_results=True):
+            assert len(gc.callbacks) == before + 1
+        assert len(gc.callbacks) == before
+    gc.disable()
+    try:
+        with OldObjectsFrozen(keeps_results=True):
+            assert len(gc.callbacks) == before
+    finally:
+        gc.enable()
