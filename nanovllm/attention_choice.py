@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.attention.cpp import CppAttention
-from nanovllm.attention.flash import has_tried_version, keep_compiled_kernels, missing_for_flash
+from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash
 from nanovllm.attention.flex import FlexAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
@@ -50,10 +50,9 @@ class AttentionChoice:
             fastest = "cpp" if device.type != "cuda" else "flash" if _auto_takes_flash(binding, config) else "flex"
             wanted = fastest if compiles else "sdpa"
         if wanted == "flash":
-            missing = _missing_for_flash(binding, config)
+            missing = _missing_for_flash(binding, config) or import_failure()
             if missing is not None:
                 raise ValueError(f"attention_backend='flash' cannot be had: {missing}. Use 'auto' or 'flex'.")
-            keep_compiled_kernels()
         if wanted == "cpp":
             try:
                 kernels = _load_kernels(binding)
@@ -98,6 +97,8 @@ class AttentionChoice:
 
 def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
     """Where the user set none: what the form that they want works on; None for the device's default."""
+    if config.block_size is not None:
+        return None
     of_its_size = replace(config, block_size=FLASH_BLOCK_SIZE)
     if config.attention_backend == "flash":
         takes_flash = _missing_for_flash(binding, of_its_size) is None
@@ -138,7 +139,12 @@ def _missing_compiler(device: torch.device) -> str | None:
 
 def _auto_takes_flash(binding: ModelBinding, config: EngineConfig) -> bool:
     """Where the user has installed it, in the version that was measured, and asked for nothing that it cannot do."""
-    return not config.enforce_eager and has_tried_version() and _missing_for_flash(binding, config) is None
+    if config.enforce_eager or not has_tried_version() or _missing_for_flash(binding, config) is not None:
+        return False
+    failure = import_failure()
+    if failure is not None:
+        logger.warning("attention is 'flex': %s", failure)
+    return failure is None
 
 
 def _missing_for_flash(binding: ModelBinding, config: EngineConfig) -> str | None:

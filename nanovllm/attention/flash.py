@@ -7,7 +7,12 @@ installs it.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -15,6 +20,7 @@ import torch
 
 from nanovllm.config import FLASH_BLOCK_SIZE
 
+LOGGING_PACKAGES = ("flash_attn", "cutlass", "quack")
 TRIED_VERSION = "4.0.0b5"  # of flash-attn-4, whose interface still moves; the extra `flash` pins the same
 
 
@@ -28,8 +34,8 @@ def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -
         return f"its tiles fit pages of {FLASH_BLOCK_SIZE} for heads of 104 to 128, and the model's have {head_dim}"
     try:
         is_there = find_spec("flash_attn.cute") is not None
-    except ImportError:
-        is_there = False
+    except Exception:  # the search imports the package around it; what is broken there, `import_failure` says
+        is_there = True
     return None if is_there else "flash-attn-4 is not installed (pip install 'nanovllm[flash]')"
 
 
@@ -40,6 +46,46 @@ def has_tried_version() -> bool:
         return False
 
 
+@functools.cache
+def import_failure() -> str | None:
+    """Why FlashAttention-4 is installed but not usable, in words; None if it can be imported.
+
+    Imports it, once a process. The compiler would do so within a step, where a failure ends the engine.
+    """
+    keep_compiled_kernels()
+    try:
+        with _without_debug_lines():
+            import_module("flash_attn.cute.interface")
+    except Exception as error:  # a native library that is missing, a version of a dependency: anything
+        return (
+            f"flash-attn-4 is installed but cannot be imported ({type(error).__name__}: {error}); reinstall it "
+            "(pip install --force-reinstall 'nanovllm[flash]')"
+        )
+    return None
+
+
 def keep_compiled_kernels() -> None:
     """Let FlashAttention find the kernels that it compiled in an earlier process; to be called before its import."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+@contextmanager
+def _without_debug_lines() -> Iterator[None]:
+    """Around the import: it and its compiler log at DEBUG, through handlers of their own, also later at each kernel.
+
+    A level that was set before stays.
+    """
+    loggers, disabled = logging.root.manager.loggerDict, logging.root.manager.disable
+    chosen = {name for name, logger in loggers.items() if isinstance(logger, logging.Logger) and logger.level}
+    for package in LOGGING_PACKAGES:
+        if package not in chosen:
+            logging.getLogger(package).setLevel(logging.INFO)
+    logging.disable(max(disabled, logging.DEBUG))  # what is logged while their loggers take shape
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        for name, logger in list(loggers.items()):
+            is_theirs = name.partition(".")[0] in LOGGING_PACKAGES and name not in chosen
+            if is_theirs and isinstance(logger, logging.Logger) and 0 < logger.level < logging.INFO:
+                logger.setLevel(logging.INFO)
