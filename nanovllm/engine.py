@@ -397,7 +397,6 @@ class Engine:
         self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def check_alive(self) -> None:
-        self._process.check()
         if self._death is not None:
             raise EngineDeadError(f"this engine died of a device error: {self._death}") from self._death
 
