@@ -73,6 +73,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._entries: dict[bytes, PrefixEntry] = {}  # by block hash
         self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
+        self.num_findable_blocks = 0  # counted as it changes: asked for after every step, and pools are large
         self._last_prefix_id = UNREGISTERED
         self._uncommitted: dict[int, list[int]] = {}  # step id -> blocks that it made findable
 
@@ -81,10 +82,6 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
-
-    @property
-    def num_findable_blocks(self) -> int:
-        return sum(entry is not None for entry in self._entry_of)
 
     def usage(self) -> tuple[bytes, bytes]:
         """Two bytes for each block, the null block included: how many sequences hold it (255 for more than that), and 1
@@ -167,6 +164,7 @@ class BlockManager:
             return None  # another content has this hash: it keeps it
         entry.blocks[block] = None
         self._entry_of[block] = entry
+        self.num_findable_blocks += 1
         return entry
 
     def _matches(self, entry: PrefixEntry, parent: int | str, sequence: Sequence, index: int) -> bool:
@@ -200,6 +198,7 @@ class BlockManager:
         if entry is None:
             return False
         self._entry_of[block] = None
+        self.num_findable_blocks -= 1
         del entry.blocks[block]
         if not entry.blocks:
             del self._entries[entry.block_hash]
@@ -226,6 +225,7 @@ class BlockManager:
         """Make every block unfindable. Blocks in use stay with their sequences."""
         self._entries.clear()
         self._entry_of = [None] * self.num_blocks
+        self.num_findable_blocks = 0
         self._uncommitted.clear()
 
     # ---------------------------------------------------------------------------------- allocation and release
@@ -307,7 +307,8 @@ class BlockManager:
             _check(entry.block_hash == block_hash, "an entry under another hash")
             _check(all(self._entry_of[block] is entry for block in entry.blocks), "an entry names a stranger's block")
             findable += len(entry.blocks)
-        _check(findable == self.num_findable_blocks, "a findable block that no entry names")
+        named = sum(entry is not None for entry in self._entry_of)
+        _check(findable == named == self.num_findable_blocks, "a findable block that no entry names")
         prefix_ids = {entry.prefix_id for entry in self._entries.values()}
         _check(len(prefix_ids) == len(self._entries), "two entries share a prefix id")
 
