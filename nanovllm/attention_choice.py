@@ -99,11 +99,9 @@ def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | N
     """Where the user set none: what the form that they want works on; None for the device's default."""
     if config.block_size is not None:
         return None
-    of_its_size = replace(config, block_size=FLASH_BLOCK_SIZE)
-    if config.attention_backend == "flash":
-        takes_flash = _missing_for_flash(binding, of_its_size) is None
-    else:
-        takes_flash = config.attention_backend == "auto" and _auto_takes_flash(binding, of_its_size)
+    takes_flash = config.attention_backend == "flash"  # where it is missing, `AttentionChoice` says what
+    if config.attention_backend == "auto":
+        takes_flash = _auto_takes_flash(binding, replace(config, block_size=FLASH_BLOCK_SIZE))
     return FLASH_BLOCK_SIZE if takes_flash else None
 
 

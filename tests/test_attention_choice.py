@@ -25,7 +25,7 @@ BINDING = SimpleNamespace(device=torch.device("cuda", 0), layers=[LAYER])
 def flash_is_there(monkeypatch):
     monkeypatch.setattr(attention_choice, "missing_for_flash", lambda *_: None)
     monkeypatch.setattr(attention_choice, "has_tried_version", lambda: True)
-    monkeypatch.setattr(attention_choice, "import_failure", lambda: None, raising=False)
+    monkeypatch.setattr(attention_choice, "import_failure", lambda: None)
     monkeypatch.setattr(attention_choice, "_missing_compiler", lambda _: None)
 
 
@@ -81,13 +81,16 @@ def install(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(attention_choice, "has_tried_version", lambda: True)
     monkeypatch.setattr(attention_choice, "_missing_compiler", lambda _: None)
-    if hasattr(flash, "import_failure"):
-        flash.import_failure.cache_clear()
+    flash.import_failure.cache_clear()
     yield put
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         del sys.modules[name]
-    if hasattr(flash, "import_failure"):
-        flash.import_failure.cache_clear()
+    flash.import_failure.cache_clear()
+
+
+def test_where_flash_is_not_installed_it_is_asked_for_by_the_command_that_installs_it(install):
+    with pytest.raises(ValueError, match=r"flash-attn-4 is not installed \(pip install 'nanovllm\[flash\]'\)"):
+        choice(attention_backend="flash")
 
 
 BROKEN = {

@@ -34,7 +34,9 @@ def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -
         return f"its tiles fit pages of {FLASH_BLOCK_SIZE} for heads of 104 to 128, and the model's have {head_dim}"
     try:
         is_there = find_spec("flash_attn.cute") is not None
-    except Exception:  # the search imports the package around it; what is broken there, `import_failure` says
+    except ModuleNotFoundError as error:
+        is_there = error.name != "flash_attn"  # else something that it needs is missing; `import_failure` names it
+    except Exception:  # the search imports the package around it
         is_there = True
     return None if is_there else "flash-attn-4 is not installed (pip install 'nanovllm[flash]')"
 
