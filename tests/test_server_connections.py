@@ -16,7 +16,7 @@ from nanovllm.server import connections
 from nanovllm.server.settings import ServerSettings
 from tests.serving import Serving, comes_true, serving
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SMALL = {"max_header_bytes": 4096, "max_headers": 20}
 HASTY = {"header_timeout": 0.3, "body_timeout": 0.3}
 
@@ -95,7 +95,7 @@ def test_headers_that_are_complete_and_too_large_are_431(parser):
                 refusal(connection, 431)
         with connected(running) as connection:  # within the limits
             connection.sendall(
-                b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"y" * 3900 + b"\r\n\r\n"
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"y" * 3900 + b"\r\n\r\n"
             )
             assert answer(connection).startswith(b"HTTP/1.1 200")
 
@@ -140,7 +140,7 @@ def test_a_connection_on_which_nothing_is_sent_is_closed(parser):
 
 def test_line_ends_do_not_keep_a_used_connection_open(parser):
     with serving(HASTY) as running, connected(running) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"\r\n")
         answer(connection)
@@ -151,7 +151,7 @@ def test_answers_may_last_longer_than_requests(parser):
     body = b'{"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": true, "return_token_ids": true}'
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with serving({"header_timeout": 0.05, "body_timeout": 0.05}) as running, connected(running) as connection:
-        connection.sendall(whole + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(whole + b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         received = answer(connection)
     assert received.count(b"HTTP/1.1 200") == 2 and b'"completion_tokens":400' in received
 
@@ -174,7 +174,7 @@ def test_httptools_does_not_let_pipelined_requests_pile_up_behind_an_answer():
     body = b'{"prompt": [5, 6, 7], "max_tokens": 500, "stream": true, "ignore_eos": true}'
     first = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with serving() as running, connected(running) as connection:
-        connection.sendall(first + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        connection.sendall(first + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
         received = b""
         with contextlib.suppress(ConnectionError):
             received = answer(connection)
@@ -184,10 +184,10 @@ def test_httptools_does_not_let_pipelined_requests_pile_up_behind_an_answer():
 
 def test_h11_does_not_let_pipelined_requests_pile_up_behind_an_answer():
     parser = connections.BoundedH11Parser(ServerSettings())
-    parser.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
     assert [type(parser.next_event()) for _ in range(2)] == [h11.Request, h11.EndOfMessage]
     assert parser.next_event() is h11.PAUSED
-    parser.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 50_000)
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50_000)
     with pytest.raises(h11.RemoteProtocolError):
         parser.next_event()
 
