@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.default_model import ensure_default_model
+from nanovllm.model.default_model import ensure_default_model
 
 TEXT = "The capital of France is Lyon."
 

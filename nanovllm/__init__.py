@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.garbage import collector_paused
+from nanovllm.gc_control import collector_paused
 
 __version__ = "0.1.0"
 
@@ -22,10 +22,10 @@ _HOMES = {
     "RequestMetrics": "nanovllm.outputs",
     "EngineStats": "nanovllm.outputs",
     "OutputKind": "nanovllm.outputs",
-    "StepRecord": "nanovllm.step_records",
-    "TraceWriter": "nanovllm.tracing",
-    "ModelLoadError": "nanovllm.loader",
-    "UnsupportedModelError": "nanovllm.model_probe",
+    "StepRecord": "nanovllm.observability.step_records",
+    "TraceWriter": "nanovllm.observability.trace_writer",
+    "ModelLoadError": "nanovllm.model.loader",
+    "UnsupportedModelError": "nanovllm.model.probe",
     "StepError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
     "QueueFullError": "nanovllm.errors",
@@ -57,8 +57,10 @@ if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
     from nanovllm.errors import EngineDeadError, QueueFullError, StepError
     from nanovllm.llm import LLM
-    from nanovllm.loader import ModelLoadError
-    from nanovllm.model_probe import UnsupportedModelError
+    from nanovllm.model.loader import ModelLoadError
+    from nanovllm.model.probe import UnsupportedModelError
+    from nanovllm.observability.step_records import StepRecord
+    from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.outputs import (
         CompletionOutput,
         EngineStats,
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.step_records import StepRecord
-    from nanovllm.tracing import TraceWriter
 
 
 def __getattr__(name: str) -> Any:

@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from nanovllm.build import open_engine
 from nanovllm.config import EngineConfig
-from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.engine_loop import EngineLoop
-from nanovllm.heartbeat import Heartbeat
-from nanovllm.intake import Intake, Message, PreparedRequest, Prompt, num_samples, words_of
-from nanovllm.opening import open_engine
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.step_records import StepHook
+from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.preparation import Preparation, text_size
+from nanovllm.requests.input_processor import Intake, Message, PreparedRequest, Prompt, num_samples, words_of
+from nanovllm.requests.preparation import Preparation, text_size
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.step_records import StepHook
-from nanovllm.streams import Mailroom, Outputs, Stream
-from nanovllm.tracing import TraceWriter
+from nanovllm.streaming.engine_thread import EngineLoop
+from nanovllm.streaming.heartbeat import Heartbeat
+from nanovllm.streaming.streams import Mailroom, Outputs, Stream
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,8 @@ class AsyncLLM:
             (`torch.cuda.synchronize`), and the capture fails too. A live module is left alone.
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
-    every open stream and every later call raises EngineDeadError, whose cause is the error. docs/async.md says more.
+    every open stream and every later call raises EngineDeadError, whose cause is the error. docs/guide/async.md says
+    more.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ NOT_SET: Any = None  # of an option that is a number once it is resolved
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Limits for a device where the user set none. docs/tuning.md gives the reasons."""
+    """Limits for a device where the user set none. docs/guide/tuning.md gives the reasons."""
 
     max_num_batched_tokens: int
     max_num_seqs: int

@@ -15,23 +15,23 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
-from nanovllm.bad_words import Spellings
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
-from nanovllm.output_processor import OutputProcessor
+from nanovllm.observability.step_records import StepHook, StepRecorder, Tracer
 from nanovllm.outputs import EngineStats, ErrorKind, OutputKind, RequestOutput
 from nanovllm.own_process import OwnProcess
-from nanovllm.request import Request
-from nanovllm.request_checks import check_params, check_prompt, truncated
-from nanovllm.request_table import RequestTable
-from nanovllm.sample_maker import SampleMaker
+from nanovllm.requests.bad_words import Spellings
+from nanovllm.requests.output_processor import OutputProcessor
+from nanovllm.requests.request_checks import check_params, check_prompt, truncated
+from nanovllm.requests.request_table import RequestTable
+from nanovllm.requests.sample import Request
+from nanovllm.requests.sample_maker import SampleMaker
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerStats
 from nanovllm.sequence import Sequence
-from nanovllm.step_records import StepHook, StepRecorder, Tracer
 
 
 class _LaunchedStep(NamedTuple):

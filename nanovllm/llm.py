@@ -15,17 +15,17 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from nanovllm.build import open_engine
 from nanovllm.config import EngineConfig
-from nanovllm.default_model import DEFAULT_MODEL
 from nanovllm.engine import Engine
-from nanovllm.garbage import OldObjectsFrozen
-from nanovllm.intake import Intake, Message, PreparedRequest, Prompt
-from nanovllm.opening import open_engine
+from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.step_records import StepHook
+from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.own_process import OwnProcess
+from nanovllm.requests.input_processor import Intake, Message, PreparedRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.step_records import StepHook
-from nanovllm.tracing import TraceWriter
 
 
 class LLM:

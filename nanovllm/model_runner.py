@@ -18,18 +18,18 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanovllm.attention.layout import build_layout
-from nanovllm.attention_choice import AttentionChoice
-from nanovllm.attention_stand_ins import AttendsInOneLayer, NoAttention
+from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.direct_executor import DirectExecutor
 from nanovllm.errors import DeviceError
-from nanovllm.graph_executor import DEVICE_LOCK, GraphExecutor, workspace_bytes
-from nanovllm.kernels import has_matrix_tiles
-from nanovllm.logprobs import PromptRows, StepReport
-from nanovllm.model_binding import ModelBinding
-from nanovllm.sampler import Sampler
+from nanovllm.execution.cuda_graphs import DEVICE_LOCK, GraphExecutor, workspace_bytes
+from nanovllm.execution.direct import DirectExecutor
+from nanovllm.execution.memory import AttendsInOneLayer, NoAttention
+from nanovllm.kernels.cpp import has_matrix_tiles
+from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.logprobs import PromptRows, StepReport
+from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 

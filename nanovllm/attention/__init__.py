@@ -1,1 +1,1 @@
-"""Paged attention: the layout of a step's rows, the forms that compute it, and the operator that models call."""
+"""How a step's rows see the KV cache, one file a backend."""

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.layout import BatchLayout
 from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan
 from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import BatchLayout
 from nanovllm.block_manager import NULL_BLOCK
-from nanovllm.kernels import Kernels, has_matrix_tiles
+from nanovllm.kernels.cpp import Kernels, has_matrix_tiles
 
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
 # kernel's vectors are empty. Estimated from the cost of a tile in both ways.

@@ -1,7 +1,7 @@
 """FlexAttention's FLASH backend for chunks: FlashAttention-4's kernels under the same block masks.
 
 It takes pages of 128 slots, as large as its own tiles, and a table as wide as the cache. What it costs and brings is in
-docs/gpu.md. FlashAttention-4: the project flash-attention (Dao et al.); the extra `flash`
+docs/results/gpu.md. FlashAttention-4: the project flash-attention (Dao et al.); the extra `flash`
 installs it.
 """
 

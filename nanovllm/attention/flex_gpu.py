@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.compiled import forward_mask, own_code
-from nanovllm.attention.gpu_options import MAX_SPLITS, MIN_PIECE, DecodeOptions, KernelOptions
+from nanovllm.attention.block_mask import forward_mask, own_code
+from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_PIECE, DecodeOptions, KernelOptions
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.cache_kernels import store_states
+from nanovllm.kernels.kv_writes import store_states
 
 ATTENTION_NAME = "nanovllm"
 # Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments. Where

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.attention.layout import BatchLayout
 from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import BatchLayout
 from nanovllm.block_manager import NULL_BLOCK
 
 # Decodes are gathered together while the longest of a group has at most this many times the pages of the shortest:

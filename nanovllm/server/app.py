@@ -9,19 +9,21 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.default_model import DEFAULT_MODEL
-from nanovllm.server import chat, completions, errors, live_view, models
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.step_hooks import StepHooks
+from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
-from nanovllm.server.description import describe
 from nanovllm.server.hosts import HostGate, allowed_names
 from nanovllm.server.lifecycle import Admission
+from nanovllm.server.live import live_view
 from nanovllm.server.metrics import CountResponses, ServerMetrics
+from nanovllm.server.openai import chat, completions, models
+from nanovllm.server.openai.description import describe
+from nanovllm.server.openai.token_text import TokenText
+from nanovllm.server.openai.tool_calls import format_of
 from nanovllm.server.security import ApiKeys, BodyGate
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.state import ServerState, served_name
-from nanovllm.server.step_hooks import StepHooks
-from nanovllm.server.token_text import TokenText
-from nanovllm.server.tool_calls import format_of
 
 
 def create_app(

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, in a registry of the server's own. docs/server.md lists them.
+"""Figures for Prometheus, in a registry of the server's own. docs/guide/server.md lists them.
 
 Names are vLLM's behind another prefix where the meaning is the same, so that its dashboards carry over.
 """
@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.heartbeat import Heartbeat
+from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import RequestOutput
-from nanovllm.step_records import StepRecord
+from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
 LATENCIES = (

@@ -7,6 +7,7 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.observability.step_hooks import StepHooks
 from nanovllm.server.app import create_app
 from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.hosts import log_exposure
@@ -14,7 +15,6 @@ from nanovllm.server.lifecycle import LAST_SECONDS, DrainingServer
 from nanovllm.server.listening import bind
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
-from nanovllm.server.step_hooks import StepHooks
 
 
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:

@@ -12,15 +12,15 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.default_model import DEFAULT_MODEL
+from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import ServerMetrics
-from nanovllm.server.protocol import SamplingFields
+from nanovllm.server.openai.protocol import SamplingFields
+from nanovllm.server.openai.token_text import TokenText
 from nanovllm.server.security import require_api_key
 from nanovllm.server.settings import ServerSettings, salt_of
 from nanovllm.server.sse import EventStream
-from nanovllm.server.token_text import TokenText
 from nanovllm.validation import texts
 
 CHARS_PER_TOKEN = 32  # no text of a language has so many on average

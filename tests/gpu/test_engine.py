@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, default_model
-from nanovllm.step_inputs import StepShape
-from tests import test_logprobs, test_samples
-from tests.test_equality import model, reference
-from tests.test_equality import prompts as long_prompts
-from tests.test_overlap import requests
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.execution.graph_inputs import StepShape
+from nanovllm.model import default_model
+from tests.core import test_samples
+from tests.core.test_equality import model, reference
+from tests.core.test_equality import prompts as long_prompts
+from tests.core.test_overlap import requests
+from tests.sampling import test_logprobs
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -182,7 +184,7 @@ def test_filters_do_not_make_the_host_wait():
 
 
 def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
-    monkeypatch.setattr("nanovllm.graph_executor.MAX_GRAPHS", 3)
+    monkeypatch.setattr("nanovllm.execution.cuda_graphs.MAX_GRAPHS", 3)
     with open_llm() as llm:
         tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
         assert tokens == expected("llama")

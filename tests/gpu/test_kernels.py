@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.cache_kernels import store_states
 from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.attention.gpu_options import Gpu, KernelOptions
-from nanovllm.attention.layout import build_layout
+from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
+from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.graph_executor import tables_of
-from nanovllm.kv_caches import KVCaches
-from nanovllm.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
-from nanovllm.skinny_linear import linear, linear_and_add
-from nanovllm.step_inputs import Buckets, StepPacking, Tiles
-from tests.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
+from nanovllm.execution.cuda_graphs import tables_of
+from nanovllm.execution.graph_inputs import Buckets, StepPacking, Tiles
+from nanovllm.kernels.kv_writes import store_states
+from nanovllm.kernels.skinny_linear import linear, linear_and_add
+from nanovllm.sampling.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
+from tests.attention.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
 _forms: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 

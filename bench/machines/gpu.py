@@ -1,0 +1,399 @@
+"""Speed on one GPU: workloads W1 to W4 and an 8-billion-parameter shape, start-up, and where a step's time goes.
+
+    python bench/machines/gpu.py --out results.jsonl checks startup w1 w2 w3 w4 big steps
+
+Without names all of them run, in about ten minutes; a table comes last. Weights are random, in the shape of Qwen3-0.6B
+(or Qwen3-8B): they cost what trained ones cost. Each line of the output is a result, written as soon as it is there.
+Floors by bytes are taken against the read rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.model import loader
+from nanovllm.tools.workloads.workloads import Workload, random_requests, w1, w2
+
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+             "max_position_embeddings": 40_960},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+           "max_position_embeddings": 40_960},
+}  # fmt: skip
+TEMPERATURE = 0.6
+
+
+class NoText:
+    """In place of a tokenizer: the ids are random, and their text would mean nothing."""
+
+    def __call__(self, text: str) -> Any:
+        raise NotImplementedError
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
+def random_model(shape: str) -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], dtype=torch.bfloat16)).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def checkpoint(shape: str) -> Path:
+    """A folder with random weights, made once."""
+    folder = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}"
+    if not (folder / "config.json").exists():
+        random_model(shape).save_pretrained(folder)
+        torch.cuda.empty_cache()
+    return folder
+
+
+@contextlib.contextmanager
+def engine(shape: str = "0.6b", **options: Any) -> Iterator[LLM]:
+    with LLM(checkpoint(shape), tokenizer=NoText(), dtype="bfloat16", **options) as llm:
+        yield llm
+
+
+def params_of(workload: Workload, temperature: float = TEMPERATURE) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=request.num_output_tokens)
+        for request in workload.requests
+    ]
+
+
+def prompts_of(workload: Workload) -> list[list[int]]:
+    return [request.prompt_token_ids for request in workload.requests]
+
+
+def seconds_of(llm: LLM, workload: Workload, params: list[SamplingParams]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts_of(workload), params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    for output, request in zip(outputs, workload.requests, strict=True):
+        if output.error or len(output.outputs[0].token_ids) != request.num_output_tokens:
+            raise RuntimeError(output.error or "an output has another length than it was asked for")
+    return seconds
+
+
+def repeated(llm: LLM, workload: Workload, *, repeats: int = 3, reset: bool = True) -> list[float]:
+    """Seconds of several runs, after one that is not counted: it captures what the workload needs."""
+    params = params_of(workload)
+    seconds = []
+    for _ in range(repeats + 1):
+        if reset:
+            llm.reset_prefix_cache()
+        seconds.append(seconds_of(llm, workload, params))
+    return seconds[1:]
+
+
+def read_rate() -> float:
+    """Bytes per second of a plain sum over 4 GiB."""
+    data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return data.nbytes / min(times)
+
+
+def floor_seconds(shape: str, workload: Workload, max_num_seqs: int, rate: float) -> float:
+    """By bytes: weights once a step, every token of context once for each output token; prompts are not counted."""
+    sizes = SHAPES[shape]
+    layers, head = sizes["num_hidden_layers"], sizes["head_dim"]
+    token = layers * 2 * sizes["num_key_value_heads"] * head * 2
+    heads = (sizes["num_attention_heads"] * 2 + sizes["num_key_value_heads"] * 2) * head
+    per_layer = sizes["hidden_size"] * (heads + 3 * sizes["intermediate_size"])
+    weights = 2 * (layers * per_layer + sizes["vocab_size"] * sizes["hidden_size"])
+    sizes_of = [(len(request.prompt_token_ids), request.num_output_tokens) for request in workload.requests]
+    context = sum(n * length + n * (n + 1) // 2 for length, n in sizes_of)
+    waves = -(-len(sizes_of) // max_num_seqs)
+    return (context * token + waves * max(n for _, n in sizes_of) * weights) / rate
+
+
+# ------------------------------------------------------------------------------------------------------- the stages
+
+TABLE: list[tuple[str, str, str]] = []  # what, figure, target
+
+
+def note(what: str, figure: float, unit: str, target: str) -> None:
+    TABLE.append((what, f"{figure:.3g} {unit}", target))
+
+
+def stage_checks() -> dict[str, Any]:
+    """The tests that need a GPU, several at a time where pytest-xdist is there."""
+    with contextlib.suppress(ImportError):
+        __import__("xdist")
+        ARGUMENTS.append("-n8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *ARGUMENTS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = run.stdout.splitlines()
+    note("failed checks", run.returncode, "", "0")
+    return {"passed": run.returncode == 0, "output": [line for line in lines if line.startswith("FAILED")] + lines[-1:]}
+
+
+STARTUP_TARGETS = {"cold": "<= 60", "warm": "<= 15", "eager": "<= 3"}
+
+
+def stage_startup() -> dict[str, Any]:
+    """Seconds from nothing to a first token, in processes of their own: cold (empty caches), warm, eager."""
+    folder = checkpoint("0.6b")
+    script = (
+        "import time; t=time.perf_counter(); import sys; sys.path.insert(0, 'bench'); import torch\n"
+        "from gpu import NoText\nfrom nanovllm import LLM, SamplingParams\n"
+        "i=time.perf_counter(); torch.zeros(1, device='cuda'); d=time.perf_counter()\n"
+        "llm=LLM({folder!r}, tokenizer=NoText(), enforce_eager={eager}); l=time.perf_counter()\n"
+        "llm.generate([[1,2,3]], SamplingParams(max_tokens=1, temperature=0.6), use_tqdm=False)\n"
+        "print([round(x, 2) for x in (i-t, d-i, l-d, time.perf_counter()-l)])\n"
+    )
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as empty:
+        for name, eager in (("cold", False), ("warm", False), ("eager", True)):
+            environment = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
+            run = subprocess.run(
+                [sys.executable, "-c", script.format(folder=str(folder), eager=eager)],
+                env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            result[name] = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-2000:]
+        if isinstance(result[name], list):
+            note(f"start-up {name}, load and first token", sum(result[name][2:]), "s", STARTUP_TARGETS[name])
+    return {"import, device, load, first token": result}
+
+
+def stage_w1(**options: Any) -> dict[str, Any]:
+    workload = w1()
+    with engine(max_model_len=4096, **options) as llm:
+        seconds = repeated(llm, workload)
+        steps = llm.stats().num_steps
+        graphs = len(llm._engine.model_runner._executor._graphs)
+        memory = {"pool": llm.config.num_kv_blocks, "free, GiB": torch.cuda.mem_get_info()[0] / 2**30}
+        memory |= {"reserved": torch.cuda.memory_reserved() / 2**30, "allocated": torch.cuda.memory_allocated() / 2**30}
+    floor = floor_seconds("0.6b", workload, 256, RATE)
+    best = statistics.median(seconds)
+    note("W1", best, "s", "<= 5.15 (vLLM 0.22.1: 5.66)")
+    note("W1, share of the floor by bytes", floor / best, "", "")
+    return {
+        "seconds": seconds, "tokens_per_second": workload.num_output_tokens / best, "floor": floor,
+        "share_of_floor": floor / best, "steps": steps / 4, "graphs": graphs, "memory": memory,
+    }  # fmt: skip
+
+
+def stage_w2() -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, caching, target in (("on", True, "<= 1.25 (vLLM: 1.53)"), ("off", False, "<= 3.0 (vLLM: 3.22)")):
+        for max_num_seqs in (256, 1024):
+            with engine(max_model_len=4096, enable_prefix_caching=caching, max_num_seqs=max_num_seqs) as llm:
+                seconds = result[f"{name}, {max_num_seqs} at once"] = repeated(llm, w2())
+            note(f"W2, prefix caching {name}, {max_num_seqs} at once", statistics.median(seconds), "s", target)
+    return result
+
+
+def stage_w3() -> dict[str, Any]:
+    result = {}
+    with engine(max_model_len=4096) as llm:
+        for length in (128, 2048):
+            short, long = (random_requests(requests=1, prompt=length, output=count) for count in (1, 513))
+            times = [b - a for a, b in zip(repeated(llm, short), repeated(llm, long), strict=True)]
+            tokens = result[f"{length} in, ms a token"] = [1e3 * seconds / 512 for seconds in times]
+            target = "<= 1.2 (vLLM: 1.64)" if length == 128 else "<= 1.3 (vLLM: 1.75)"
+            note(f"W3, {length} in", statistics.median(tokens), "ms", target)
+    return result
+
+
+def stage_w4() -> dict[str, Any]:
+    """64 requests decode; 8 prompts of 8,192 tokens arrive: what they see of it, for several budgets."""
+    result = {}
+    for budget in (1024, 2048, 2560, 3072, 8192):
+        with engine(max_model_len=9216, max_num_batched_tokens=budget) as llm:
+            runs = [_whales(llm) for _ in range(3)][1:]
+            result[budget] = {name: min(run[name] for run in runs) for name in runs[0]}
+            print("  w4", budget, result[budget], flush=True)
+            note(f"W4, budget {budget}: ITL max", result[budget]["itl max, ms"], "ms", "<= 15 (vLLM: 31.5)")
+            note(f"W4, budget {budget}: all first tokens", result[budget]["all first tokens, ms"], "ms", "<= 330 (258)")
+    return result
+
+
+def _whales(llm: LLM) -> dict[str, float]:
+    engine = llm._open_engine()
+    llm.reset_prefix_cache()
+    small = random_requests(requests=64, prompt=512, output=600)
+    whales = random_requests(requests=8, prompt=8192, output=4, seed=1)
+
+    def add(workload: Workload, name: str) -> None:
+        for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
+            engine.add_request(f"{name}{number}", prompt, params)
+
+    add(small, "small")
+    for _ in range(100):
+        engine.step()
+    alone = _gaps(engine.step, lambda n: n < 50)
+    begin = time.perf_counter()
+    add(whales, "whale")
+    gaps = _gaps(engine.step, lambda _: len(engine.outputs) < 8)
+    firsts = [output.metrics.first_token_time for output in engine.outputs if output.request_id.startswith("whale")]
+    offset = time.monotonic() - time.perf_counter()
+    for number in range(64):
+        engine.abort(f"small{number}")
+    engine.outputs.clear()
+    return {
+        "all first tokens, ms": 1e3 * (max(firsts) - offset - begin),
+        "itl max, ms": 1e3 * max(gaps), "itl median, ms": 1e3 * statistics.median(gaps),
+        "itl alone, ms": 1e3 * statistics.median(alone),
+    }  # fmt: skip
+
+
+def _gaps(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[float]:
+    gaps: list[float] = []
+    last = time.perf_counter()
+    while goes_on(len(gaps)):
+        step()
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    return gaps
+
+
+def stage_big() -> dict[str, Any]:
+    workload = random_requests(requests=64, prompt=512, output=256)
+    # Not from a file, since 16 GB take a minute to write and to read again; but the engine's own, as one from a file.
+    load = loader.load
+    with (
+        mock.patch.object(loader, "load", lambda *arguments: dataclasses.replace(load(*arguments), is_live=False)),
+        LLM(random_model("8b"), max_model_len=1024) as llm,
+    ):
+        seconds = repeated(llm, workload)
+        short = repeated(llm, random_requests(requests=64, prompt=512, output=1))
+    floor = floor_seconds("8b", workload, 64, RATE)
+    best = statistics.median(seconds)
+    share = floor / (best - statistics.median(short))
+    note("8B, decodes' share of their floor", share, "", ">= 0.75")
+    return {"seconds": seconds, "prompts alone": short, "decode floor": floor, "share": floor / best, "decodes": share}
+
+
+def stage_steps() -> dict[str, Any]:
+    """A profiler's view of decode steps: kernels by time, and how long the device was idle."""
+    result = {}
+    for count, context in ((1, 384), (4, 384), (64, 640), (256, 800)):
+        with engine(max_model_len=4096) as llm:
+            result[count] = _profile(llm, count, context)
+            note(f"step, {count} requests at {context}", result[count]["step, ms"], "ms", "")
+            note(f"step, {count} requests: idle share", result[count]["idle share"], "", "<= 0.02 at 256")
+    return result
+
+
+def stage_pool() -> dict[str, Any]:
+    """The time of a step must not depend on the size of the pool."""
+    result = {}
+    for num_blocks in (1024, 4096, 16_384):
+        with engine(max_model_len=2048, num_kv_blocks=num_blocks) as llm:
+            result[num_blocks] = _step_seconds(llm, 32, 384)
+            note(f"step, 32 requests, pool of {num_blocks} blocks", 1e3 * result[num_blocks], "ms", "all alike")
+    return result
+
+
+def _step_seconds(llm: LLM, count: int, context: int) -> float:
+    """The median of decode steps."""
+    engine = llm._open_engine()
+    workload = random_requests(requests=count, prompt=context, output=100)
+    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
+        engine.add_request(str(number), prompt, params)
+    while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
+        engine.step()
+    return statistics.median(_gaps(engine.step, lambda n: n < 60))
+
+
+def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
+    engine = llm._open_engine()
+    workload = random_requests(requests=count, prompt=context, output=200)
+    for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
+        engine.add_request(str(number), prompt, params)
+    engine.step()
+    if count * context > 40_000:
+        prompts = _trace(engine, 3, f"{count} prompts")
+        print(f"  {count} prompts {prompts}", flush=True)
+    while engine.scheduler.waiting or any(s.num_output_tokens < 4 for s in engine.scheduler.running):
+        engine.step()
+    gaps = _gaps(engine.step, lambda n: n < 40)
+    return {"step, ms": 1e3 * statistics.median(gaps)} | _trace(engine, 20, str(count))
+
+
+def _trace(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    kernels = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    busy, end = 0.0, kernels[0][0]
+    by_name: dict[str, list[float]] = {}
+    for start, stop, name in kernels:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        by_name.setdefault(name, []).append(stop - start)
+    span = end - kernels[0][0]
+    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    for name, times in top[:24]:
+        print(f"  {name_of_steps:4} {sum(times) / num_steps:9.1f} us {len(times) / num_steps:7.1f} x  {name[:100]}")
+    return {
+        "kernels a step": len(kernels) / num_steps, "busy, ms": busy / num_steps / 1e3, "idle share": 1 - busy / span
+    }  # fmt: skip
+
+
+RATE = 0.0
+ARGUMENTS: list[str] = []  # of pytest
+
+
+def main() -> None:
+    global RATE
+    stages = {name[6:]: function for name, function in globals().items() if name.startswith("stage_")}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)}")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    RATE = read_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {RATE / 1e12:.2f} TB/s", flush=True)
+    unknown = set(arguments.stages) - set(stages)
+    if unknown:
+        parser.error(f"there is no stage {min(unknown)!r}; there are {', '.join(stages)}")
+    for name in arguments.stages or stages:
+        begin = time.perf_counter()
+        result = stages[name]()
+        line = json.dumps({"stage": name, "took": round(time.perf_counter() - begin, 1), "result": result})
+        print(line, flush=True)
+        if arguments.out:
+            with arguments.out.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
+    for row in TABLE:
+        print("{:<44} {:>14}   target {}".format(*row))
+
+
+if __name__ == "__main__":
+    main()

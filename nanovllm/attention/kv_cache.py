@@ -1,0 +1,84 @@
+"""The memory that K and V of all tokens stand in: a cache for each layer, and how it is made, cleared and let go."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.kv_writes import clear_blocks
+from nanovllm.model.probe import AttentionLayer
+
+
+class KVCaches:
+    """The caches of an engine.
+
+    Args:
+        layers: of the model, all alike.
+        device: where they stand.
+
+    Attributes:
+        of_layers: [2, num_slots, num_kv_heads, head_dim] for each layer, K first; empty until they are allocated.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], device: torch.device) -> None:
+        self._layers = layers
+        self._device = device
+        self._together: list[Tensor] = []  # the memory of several, alike but for the first dimension
+        self.of_layers: list[Tensor] = []
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of K and V for this many tokens over all layers."""
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim * layer.dtype.itemsize for layer in self._layers)
+        return per_token * num_tokens
+
+    def allocate(self, num_slots: int) -> None:
+        """Make them, zeroed, so that no slot is ever NaN."""
+        if self._device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
+            self._together = [self._zeros(2, num_slots) for _ in self._layers]
+        else:
+            self._together = [self._zeros(2 * len(self._layers), num_slots)]
+        self.of_layers = [cache for together in self._together for cache in together.split(2)]
+
+    def _zeros(self, count: int, num_slots: int) -> Tensor:
+        layer = self._layers[0]
+        shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
+        with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
+            if self._device.type != "cpu":
+                return torch.zeros(shape, dtype=layer.dtype, device=self._device)
+            # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
+            # zeros to the default pool took 5 s of start-up.
+            num_bytes = math.prod(shape) * layer.dtype.itemsize
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
+            with suppress(OSError, AttributeError):  # not everywhere to be had
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
+
+    def take_memory(self) -> None:
+        """Write zeros to all of them, which on a CPU takes their memory from the system now.
+
+        For measuring: else the steps that first write to a block take longer. Call it before anything is cached.
+        """
+        if self._device.type == "cpu":
+            for cache in self.of_layers:
+                cache.zero_()
+
+    def clear_blocks(self, blocks: Tensor, block_size: int, *, by_kernel: bool = False) -> None:
+        """Zero blocks [n] int64 of every cache.
+
+        Args:
+            by_kernel: by one kernel of our own, which has to be compiled, instead of dozens; for a GPU.
+        """
+        for caches in self._together:
+            if by_kernel:
+                clear_blocks(caches, blocks, block_size)
+            else:
+                caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
+
+    def release(self) -> None:
+        self.of_layers = []
+        self._together = []

@@ -1,0 +1,1 @@
+"""The command `nanovllm`, one file a subcommand."""

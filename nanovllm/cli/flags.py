@@ -1,0 +1,98 @@
+"""Flags of the commands: one for every field of a dataclass of options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.model.default_model import DEFAULT_MODEL
+
+
+def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """The flags that every command has: which model, how the engine runs, and how much it says.
+
+    Args:
+        leave_out: engine options that get no flag.
+    """
+    command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
+    command.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
+    )
+    command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
+    add_engine_flags(command, leave_out=leave_out)
+
+
+def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """A flag for each of `EngineConfig`'s options."""
+    group = command.add_argument_group("engine options")
+    add_flags(group, EngineConfig, {}, rename={"seed": "engine_seed"}, leave_out=leave_out)
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, checked as far as that goes without a model."""
+    names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
+    given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
+    EngineConfig.from_options(**given)
+    return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form TOKEN_ID=BIAS, such as 17=-3.5") from None
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """What MODULE:FUNCTION names, the module found as `python -m` finds it."""
+    module, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"{text!r} names no function in the form MODULE:FUNCTION, such as my_file:my_function: {error}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "LogitsProcessor": _function}
+_METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
+
+
+def add_flags(
+    group: Any,
+    options: type,
+    defaults: dict[str, Any],
+    rename: dict[str, str] | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
+    """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
+    help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
+    for field in dataclasses.fields(options):
+        if field.name in leave_out:
+            continue
+        dest = (rename or {}).get(field.name, field.name)
+        flag = "--" + dest.replace("_", "-")
+        text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
+        if field.name in defaults:
+            text += f" (default here: {defaults[field.name]})"
+        kind = str(field.type)  # a string, since annotations are not evaluated
+        common: dict[str, Any] = {"dest": dest, "help": text, "default": argparse.SUPPRESS}
+        if kind == "bool":
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif kind.startswith("dict"):
+            group.add_argument(flag, action="append", type=_bias, metavar="TOKEN_ID=BIAS", **common)
+        elif kind.startswith("tuple"):
+            item = kind.removeprefix("tuple[").split(",")[0]
+            group.add_argument(flag, action="append", type=_TYPES[item], metavar=_METAVARS[item], **common)
+        else:
+            item = kind.split(" ")[0]
+            group.add_argument(flag, type=_TYPES[item], metavar=_METAVARS[item], **common)

@@ -1,0 +1,117 @@
+"""The commands `nanovllm calibrate` and `nanovllm simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.flags import add_engine_flags, add_model_flags, engine_options
+from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
+from nanovllm.config import EngineConfig
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.routing import POLICIES
+from nanovllm.tools.simulate.simulator import report, simulate
+
+# Engine options that make no difference to a replay; the pool is the calibration's, or what the other options say.
+NOT_SIMULATED = (
+    "gpu_memory_utilization",
+    "record_itl",
+    "seed",
+    "revision",
+    "trust_remote_code",
+    "allow_control_tokens_in_messages",
+)
+
+
+def add_calibrate_command(commands: Any) -> None:
+    """Add `nanovllm calibrate` to those of the command line."""
+    parser = commands.add_parser(
+        "calibrate", help="measure steps for the simulator", allow_abbrev=False,
+        description="Measure the steps of an engine on this machine, and store what they cost for `nanovllm simulate`.",
+    )  # fmt: skip
+    parser.add_argument("--output", required=True, metavar="FILE", help="where to write the calibration, as JSON")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each step is measured (default 3)")
+    add_model_flags(parser)
+    parser.set_defaults(run=_calibrate)
+
+
+def add_simulate_command(commands: Any) -> None:
+    """Add `nanovllm simulate` to those of the command line."""
+    parser = commands.add_parser(
+        "simulate", help="replay a workload in virtual time", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=about_workloads(),
+        description="Replay a workload in virtual time, with the costs that `nanovllm calibrate` measured.",
+    )  # fmt: skip
+    parser.add_argument("--calibration", required=True, metavar="FILE", help="written by `nanovllm calibrate`")
+    add_workload_flags(parser)
+    add_arrival_flags(parser)
+    parser.add_argument("--replicas", type=int, default=1, help="engines that share the requests (default 1)")
+    parser.add_argument(
+        "--routing", choices=list(POLICIES), default="round-robin", help="which of them gets a request (default: turns)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write figures, requests and steps to FILE, or to standard output if it is -"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
+    parser.add_argument("--model", help="refuse a calibration of another")
+    add_engine_flags(parser, leave_out=NOT_SIMULATED)
+    parser.set_defaults(run=_simulate)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    given = engine_options(options)
+    from nanovllm.tools.simulate.calibrate import calibrate  # waits for torch
+
+    folder = Path(options.output).parent
+    if not folder.is_dir():  # better said now than in two minutes
+        raise ValueError(f"--output is {options.output!r}, but there is no folder {str(folder)!r}.")
+    calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)
+    calibration.save(options.output)
+    errors = ", ".join(f"{name} {error:.1%}" for name, error in calibration.residuals.items())
+    print(f"{options.output}: {calibration.num_samples} steps measured; relative errors of the fit: {errors}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    calibration = Calibration.load(options.calibration)
+    config = calibration.resolve(EngineConfig.from_options(**engine_options(options)), model=options.model)
+    workload = one_workload(options)
+    begin = time.perf_counter()
+    simulation = simulate(
+        workload,
+        config,
+        calibration.cost_model,
+        num_replicas=options.replicas,
+        route=POLICIES[options.routing](),
+        keep_steps=bool(options.json),
+    )
+    took, figures = time.perf_counter() - begin, simulation.figures()
+    if options.json:
+        text = json.dumps(
+            {
+                "workload": workload.name,
+                "model": calibration.model,
+                "config": _as_dict(config),
+                "replicas": options.replicas,
+                "routing": options.routing,
+                "figures": figures,
+                "requests": [
+                    _as_dict(metrics) | {"replica": replica}
+                    for metrics, replica in zip(simulation.requests, simulation.replica_of, strict=True)
+                ],
+                "steps": [[_as_dict(record) for record in records] for records in simulation.steps],
+            }
+        )
+        if options.json == "-":
+            print(text)
+            return 0
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    print(f"{workload.name} on {options.replicas} x {calibration.model}, simulated in {took:.2f} s\n{report(figures)}")
+    return 0
+
+
+def _as_dict(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}

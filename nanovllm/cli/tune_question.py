@@ -1,0 +1,98 @@
+"""What `nanovllm tune` was asked: model, workload, goals, and the settings there are to choose from."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nanovllm.cli.flags import engine_options
+from nanovllm.cli.workload_flags import arrivals_of, arriving, check_arrival_flags, check_is_one, with_own_arrivals
+from nanovllm.config import EngineConfig
+from nanovllm.tools.bench.processes import about
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.tune.flash_default import auto_takes_flash
+from nanovllm.tools.tune.goals import Goal, goals_from
+from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
+from nanovllm.tools.workloads.workloads import Workload
+
+Workloads = dict[float | None, Workload]  # by rate of arrival; None for arrivals of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the command was asked, checked as far as that goes without a model."""
+
+    options: argparse.Namespace
+    fixed: dict[str, Any]
+    goals: list[Goal]
+    workload: Workload
+    workloads: Workloads
+    calibration: Calibration | None
+    resolver: Resolver
+    candidates: Candidates
+
+    @property
+    def pool_of_forecasts(self) -> int | None:
+        """Bytes of the KV cache that forecasts have, if what engines are told makes no difference to them."""
+        sizes = {"num_kv_blocks", "kv_cache_memory_bytes"} & self.fixed.keys()
+        if self.calibration is None or sizes or "gpu_memory_utilization" not in self.fixed:
+            return None
+        return self.calibration.kv_cache_bytes
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a measurement depends on, besides the machine."""
+        options = self.options
+        tokens = hashlib.sha256(json.dumps([asdict(request) for request in self.workload.requests]).encode())
+        return {
+            "model": options.model,
+            "tokenizer": options.tokenizer,
+            "engine_options": {name: of for name, of in self.fixed.items() if of != getattr(EngineConfig(), name)},
+            "workload": {"name": self.workload.name, **about(self.workload), "sha256": tokens.hexdigest()},
+            "arrivals": arrivals_of(options),
+            "warm_ups": options.warm_ups,
+        }
+
+
+def ask(options: argparse.Namespace) -> Question:
+    """Raises ValueError for flags that contradict one another, or a workload that cannot answer them."""
+    if not (options.workload or options.trace):
+        raise ValueError("say what to tune for: --workload, such as --workload chat, or --trace.")
+    check_is_one(options)
+    check_arrival_flags(options)
+    fixed, goals = engine_options(options), goals_from(options)
+    (workload,) = with_own_arrivals(options)
+    if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
+        raise ValueError(
+            "the workload has one output token a request and so none that follows; leave goals on ITL out."
+        )
+    workloads: Workloads = {rate: arriving(options, workload, rate) for rate in options.rate or ()} or {None: workload}
+    calibration = Calibration.load(options.simulate) if options.simulate else None
+    device = _device(fixed, calibration)
+    named: Values = {name: of for name in SWEPT if (of := getattr(options, f"try_{name}")) is not None}
+    backend = calibration.attention_backend if calibration else fixed.get("attention_backend", "auto")
+    values = values_to_try(
+        device, named, backend=backend, wide=calibration is not None, most_at_once=len(workload.requests),
+        longest_prompt=max(len(request.prompt_token_ids) for request in workload.requests),
+    )  # fmt: skip
+    takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
+    resolver = Resolver(device, fixed, takes_flash=takes_flash)
+    candidates = resolver.candidates(values, named)
+    # Contradictions with values that nobody asked for are no news.
+    news = [(of, reason) for of, reason in candidates.refused if sum(name in reason for name in named) > 1]
+    return Question(
+        options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=news)
+    )
+
+
+def _device(fixed: dict[str, Any], calibration: Calibration | None) -> str:
+    if calibration is not None:
+        return calibration.device
+    if fixed.get("device", "auto") != "auto":
+        return fixed["device"].partition(":")[0]
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

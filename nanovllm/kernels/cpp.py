@@ -1,0 +1,107 @@
+"""The CPU's C++ kernels: compiled for the model's dtype, head size and group when they are first needed (two to four
+seconds), for the very processor, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.model.default_model import cache_root
+
+logger = logging.getLogger("nanovllm")
+
+SOURCES = Path(__file__).with_name("csrc")
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+LANES = 16  # elements that the kernels handle at once
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+# The functions' arguments; the sources describe them.
+_SIGNATURES = {
+    "paged_decode_attention": [c_void_p] * 9 + [c_int64] * 5 + [c_float, c_int],
+    "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int],
+    "attention_inputs": [c_void_p] * 9 + [c_int64, c_int],
+    "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
+    "linear": [c_void_p] * 3 + [c_int64, c_int],
+    "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
+}
+
+
+class KernelBuildError(RuntimeError):
+    """The C++ kernels could not be compiled; the message has the compiler's last words."""
+
+
+class Kernels:
+    """The functions of the compiled library, for one dtype and number of query heads a KV head."""
+
+    def __init__(self, library: Path, dtype: torch.dtype, num_groups: int) -> None:
+        self.dtype, self.num_groups = dtype, num_groups
+        functions = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(functions, name)
+            function.argtypes, function.restype = arguments, None
+        self.decode: Any = functions.paged_decode_attention
+        self.chunk: Any = functions.paged_chunk_attention
+        self.attention_inputs: Any = functions.attention_inputs
+        self.attention_outputs: Any = functions.attention_outputs
+        self.linear: Any = functions.linear
+        self.linear_unrounded: Any = functions.linear_unrounded
+
+
+def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
+    """The compiled kernels, from the cache folder if this processor's are there already.
+
+    Raises KernelBuildError, or ValueError for a dtype or a head size that they do not serve.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    if dtype not in ELEMENTS or head_dim % LANES:
+        raise ValueError(
+            f"they serve float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in {head_dim}."
+        )
+    sizes = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", f"-DNUM_GROUPS={num_groups}")
+    options = [get_cpp_compiler(), *FLAGS, *sizes]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
+    identity = "\0".join([*options, *texts, processor()])
+    library = cache_root() / "kernels" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    if not library.exists():
+        logger.warning("compiling the C++ kernels for this processor and model shape: a few seconds, once")
+        _build([*options, *(str(path) for path in sorted(SOURCES.glob("*.cpp")))], library)
+    return Kernels(library, dtype, num_groups)
+
+
+def processor() -> str:
+    """What -march=native depends on: a cache folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def has_matrix_tiles(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies such matrices in tiles (AMX), which the kernels do not use but PyTorch does."""
+    return dtype == torch.bfloat16 and "amx_bf16" in processor()
+
+
+def _build(command: list[str], library: Path) -> None:
+    """Compile beside the final place and rename, so that what is there is complete."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / library.name
+            done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise KernelBuildError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+            os.replace(built, library)
+    except OSError as error:
+        raise KernelBuildError(f"the kernels could not be built in {library.parent}: {error}") from error

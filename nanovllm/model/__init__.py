@@ -1,0 +1,1 @@
+"""The `transformers` module: loaded, probed, hooked and sped up."""

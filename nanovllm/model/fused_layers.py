@@ -1,0 +1,252 @@
+"""Decoder layers of the most common kind, in a few calls of C++ instead of sixty operations.
+
+That kind is Llama's (Mistral, Qwen2, Qwen3, SmolLM2 are of it): RMS norms before attention and before a SiLU-gated
+feed-forward block, rotary embedding, residual sums. A layer's modules are recognised by their names; that it computes
+nothing else is not believed but tried, by comparing both on a batch. Any other layer runs as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.attention.cpp import CppPlan
+from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOTS, running_step
+from nanovllm.kernels.cpp import Kernels
+from nanovllm.model.packed_linears import PackedProduct, ProductStruct, can_pack
+from nanovllm.model.probe import AttentionLayer
+
+# How far a fused layer's change of the hidden states may lie from the module's own, in relation to its size: in the
+# median of the rows, and four times as far in the worst row. Measured on SmolLM2: median 2e-6 and 0.013, worst 2e-5 and
+# 0.037, where a row's hidden states are a thousand times as large as their change.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
+
+
+class NotFusedError(ValueError):
+    """The layer is of another kind; the message says in what."""
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Norm) for name in ("input_norm", "post_attention_norm", "query_norm", "key_norm")),
+        *((name, ProductStruct) for name in ("qkv", "attention_output", "gate_up", "down")),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+    ]
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Memory that all layers of an engine use in turn, for steps of up to `max_rows` rows."""
+
+    scratch: Tensor
+    queries: Tensor  # [max_rows, num_heads, head_dim]
+    attended: Tensor  # as queries
+    hidden: tuple[Tensor, Tensor]  # [max_rows, hidden_size]; a layer reads one and writes the other
+
+
+class FusedLayer:
+    """One decoder layer; called in its module's place.
+
+    Raises NotFusedError if the module's parts are of another kind.
+    """
+
+    def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._scaling, self.head_dim = layer.scaling, layer.head_dim
+        self._caches: tuple[Tensor, Tensor] | None = None
+        self.linears: list[nn.Linear] = []  # whose weights are packed here
+        kind, parts = type(module).__name__, dict(module.named_modules())
+
+        def product(*names: str, interleave: bool = False) -> PackedProduct:
+            linears = [parts.get(name) for name in names]
+            if None in linears or not can_pack(linears, layer.dtype, interleave=interleave):  # type: ignore[arg-type]
+                raise NotFusedError(f"{kind} has no linear layers {', '.join(names)} that can be packed")
+            self.linears += linears  # type: ignore[arg-type]
+            return PackedProduct(linears, interleave=interleave)  # type: ignore[arg-type]
+
+        def norm(name: str, size: int, *, optional: bool = False) -> _Norm:
+            found = parts.get(name)
+            if found is None and optional:
+                return _Norm(None, 0.0)
+            epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
+            if found is None or epsilon is None or not _is_rms_norm(found, size, epsilon, layer.dtype):
+                raise NotFusedError(f"{kind} has no RMS norm {name} over {size} elements")
+            norms.append(found.weight)
+            return _Norm(found.weight.data_ptr(), epsilon)
+
+        norms: list[Any] = []
+        heads, kv_heads = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
+        if not _is_silu(getattr(parts.get("mlp"), "act_fn", None), layer.dtype):
+            raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
+        qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        output = product("self_attn.o_proj")
+        gate_up = product("mlp.gate_proj", "mlp.up_proj", interleave=True)
+        down = product("mlp.down_proj")
+        self.hidden_size, self.inner_size, self.qkv_size = qkv.struct.depth, down.struct.depth, qkv.num_outputs
+        sizes = [(packed.num_outputs, packed.struct.depth) for packed in (qkv, output, gate_up, down)]
+        hidden, inner = self.hidden_size, self.inner_size
+        if sizes != [(heads + kv_heads, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]:
+            raise NotFusedError(f"{kind} has projections of other sizes: {sizes}")
+        self._keep = (module, qkv, output, gate_up, down)  # alive as long as the pointers to them
+        self._struct = _Layer(
+            norm("input_layernorm", hidden),
+            norm("post_attention_layernorm", hidden),
+            norm("self_attn.q_norm", layer.head_dim, optional=True),
+            norm("self_attn.k_norm", layer.head_dim, optional=True),
+            qkv.struct, output.struct, gate_up.struct, down.struct, layer.num_heads, layer.num_kv_heads,
+        )  # fmt: skip
+        known = {id(weight) for weight in [*norms, *(p for linear in self.linears for p in linear.parameters())]}
+        others = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
+        if others:
+            raise NotFusedError(f"{kind} has more parameters: {', '.join(others)}")
+
+    def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace, index: int) -> None:
+        """Set what the layer works on.
+
+        Args:
+            caches: its own K and V.
+            index: its place among the layers.
+        """
+        self._caches, self._workspace, self._output = caches, workspace, workspace.hidden[index % 2]
+
+    def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+        """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim].
+
+        Returns [1, num_rows, hidden_size], valid until the next layer but one has run.
+        """
+        step, space, num_rows = running_step(kwargs[STEP_HANDLE]), self._workspace, hidden_states.shape[1]
+        plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
+        assert isinstance(plan, CppPlan)  # what `fuse_layers` is asked for
+        cosines, sines = (part.contiguous() for part in position_embeddings)
+        hidden = hidden_states.contiguous()
+        layer, threads = ctypes.byref(self._struct), torch.get_num_threads()
+        self._kernels.attention_inputs(
+            layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOTS].data_ptr(),
+            keys.data_ptr(), values.data_ptr(), space.queries.data_ptr(), space.scratch.data_ptr(), num_rows, threads,
+        )  # fmt: skip
+        plan.attend_by_kernels(space.attended, space.queries, keys, values, self._scaling)
+        self._kernels.attention_outputs(
+            layer, space.attended.data_ptr(), hidden.data_ptr(), self._output.data_ptr(),
+            space.scratch.data_ptr(), num_rows, threads,
+        )  # fmt: skip
+        return self._output[:num_rows][None]
+
+
+def fuse_layers(
+    modules: Sequence[nn.Module],
+    layers: Sequence[AttentionLayer],
+    caches: Sequence[tuple[Tensor, Tensor]],
+    kernels: Kernels,
+    *,
+    max_rows: int,
+    run_batches: Callable[[], Any],
+    let_go: Callable[[FusedLayer], None],
+) -> list[FusedLayer]:
+    """A fused layer for each module, which were found to compute the same.
+
+    Args:
+        caches: K and V of each layer.
+        max_rows: of any step.
+        run_batches: runs some batches through the modules, beside which the fused layers are tried.
+        let_go: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
+
+    Raises NotFusedError, before anything was let go, if a layer is of another kind.
+    """
+    if not modules or len(modules) != len(layers):
+        raise NotFusedError("the attention modules are in no list of layers")
+    workspaces: list[Workspace] = []
+
+    def make(index: int) -> FusedLayer:
+        fused = FusedLayer(modules[index], layers[index], kernels)
+        if not workspaces:
+            workspaces.append(_workspace(fused, layers[index], kernels.dtype, max_rows))
+        fused.bind(caches[index], workspaces[0], index)
+        return fused
+
+    def compare(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            fused = kept[index] or make(index)
+            _compare(module, fused, args, kwargs, output, kernels.dtype)
+            if has_room:
+                kept[index] = fused
+
+        return hook
+
+    # Both forms of all weights at once, if there is memory for that; otherwise each layer is packed again.
+    num_bytes = sum(parameter.nbytes for module in modules for parameter in module.parameters())
+    has_room = psutil.virtual_memory().available > 2 * num_bytes
+    kept: list[FusedLayer | None] = [None] * len(modules)
+    hooks = [module.register_forward_hook(compare(index), with_kwargs=True) for index, module in enumerate(modules)]
+    try:
+        run_batches()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    result = []
+    for index, fused in enumerate(kept):
+        result.append(fused or make(index))
+        let_go(result[-1])
+    return result
+
+
+def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max_rows: int) -> Workspace:
+    def rows_of(*sizes: int) -> Tensor:
+        return torch.empty(max_rows, *sizes, dtype=dtype, device="cpu")
+
+    heads = (layer.num_heads, layer.head_dim)
+    with torch.inference_mode(False):  # as for the caches
+        return Workspace(
+            scratch=rows_of(fused.hidden_size + max(fused.qkv_size, fused.inner_size)),
+            queries=rows_of(*heads),
+            attended=rows_of(*heads),
+            hidden=(rows_of(fused.hidden_size), rows_of(fused.hidden_size)),
+        )
+
+
+def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, output: Any, dtype: torch.dtype) -> None:
+    """Try a fused layer on what its module was called with. Raises NotFusedError."""
+    name = type(module).__name__
+    if not isinstance(output, Tensor):
+        raise NotFusedError(f"{name} returns {type(output).__name__}, not one tensor")
+    try:
+        before = args[0] if args else kwargs["hidden_states"]
+        if any(part.shape != (*before.shape[:2], fused.head_dim) for part in kwargs["position_embeddings"]):
+            raise NotFusedError(f"{name} turns only a part of each head by its position")
+        own = fused(*args, **kwargs)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise NotFusedError(f"{name} is called in another way: {error!r}") from error
+    change = (output.float() - before.float()).norm(dim=-1)
+    distances = (own.float() - output.float()).norm(dim=-1) / change
+    median, worst = distances.median().item(), distances.max().item()
+    if not (median <= TOLERANCE[dtype] and worst <= 4 * TOLERANCE[dtype]):
+        raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+
+
+def _is_rms_norm(norm: nn.Module, size: int, epsilon: float, dtype: torch.dtype) -> bool:
+    """By its answer to rows that a layer norm, which subtracts the mean, would answer otherwise."""
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.dtype != dtype or weight.shape != (size,):
+        return False
+    row = torch.linspace(-1.0, 3.0, size, device="cpu").to(dtype)
+    exact = row.float() * (row.float().square().mean() + epsilon).rsqrt() * weight.float()
+    return bool((norm(row[None, None])[0, 0].float() - exact).norm() <= TOLERANCE[dtype] * exact.norm())
+
+
+def _is_silu(function: Any, dtype: torch.dtype) -> bool:
+    if not callable(function):
+        return False
+    values = torch.linspace(-8.0, 8.0, 65, device="cpu").to(dtype)
+    return bool((function(values).float() - F.silu(values.float())).abs().max() <= TOLERANCE[dtype])

@@ -1,0 +1,194 @@
+"""Finds a model and its tokenizer: the embedded default, a local folder, a hub id, or a module loaded already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from nanovllm.config import EngineConfig
+from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.probe import UnsupportedModelError, positions_of
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ModelLoadError(ValueError):
+    """The model or its tokenizer could not be found or read; the message names what is missing and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be hooked.
+
+    is_live: the module was passed in, so that its owner goes on using it.
+    identity: distinguishes its KV from other models'.
+    """
+
+    model: Any  # a module with the methods of a transformers model
+    tokenizer: Any
+    is_live: bool
+    identity: str
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_input_embeddings().num_embeddings
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that the model has positions for."""
+        limit = positions_of(self.text_config)
+        if limit is not None:
+            return limit
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__}'s config does not tell how many positions it has (max_position_embeddings)."
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the generation config (maybe several), else the config, else the tokenizer."""
+        generation_config = getattr(self.model, "generation_config", None)
+        for source in (generation_config, self.text_config, self.tokenizer):
+            eos = getattr(source, "eos_token_id", None)
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        return ()
+
+
+def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+    """Load a model by name or take a loaded one.
+
+    Args:
+        model: "smollm2-135m-instruct" (embedded), a local folder, a hub id, or a causal language model.
+        tokenizer: a tokenizer, a folder or hub id of one, or None for the model's own.
+
+    Raises ModelLoadError, UnsupportedModelError, or ValueError for options that contradict a loaded module.
+    """
+    if isinstance(model, nn.Module):
+        return _take_module(model, tokenizer, config)
+    if not isinstance(model, (str, os.PathLike)):
+        raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
+    source = _find(os.fspath(model), needs_tokenizer=tokenizer is None)
+    device = torch.device(_default_device() if config.device == "auto" else config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {config.device!r}, but PyTorch sees no GPU. Use device='cpu' or 'auto'.")
+    options = _lookup_options(source, config)
+    if config.revision is not None:
+        if options["local_files_only"]:
+            raise ValueError(
+                f"revision is {config.revision!r}, but {os.fspath(model)!r} is no hub model and has no versions "
+                "to choose from. Leave revision out."
+            )
+        options["revision"] = config.revision
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    with _quiet():
+        try:
+            with torch.inference_mode(False):
+                module, info = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=dtype, output_loading_info=True, **options
+                )
+            loaded_tokenizer = (
+                _load_tokenizer(tokenizer, config)
+                if tokenizer is not None
+                else AutoTokenizer.from_pretrained(source, **options)
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ModelLoadError(f"the model {os.fspath(model)!r} could not be loaded: {error}") from error
+    if info["missing_keys"]:  # the library would fill them with random numbers and only warn
+        missing = sorted(info["missing_keys"])
+        raise ModelLoadError(
+            f"the weights of {os.fspath(model)!r} are incomplete: {len(missing)} tensors are missing, "
+            f"{missing[0]} first."
+        )
+    return LoadedModel(module.to(device).eval(), loaded_tokenizer, is_live=False, identity=source)
+
+
+def _lookup_options(source: str, config: EngineConfig) -> dict[str, Any]:
+    """A local folder is never looked up elsewhere, so that loading it works (or fails) the same way offline."""
+    return {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
+
+
+def _find(name: str, *, needs_tokenizer: bool) -> str:
+    """The folder or hub id behind a name; a folder is checked for what it must hold."""
+    if name == DEFAULT_MODEL:
+        return str(ensure_default_model())
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"the folder {folder} has no config.json, so it does not hold a transformers model.")
+        if not any(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)):
+            raise ModelLoadError(f"the folder {folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
+        if needs_tokenizer and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+            raise ModelLoadError(
+                f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..."
+            )
+        return str(folder)
+    if folder.exists():
+        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {folder}.")
+    return name
+
+
+def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise TypeError(f"model must be a transformers causal language model, not {type(model).__name__}.")
+    parameter = next(model.parameters())
+    if config.dtype not in ("auto", str(parameter.dtype).removeprefix("torch.")):
+        raise ValueError(f"dtype is {config.dtype!r}, but the module's is {parameter.dtype}; leave dtype at 'auto'.")
+    device = parameter.device if config.device == "auto" else torch.device(config.device)
+    if device.type != parameter.device.type or device.index not in (None, parameter.device.index):
+        raise ValueError(
+            f"device is {config.device!r}, but the module is on {parameter.device}; leave device at 'auto'."
+        )
+    if config.revision is not None:
+        raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
+    if config.trust_remote_code:
+        raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
+    with _quiet():
+        try:
+            loaded = _load_tokenizer(tokenizer, config) if tokenizer is not None else None
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"the tokenizer {tokenizer!r} could not be loaded: {error}") from error
+    return LoadedModel(model, loaded, is_live=True, identity=f"module-{id(model)}")
+
+
+def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
+    """A tokenizer that was named apart from the model: a revision of the model is none of its own."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        name = os.fspath(tokenizer)
+        source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
+        return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config))
+    if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
+        raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")
+    return tokenizer
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's own progress bars, which are for downloads of minutes, not for a second's loading."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,144 @@
+"""Linear layers that read the same input, as one product: q, k and v, or gate and up, whatever a model calls them.
+
+Which ones do is seen in one forward pass. Only for a model that nobody else uses: its modules are replaced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.kernels.skinny_linear import linear, suits
+from nanovllm.model.packed_linears import with_own_weights
+
+
+class _Shared:
+    """What the layers of a group share: their weights, and the product from the first one's call to the last one's."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.bias: Tensor | None = None
+        if any(linear.bias is not None for linear in linears):
+            self.bias = torch.cat([
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                for linear in linears
+            ])  # fmt: skip
+        self.product: Tensor | None = None
+
+
+class _Part(nn.Module):
+    """A linear layer whose outputs are those from `start` to `end` of a product; to be read like any other."""
+
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self.in_features, self.out_features = in_features, end - start
+        self.start, self.end = start, end
+
+    @property
+    def weight(self) -> Tensor:
+        return self._shared.weight[self.start : self.end]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._shared.bias is None else self._shared.bias[self.start : self.end]
+
+
+class MergedLinear(_Part):
+    """The first of several linear layers in the order of their calls: computes for all."""
+
+    def __init__(self, shared: _Shared, in_features: int, end: int) -> None:
+        super().__init__(shared, in_features, 0, end)
+        self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
+        self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
+        self.is_skinny = shared.bias is None and suits(shared.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        if self.is_skinny:
+            product = linear(states, self.all_weights)
+        else:
+            product = F.linear(states, self.all_weights, self.all_biases)
+        self._shared.product = product
+        return product[..., : self.end]
+
+
+class MergedPart(_Part):
+    """One of the others: takes its part of the product."""
+
+    def __init__(self, shared: _Shared, in_features: int, start: int, end: int, *, is_last: bool) -> None:
+        super().__init__(shared, in_features, start, end)
+        self.is_last = is_last
+
+    def forward(self, states: Tensor) -> Tensor:
+        product = self._shared.product
+        assert product is not None  # the calls come in the order that was seen
+        if self.is_last:
+            self._shared.product = None
+        return product[..., self.start : self.end]
+
+
+class SkinnyLinear(nn.Linear):
+    """A linear layer by itself, whose products of a few rows are our own."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return linear(states, self.weight)
+
+
+@contextmanager
+def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Watch the layers of `model` in a forward pass; on leaving, merge the linear layers within each that read the
+    same tensor."""
+    calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
+    hooks = []
+    try:
+        own = {id(module) for module in with_own_weights(model)}  # no references, so that weights can be freed
+        for layer, seen in calls.items():
+            for module in (module for module in layer.modules() if id(module) in own):
+                hooks.append(module.register_forward_pre_hook(_note(seen)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in list(calls):
+        for group in _groups(calls.pop(layer)):
+            _merge(layer, group)
+        for module in layer.modules():
+            if type(module) is nn.Linear and module.bias is None and suits(module.weight):
+                module.__class__ = SkinnyLinear
+
+
+def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
+    def hook(module: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
+        if arguments:  # else it was called by name, and is left alone
+            seen.append((module, arguments[0]))
+
+    return hook
+
+
+def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
+    """Linear layers that were called once, on the same tensor and in the same dtype, in the order of their calls."""
+    calls = Counter(module for module, _ in seen)
+    groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
+    for module, states in seen:
+        if calls[module] == 1:
+            groups.setdefault((id(states), module.weight.dtype), []).append(module)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
+    """Put the merged layers in the place of `linears`, whose weights go with the last reference to them."""
+    shared = _Shared(linears)
+    depth, end = linears[0].in_features, linears[0].out_features
+    replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}
+    for module in linears[1:]:
+        start, end = end, end + module.out_features
+        replacements[module] = MergedPart(shared, depth, start, end, is_last=module is linears[-1])
+    for parent in list(layer.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]

@@ -1,0 +1,1 @@
+"""Step records, traces and timelines of a running engine."""

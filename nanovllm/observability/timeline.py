@@ -1,0 +1,116 @@
+"""From a trace to pictures of the run: `nanovllm timeline` makes one page of HTML of it, or a PNG."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanovllm.observability.trace_writer import ENGINE, REQUESTS, STATES
+from nanovllm.pages import read_page
+
+# What the page and the plot know of a step, in this order: microseconds, then what its slice says.
+STEP_VALUES = (
+    "step", "decode", "prefill", "cached", "budget", "sequences", "running", "waiting", "used_blocks", "blocks",
+    "schedule_us", "execute_us", "update_us",
+)  # fmt: skip
+
+
+@dataclass
+class Lane:
+    """A sample of a request; its spans are (state as a place in STATES, start, end, what the trace says about it)."""
+
+    name: str
+    spans: list[tuple[int, int, int, dict[str, Any]]] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """A trace, in microseconds since its first event.
+
+    steps: (start, end, *STEP_VALUES) of each.
+    """
+
+    lanes: list[Lane]
+    steps: list[tuple[int, ...]]
+    end: int
+    is_cut_short: bool  # the trace lacks its end: what it left open lasts to its last event
+
+
+def read_trace(path: str | os.PathLike[str]) -> Run:
+    """Read what a `TraceWriter` wrote, cut short or not; ValueError if the file is something else."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    is_cut_short = not text.rstrip().endswith("]")
+    lanes: dict[int, Lane] = {}
+    begun: dict[int, tuple[int, int, dict[str, Any]]] = {}  # by lane: state, start, arguments
+    steps: list[tuple[int, ...]] = []
+    last = 0
+    for event in _events(text, path):
+        number, phase, time = event.get("tid", 0), event["ph"], event.get("ts", 0)
+        last = max(last, time + event.get("dur", 0))
+        if event["pid"] == ENGINE and phase == "X" and event["name"] == "step":
+            steps.append((time, time + event["dur"], *[event["args"][name] for name in STEP_VALUES]))
+        elif event["pid"] == REQUESTS and phase == "M" and event["name"] == "thread_name":
+            lanes[number] = Lane(event["args"]["name"])
+        elif phase == "B":
+            begun[number] = (STATES.index(event["name"]), time, event["args"])
+        elif phase == "E" and number in begun:
+            state, start, arguments = begun.pop(number)
+            lanes[number].spans.append((state, start, time, arguments | event["args"]))
+    for number, (state, start, arguments) in begun.items():
+        lanes[number].spans.append((state, start, max(start, last), arguments))
+    if not steps:
+        raise ValueError(f"{os.fspath(path)!r} holds no step of a run; record one with --trace.")
+    return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short))
+
+
+def _events(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a file with one a line, as far as they are whole."""
+    lines = text.splitlines()
+    if not lines or lines[0].strip() != "[":
+        raise ValueError(f"{os.fspath(path)!r} is no trace of nanovllm; record one with --trace.")
+    for number, line in enumerate(lines[1:], 2):
+        content = line.strip().removesuffix(",")
+        if content in ("", "]"):
+            continue
+        try:
+            yield json.loads(content)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return  # the line at which it was cut
+            raise ValueError(f"line {number} of {os.fspath(path)!r} is no event of a trace: {error}") from error
+
+
+def _from_zero(run: Run) -> Run:
+    zero = min([step[0] for step in run.steps] + [lane.spans[0][1] for lane in run.lanes if lane.spans])
+    for lane in run.lanes:
+        lane.spans = [(state, start - zero, end - zero, arguments) for state, start, end, arguments in lane.spans]
+    run.steps = [(start - zero, end - zero, *values) for start, end, *values in run.steps]
+    run.end -= zero
+    return run
+
+
+def summary(run: Run) -> str:
+    """One line about the run."""
+    columns = dict(zip(STEP_VALUES, zip(*[step[2:] for step in run.steps], strict=True), strict=True))
+    preempted = sum(span[0] == STATES.index("preempted") for lane in run.lanes for span in lane.spans)
+    prefill, decode, cached = (sum(columns[name]) for name in ("prefill", "decode", "cached"))
+    parts = (
+        f"{len(run.lanes):,} sequences, {len(run.steps):,} steps, {run.end / 1e6:,.3f} s",
+        f"{prefill:,} prefill, {decode:,} decode, {cached:,} cached tokens",
+        f"{100 * (prefill + decode) / sum(columns['budget']):.1f} % of the budget of {max(columns['budget']):,} used",
+        f"at most {max(columns['used_blocks']):,} of {max(columns['blocks']):,} blocks",
+        f"{preempted:,} preemptions",
+    )
+    return "; ".join(parts) + ("; the trace was cut short" if run.is_cut_short else "")
+
+
+def to_html(run: Run, title: str) -> str:
+    """A page that needs nothing else: no network, no other file."""
+    data = asdict(run) | {"title": title, "summary": summary(run), "states": STATES, "names": STEP_VALUES}
+    # Within a script element only "</" and "<!--" could end it.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return read_page("timeline.html").replace("__RUN__", embedded)

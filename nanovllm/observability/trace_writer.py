@@ -1,0 +1,322 @@
+"""Writes a run to a file as a trace that ui.perfetto.dev, chrome://tracing and `nanovllm timeline` open.
+
+The file is a JSON array of events, one a line. Nothing is kept but the state of unfinished requests and what happened
+in the last moments. A file that was cut short lacks the end of the array, which these readers do not mind.
+
+Each sample of a request is a lane, always in one state; a state lasts until the next one begins::
+
+    waiting ──▶ prefill (one for each chunk) ──▶ decode (all tokens in a row) ──▶ ended
+                   ▲      │       ▲                 │
+                   │      └─▶ stalled ◀─────────────┤      runs, but budget or blocks left it out of a step
+                   └───────── preempted ◀───────────┘      gave its blocks back
+
+With overlap a step is launched before the one before it is read. Steps run one after another all the same, so a step
+counts from the moment at which the one before it was read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.config import EngineConfig
+from nanovllm.observability.step_records import News, StepRecord
+from nanovllm.own_process import OwnProcess
+from nanovllm.sequence import Sequence, SequenceStatus
+
+WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
+
+# Processes and threads of the trace: what its readers group lanes by.
+ENGINE, REQUESTS = 1, 2
+STEPS, SCHEDULING = 1, 2
+
+# Often enough that no step waits long for the text of those before it.
+_FLUSH_SECONDS = 0.2
+_FLUSH_ITEMS = 256
+
+# One step: a slice with two slices within, one of scheduling beside them, and counters.
+_STEP = ",\n".join(
+    (
+        '{"name":"step","ph":"X","pid":1,"tid":1,"ts":%(begin)d,"dur":%(dur)d,"args":{"step":%(step)d,'
+        '"decode":%(decode)d,"prefill":%(prefill)d,"cached":%(cached)d,"budget":%(budget)d,"sequences":%(sequences)d,'
+        '"running":%(running)d,"waiting":%(waiting)d,"used_blocks":%(used)d,"blocks":%(blocks)d,'
+        '"schedule_us":%(schedule)d,"execute_us":%(execute)d,"update_us":%(update)d}}',
+        '{"name":"execute","ph":"X","pid":1,"tid":1,"ts":%(execute_begin)d,"dur":%(execute_dur)d}',
+        '{"name":"update","ph":"X","pid":1,"tid":1,"ts":%(update_begin)d,"dur":%(update_dur)d}',
+        '{"name":"schedule","ph":"X","pid":1,"tid":2,"ts":%(start)d,"dur":%(schedule)d}',
+        '{"name":"tokens","ph":"C","pid":1,"ts":%(begin)d,"args":{"decode":%(decode)d,"prefill":%(prefill)d,'
+        '"cached":%(cached)d}}',
+        '{"name":"budget","ph":"C","pid":1,"ts":%(begin)d,"args":{"used %%":%(percent)d}}',
+        '{"name":"blocks","ph":"C","pid":1,"ts":%(end)d,"args":{"used":%(used)d,"free":%(free)d}}',
+        '{"name":"requests","ph":"C","pid":1,"ts":%(end)d,"args":{"running":%(running)d,"waiting":%(waiting)d}}',
+        '{"name":"host µs","ph":"C","pid":1,"ts":%(end)d,"args":{"schedule":%(schedule)d,"execute":%(execute)d,'
+        '"update":%(update)d}}',
+    )
+)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What was written last of a sequence."""
+
+    number: int
+    state: str
+    num_steps_before: int = 0  # steps recorded when the state began
+    num_preemptions: int = 0
+
+
+# Events of a request, and steps with their begin: they become text when they are written, many at once.
+_Events = list[dict[str, Any]]
+_Step = tuple[StepRecord, float]
+
+
+class _Output(NamedTuple):
+    """What is to stand behind the first `size` bytes of the file."""
+
+    size: int
+    items: list[_Events | _Step]
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+class TraceWriter:
+    """Traces the run of one engine: `with TraceWriter("out.json") as trace, LLM(model, trace=trace) as llm: ...`.
+
+    Args:
+        path: the file, begun anew.
+
+    Raises OSError if the file cannot be written; once the engine runs, such an error ends the trace and not the
+    requests (`EngineStats.hook_error`), and `close` raises it. docs/guide/tracing.md says what the trace holds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = self.path.open("wb", buffering=0)
+        self._process = OwnProcess("TraceWriter")
+        self._lock = threading.Lock()  # whoever closes it may not be the thread that steps
+        self._output = _Output(0, [])
+        self._budget = self._num_blocks = 0  # those of the engine that it belongs to
+        self._lanes: dict[Sequence, _Lane] = {}  # of the unfinished
+        self._num_lanes = self._num_steps = 0
+        self._decoding: list[Sequence] = []  # the decodes of the last step
+        self._active: set[Sequence] = set()  # those of the last step, or stalled in it
+        self._has_chunks = False  # whether the last step had any, or a sequence that stalled
+        self._now = self._last_end = self._last_flush = 0.0
+        for process, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
+            self._write({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+        for thread, name in ((STEPS, "steps"), (SCHEDULING, "scheduling")):
+            self._write({"name": "thread_name", "ph": "M", "pid": ENGINE, "tid": thread, "args": {"name": name}})
+        self._flush()
+
+    def check_unused(self) -> None:
+        """Raise ValueError if it belongs to an engine already, or is closed."""
+        if self._budget or self._file.closed:
+            raise ValueError(
+                f"the trace {str(self.path)!r} belongs to another engine or is closed; open another TraceWriter."
+            )
+
+    def begin(self, config: EngineConfig) -> None:
+        """Belong to an engine of this configuration, in which nothing is left open."""
+        self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
+
+    def follow(self, news: News) -> None:
+        """Write what happened since the last call; after `close`, nothing."""
+        with self._lock:
+            if self._file.closed:
+                return
+            while news.added:
+                self._add(news.added[0])
+                news.added.popleft()
+            while news.steps:
+                record, batch = news.steps[0]
+                self._end_all(news, before=record.time - record.update_time)
+                if record.time > self._last_end:  # else an interrupt came when it was all but done
+                    self._step(record, batch)
+                news.steps.popleft()
+            self._end_all(news, before=math.inf)
+            if self._now - self._last_flush > _FLUSH_SECONDS or len(self._output.items) > _FLUSH_ITEMS:
+                self._last_flush = self._now
+                self._flush()
+
+    def close(self) -> None:
+        """End what is open, and the file; does nothing again, or in a forked child, which has the same file."""
+        if self._process.is_elsewhere:
+            return
+        with self._lock:
+            if self._file.closed:
+                return
+            with self._file:
+                for sequence in list(self._lanes):
+                    self._end(sequence, self._now)
+                self._flush(b"\n]\n")
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def _add(self, sequence: Sequence) -> _Lane:
+        if sequence in self._lanes:
+            return self._lanes[sequence]  # an interrupt may have it come twice
+        self._num_lanes += 1
+        number = self._num_lanes
+        lane = _Lane(number, WAITING)
+        self._now = max(self._now, sequence.arrival_time)
+        name = f"{sequence.request_id} [{sequence.index}]" if sequence.params.n > 1 else sequence.request_id
+        common = {"ph": "M", "pid": REQUESTS, "tid": number}
+        arguments = {"prompt_tokens": sequence.num_prompt_tokens, "priority": sequence.priority}
+        self._write(
+            {"name": "thread_name", "args": {"name": name}} | common,
+            {"name": "thread_sort_index", "args": {"sort_index": number}} | common,
+            _begin(lane, WAITING, sequence.arrival_time, arguments),
+        )
+        self._lanes[sequence] = lane
+        return lane
+
+    def _end_all(self, news: News, before: float) -> None:
+        while news.ended and news.ended[0][1] < before:
+            self._end(*news.ended[0])
+            news.ended.popleft()
+
+    def _end(self, sequence: Sequence, time: float) -> None:
+        lane = self._lanes.get(sequence)
+        if lane is None:
+            return  # an interrupt may have it end twice
+        self._now = max(self._now, time)
+        arguments = {
+            "reason": sequence.finish_reason or "unfinished",
+            "output_tokens": sequence.num_output_tokens,
+            "prompt_cached_tokens": sequence.num_cached_tokens,
+            "preemptions": sequence.num_preemptions,
+        }
+        self._write(self._leave(lane, time, arguments))
+        del self._lanes[sequence]
+
+    def _enter(self, lane: _Lane, state: str, time: float, arguments: dict[str, Any]) -> None:
+        """Let the lane's state end and the next begin, unless it did already and an interrupt came after that."""
+        if lane.state is state and lane.num_steps_before == self._num_steps:
+            return
+        self._write(self._leave(lane, time, {}), _begin(lane, state, time, arguments))
+        lane.state, lane.num_steps_before = state, self._num_steps
+
+    def _leave(self, lane: _Lane, time: float, arguments: dict[str, Any]) -> dict[str, Any]:
+        if lane.state is DECODE:
+            arguments = {"tokens": self._num_steps - lane.num_steps_before} | arguments
+        return {"ph": "E", "pid": REQUESTS, "tid": lane.number, "ts": _microseconds(time), "args": arguments}
+
+    # ----------------------------------------------------------------------------------------------------- steps
+
+    def _step(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        begin = max(record.start_time, self._last_end)
+        decoding = [entry[0] for entry in batch.entries[: batch.num_decodes]]
+        # A step of the decodes of the one before says nothing new about any request, and is most frequent.
+        if self._has_chunks or len(decoding) < len(batch.entries) or decoding != self._decoding:
+            self._change_states(begin, record.step_id, batch)
+        self._decoding = decoding
+        self._num_steps += 1
+        self._now = self._last_end = record.time
+        self._output.items.append((record, begin))
+
+    def _change_states(self, begin: float, step_id: int, batch: ScheduledBatch) -> None:
+        lanes = self._lanes
+        placed = {entry.sequence for entry in batch.entries}
+        stalled = set()
+        for sequence in self._active - placed:
+            lane = lanes.get(sequence)
+            if lane is None:
+                continue
+            state = STALLED if sequence.status is not SequenceStatus.WAITING else WAITING
+            if state is WAITING and sequence.num_preemptions > lane.num_preemptions:
+                lane.num_preemptions, state = sequence.num_preemptions, PREEMPTED
+            if state is STALLED:
+                stalled.add(sequence)
+            if state is not lane.state:
+                self._enter(lane, state, begin, {})
+        has_chunks = bool(stalled)
+        for number, (sequence, start, num_tokens, _, _, before) in enumerate(batch.entries):
+            lane = lanes.get(sequence) or self._lane_of(sequence)
+            if lane is None or (number < batch.num_decodes and lane.state is DECODE):
+                continue
+            if number < batch.num_decodes and start >= sequence.num_prompt_tokens:
+                self._enter(lane, DECODE, begin, {"step": step_id})
+            else:  # also the last token of a prompt when the chunks before have left it alone
+                chunk = {"step": step_id, "start": start, "tokens": num_tokens, "cached": start - before}
+                self._enter(lane, PREFILL, begin, chunk)
+                has_chunks = True
+        self._active = placed | stalled
+        self._has_chunks = has_chunks
+
+    def _lane_of(self, sequence: Sequence) -> _Lane | None:
+        """None for one that has ended, whose last step runs for nothing; new if an interrupt had it forgotten."""
+        lane = self._lanes.get(sequence)
+        return self._add(sequence) if lane is None and not sequence.is_finished else lane
+
+    def _step_lines(self, record: StepRecord, begin: float) -> str:
+        num_blocks, budget = self._num_blocks, self._budget
+        times = (begin, record.time, record.start_time, max(begin, record.start_time + record.schedule_time))
+        begin_us, end, start, execute_begin = map(_microseconds, times)
+        update_begin = max(execute_begin, _microseconds(record.time - record.update_time))
+        num_tokens = record.num_decode_tokens + record.num_prefill_tokens
+        values = {
+            "begin": begin_us,
+            "dur": end - begin_us,
+            "end": end,
+            "start": start,
+            "step": record.step_id,
+            "decode": record.num_decode_tokens,
+            "prefill": record.num_prefill_tokens,
+            "cached": record.num_cached_tokens,
+            "budget": budget,
+            "percent": 100 * num_tokens // budget,
+            "sequences": record.num_sequences,
+            "running": record.num_running,
+            "waiting": record.num_waiting,
+            "used": record.num_used_blocks,
+            "free": num_blocks - record.num_used_blocks,
+            "blocks": num_blocks,
+            "schedule": _microseconds(record.schedule_time),
+            "execute": _microseconds(record.execute_time),
+            "update": _microseconds(record.update_time),
+            "execute_begin": execute_begin,
+            "execute_dur": update_begin - execute_begin,
+            "update_begin": update_begin,
+            "update_dur": end - update_begin,
+        }
+        return _STEP % values
+
+    # ------------------------------------------------------------------------------------------------------ file
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        """All of the events or, if an interrupt comes, none."""
+        self._output.items.append([*events])
+
+    def _flush(self, end: bytes = b"") -> None:
+        """Write whole lines. An interrupt before the last statement lets the next call write the same again."""
+        size, items = self._output
+        lines = [_event_lines(item) if isinstance(item, list) else self._step_lines(*item) for item in items]
+        data = b"".join([(b",\n" if size or number else b"[\n") + line.encode() for number, line in enumerate(lines)])
+        self._file.seek(size)
+        written = memoryview(data + end)
+        while written:
+            written = written[self._file.write(written) :]
+        self._output = _Output(size + len(data), [])
+
+
+def _event_lines(events: _Events) -> str:
+    return ",\n".join([json.dumps(event, separators=(",", ":")) for event in events])
+
+
+def _begin(lane: _Lane, state: str, time: float, arguments: dict[str, Any]) -> dict[str, Any]:
+    name = {"name": state, "cat": "request", "ph": "B", "pid": REQUESTS, "tid": lane.number}
+    return name | {"ts": _microseconds(time), "args": arguments}

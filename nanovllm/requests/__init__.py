@@ -1,0 +1,1 @@
+"""Prompts in, text out: input processing, requests and their samples, detokenization. No torch."""

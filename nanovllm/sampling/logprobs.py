@@ -1,0 +1,182 @@
+"""Log-probabilities of tokens: measured on the device where the logits are, a few numbers a row sent to the host.
+
+They are those of the model's own distribution over the tokens that can be sampled, in float32, before temperature,
+penalties and filters. A prompt's token without a logit (a head smaller than the embedding) has -inf, ranked last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.outputs import Logprob, TokenLogprobs
+from nanovllm.sampling.penalties import to_device
+from nanovllm.sequence import Sequence
+
+ROWS_AT_ONCE = 64  # a piece of a prompt takes this many rows of logits, in float32 and in the model's own dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Log-probabilities of some rows: of the token that came, then of the k most probable ones.
+
+    token_ids: [num_rows, 1 + k] int64.
+    logprobs: [num_rows, 1 + k] float32.
+    ranks: [num_rows] int64, of the token that came.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> Measured:
+        """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
+        from vocab_size on for tokens without a logit.
+        """
+        parts = [
+            _measure(rows.float(), chosen, num_top)
+            for rows, chosen in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+        ]
+        return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    def to_host(self) -> Measured:
+        """On the way to the host; there once the device has done what it was asked before."""
+        return Measured(*(_to_host(tensor) for tensor in (self.token_ids, self.logprobs, self.ranks)))
+
+    def rows(self, num_top: Iterable[int]) -> Iterator[TokenLogprobs]:
+        """Each row's report, with as many of the most probable tokens as it asks for."""
+        lists = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
+        for token_ids, logprobs, rank, count in zip(*lists, num_top, strict=True):
+            report = {token_ids[0]: Logprob(logprobs[0], rank)}
+            for place in range(1, count + 1):
+                report.setdefault(token_ids[place], Logprob(logprobs[place], place))
+            yield report
+
+
+def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = token_ids.clamp(min=0)[:, None]
+    last = logits.shape[1] - 1
+    logits_of_chosen = logits.gather(1, chosen.clamp(max=last)).masked_fill_(chosen > last, -torch.inf)
+    top = logits.topk(num_top, dim=-1)
+    logprobs = torch.cat([logits_of_chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
+    ranks = (logits > logits_of_chosen).sum(dim=-1) + 1
+    return torch.cat([chosen, top.indices], dim=1), logprobs, ranks
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The rows of a step that tell how probable tokens of prompts were: row p of a sequence tells of token p + 1.
+
+    spans: the sequences, each with the positions of its tokens that are told of: the first, and behind the last.
+    rows: [num_rows] int64, rows of the flat batch.
+    token_ids: [num_rows] int64, the tokens that came.
+    """
+
+    spans: list[tuple[Sequence, int, int]]
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, layout: BatchLayout) -> PromptRows | None:
+        """None if no prompt of the step is to be reported on. Looks at chunks alone: decodes are past their prompts."""
+        spans, rows, token_ids = [], [], []
+        for entry, first_row in zip(layout.chunks, layout.row_starts[layout.num_decodes : -1].tolist(), strict=True):
+            sequence = entry.sequence
+            end = min(entry.start + entry.num_new_tokens + 1, sequence.num_prompt_tokens)
+            if sequence.lacks_prompt_logprobs and entry.start + 1 < end:
+                spans.append((sequence, entry.start + 1, end))
+                rows.append(np.arange(first_row, first_row + end - entry.start - 1))
+                token_ids.append(np.asarray(sequence.token_ids[entry.start + 1 : end], np.int64))
+        return cls(spans, np.concatenate(rows), np.concatenate(token_ids)) if spans else None
+
+    @property
+    def num_top(self) -> int:
+        return max(sequence.params.prompt_logprobs or 0 for sequence, _, _ in self.spans)
+
+
+class StepReport:
+    """What a step tells besides its tokens: log-probabilities, and errors in what requests brought along."""
+
+    def __init__(self, prompt: PromptRows | None = None) -> None:
+        self.prompt = prompt
+        self.errors: dict[Sequence, str] = {}
+        self._prompt_pieces: list[Measured] = []
+        self._sequences: list[Sequence] = []
+        self._sampled: Measured | None = None
+
+    def shift_prompt_rows(self, distance: int) -> None:
+        """The rows of chunks stand this much further back in the flat batch than its layout says."""
+        if self.prompt is not None:
+            self.prompt = replace(self.prompt, rows=self.prompt.rows + distance)
+
+    def prompt_rows_in_pieces(self, device: torch.device) -> Iterator[Tensor]:
+        """Rows of the flat batch [num_rows] int64 whose logits `add_prompt` wants, in this order."""
+        if self.prompt is not None:
+            yield from to_device(self.prompt.rows, device).split(ROWS_AT_ONCE)
+
+    def add_prompt(self, logits: Tensor) -> None:
+        """Take the logits [num_rows, vocab_size] of the next piece."""
+        assert self.prompt is not None
+        first = ROWS_AT_ONCE * len(self._prompt_pieces)
+        token_ids = to_device(self.prompt.token_ids[first : first + len(logits)], logits.device)
+        self._prompt_pieces.append(Measured.of(logits, token_ids, self.prompt.num_top))
+
+    def add_sampled(self, sequences: SequenceABC[Sequence], logits: Tensor, token_ids: Tensor) -> None:
+        """Take the logits [num_rows, vocab_size] with which these sequences drew token_ids [num_rows]."""
+        self._sequences = list(sequences)
+        num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
+        self._sampled = Measured.of(logits, token_ids, num_top)
+
+    def to_host(self) -> StepReport:
+        """Send what was measured to the host; it is there with the step's tokens."""
+        self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
+        if self._sampled is not None:
+            self._sampled = self._sampled.to_host()
+        return self
+
+    def record(self, sequences: SequenceABC[Sequence], token_ids: SequenceABC[int]) -> None:
+        """Write into the sequences what belongs to them; to be called right before they get their tokens.
+
+        Args:
+            sequences, token_ids: what the step sampled.
+        """
+        for sequence, error in self.errors.items():
+            if not sequence.is_finished:
+                sequence.error = error
+        if self._sampled is not None:
+            token_of = dict(zip(sequences, token_ids, strict=True))
+            reports = self._sampled.rows(sequence.params.logprobs or 0 for sequence in self._sequences)
+            for sequence, report in zip(self._sequences, reports, strict=True):
+                if sequence.logprobs is not None and not sequence.is_finished and token_of[sequence] >= 0:
+                    sequence.logprobs.append(report)
+        if self.prompt is not None:
+            self._record_prompts(self.prompt)
+
+    def _record_prompts(self, prompt: PromptRows) -> None:
+        counts = [
+            sequence.params.prompt_logprobs or 0 for sequence, first, end in prompt.spans for _ in range(first, end)
+        ]
+        pieces = iter(self._prompt_pieces)
+        starts = range(0, len(counts), ROWS_AT_ONCE)
+        reports = [r for start in starts for r in next(pieces).rows(counts[start : start + ROWS_AT_ONCE])]
+        place = 0
+        for sequence, first, end in prompt.spans:
+            if sequence.prompt_logprobs is not None:
+                # A preempted prompt is computed anew, maybe before this was read: then the same comes again.
+                sequence.prompt_logprobs[first:end] = reports[place : place + end - first]
+            place += end - first

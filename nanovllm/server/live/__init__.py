@@ -1,0 +1,1 @@
+"""The live view: a page that shows the running engine."""

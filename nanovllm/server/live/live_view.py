@@ -1,0 +1,82 @@
+"""The live view at /: a page to ask the model, and beside it the engine as it runs.
+
+The page holds nothing of the server's and is open to all; what it shows comes from endpoints that ask for the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import uuid
+from functools import cache
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.responses import HTMLResponse, Response
+
+from nanovllm import __version__
+from nanovllm.observability.step_hooks import StepHooks
+from nanovllm.observability.step_records import RECENT_STEPS
+from nanovllm.pages import read_page
+from nanovllm.server.errors import ApiError
+from nanovllm.server.live.engine_snapshot import REQUEST_VALUES, STEP_VALUES
+from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
+from nanovllm.server.security import require_api_key
+from nanovllm.server.state import ServerState
+
+
+def attach(app: FastAPI, state: ServerState, hooks: StepHooks) -> LiveFeed:
+    """Serve the page at / and its feed at /ui/events, from the steps that `hooks` are told of."""
+    config = state.engine.config
+    feed = LiveFeed(
+        state.engine,
+        {
+            "instance": uuid.uuid4().hex,  # so that a page knows when it speaks to another engine
+            "model": state.model_name,
+            "version": __version__,
+            "budget": config.max_num_batched_tokens,
+            "block_size": config.block_size,
+            "num_blocks": config.num_kv_blocks - 1,
+            "max_queue": config.max_queue,
+            "num_steps": RECENT_STEPS,
+            "step_values": STEP_VALUES,
+            "request_values": REQUEST_VALUES,
+        },
+    )
+    hooks.append(feed.on_step)
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def page() -> Response:
+        text, policy = live_page()
+        headers = {
+            "Content-Security-Policy": policy,
+            "Cache-Control": "no-cache",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(text, headers=headers)
+
+    @router.get("/ui/events", dependencies=[Depends(require_api_key)])
+    async def events() -> Response:
+        if feed.is_full:
+            raise ApiError(503, f"{MAX_WATCHERS} pages watch the engine already; close one.", code="too_many_watchers")
+        return state.event_stream(feed.watch())
+
+    app.include_router(router)
+    return feed
+
+
+@cache
+def live_page() -> tuple[str, str]:
+    """The page, and the content security policy under which it runs: its own script, its own style, its own server."""
+    page = read_page("live.html")
+    (script,), (style,) = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("script", "style"))
+    sources = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "connect-src": "'self'"}
+    sources |= dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
+    sources["img-src"] = "data:"  # its icon
+    return page, "; ".join(f"{name} {value}" for name, value in sources.items())
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

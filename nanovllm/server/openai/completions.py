@@ -1,0 +1,132 @@
+"""/v1/completions: prompts as text or token ids, continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
+from nanovllm.server.body_limits import LimitedRoute
+from nanovllm.server.errors import ANSWERS
+from nanovllm.server.openai.generation import finish, new_id, respond
+from nanovllm.server.openai.logprobs import Legacy
+from nanovllm.server.openai.protocol import CompletionRequest
+from nanovllm.server.security import require_api_key
+from nanovllm.server.state import ServerState, state_of
+from nanovllm.streaming.streams import Outputs
+
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
+
+
+class CompletionJob:
+    """A completion request, and its choices in OpenAI's form; see `generation.Job`.
+
+    max_tokens=0, which goes with echo only, scores the prompt: one token is generated, since the engine gives
+    log-probabilities with one, and thrown away.
+    """
+
+    object = chunk_object = "text_completion"
+
+    def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
+        self.body, self._state, self.id = body, state, new_id("cmpl")
+        state.check_model(body.model)
+        num_prompts = len(body.prompts)
+        self.request_ids = [self.id] if num_prompts == 1 else [f"{self.id}-{number}" for number in range(num_prompts)]
+        state.check_size(body, num_prompts, body.logprobs)
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                state.check_length(prompt, "prompt")
+        if body.max_tokens == 0 and not body.echo:
+            raise ValueError("max_tokens is 0, so nothing would be answered; that goes with echo only.")
+        self._only_scores = body.max_tokens == 0
+        self._params = body.sampling_params(
+            max_tokens=1 if self._only_scores else body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        self._options: dict[str, Any] = {
+            "priority": state.priority(body),
+            "cache_salt": state.cache_salt(request, body),
+            "timeout": state.timeout(body),
+        }
+        self._logprobs: dict[int, Legacy] = {}  # by choice
+
+    async def start(self, kind: OutputKind) -> Outputs:
+        return await self._state.engine.submit(
+            self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
+        )
+
+    def read(self, output: RequestOutput) -> None:
+        if self._only_scores:
+            for completion in output.outputs:
+                completion.text, completion.token_ids = "", []
+                if completion.logprobs is not None:
+                    completion.logprobs = []
+
+    def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
+        if not self.body.echo:
+            return self._choice(choice, "", [], None, None) | self._prompt_ids(output) if self._shows_ids else None
+        opening = self._choice(choice, self._echo(output), [], self._echoed_logprobs(choice, output), None)
+        return opening | self._prompt_ids(output)
+
+    def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not (completion.text or completion.finish_reason or completion.logprobs or self._shows_ids):
+            return None
+        logprobs = self._logprobs_of(choice, completion.token_ids, completion.logprobs)
+        return self._choice(choice, completion.text, completion.token_ids, logprobs, completion)
+
+    def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        text, logprobs = completion.text, None
+        if self.body.echo:
+            text = self._echo(output) + text
+            logprobs = self._echoed_logprobs(choice, output)
+        new = self._logprobs_of(choice, completion.token_ids, completion.logprobs)
+        if logprobs is None:
+            logprobs = new
+        elif new is not None:
+            logprobs = {name: values + new[name] for name, values in logprobs.items()}
+        return self._choice(choice, text, completion.token_ids, logprobs, completion) | self._prompt_ids(output)
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    @property
+    def _shows_ids(self) -> bool:
+        return self.body.return_token_ids
+
+    def _choice(
+        self, choice: int, text: str, token_ids: list[int], logprobs: Any, completion: CompletionOutput | None
+    ) -> dict[str, Any]:
+        reason, stop_reason = (None, None) if completion is None else finish(completion)
+        made = {
+            "index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop_reason,
+        }  # fmt: skip
+        return made | {"token_ids": token_ids} if self._shows_ids else made
+
+    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
+        return {"prompt_token_ids": output.prompt_token_ids} if self._shows_ids else {}
+
+    def _echo(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self.body.truncate_prompt_tokens is None:
+            return output.prompt
+        tokenizer = self._state.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
+
+    def _echoed_logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
+        if output.prompt_logprobs is None:
+            return None
+        return self._logprobs_of(choice, output.prompt_token_ids, output.prompt_logprobs)
+
+    def _logprobs_of(
+        self, choice: int, token_ids: list[int], reports: list[TokenLogprobs] | list[TokenLogprobs | None] | None
+    ) -> dict[str, Any] | None:
+        if reports is None or self.body.logprobs is None:
+            return None
+        legacy = self._logprobs.setdefault(choice, Legacy(self._state.token_text, self.body.logprobs))
+        return legacy.of(token_ids, reports)
+
+
+@router.post("/v1/completions", responses=ANSWERS, summary="Complete prompts")
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    return await respond(request, state_of(request), CompletionJob, body)

@@ -1,0 +1,242 @@
+"""From a request to its answer, whole or as a stream of chunks: what both endpoints have in common.
+
+An answer's choices are numbered through: choice i * n + j is sample j of prompt i.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from nanovllm.errors import EngineClosedError, QueueFullError
+from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
+from nanovllm.server import errors
+from nanovllm.server.body_limits import BodyLimits
+from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.openai.protocol import SamplingFields
+from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, event, until_disconnect
+from nanovllm.server.state import ServerState
+from nanovllm.streaming.streams import Outputs
+
+logger = logging.getLogger("nanovllm")
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+class Job(Protocol):
+    """What one endpoint makes of a request."""
+
+    @property
+    def body(self) -> SamplingFields: ...
+
+    @property
+    def object(self) -> str:
+        """What an answer says that it is."""
+
+    @property
+    def chunk_object(self) -> str:
+        """The same of a chunk."""
+
+    @property
+    def id(self) -> str:
+        """Of the answer."""
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """Of its prompts, by which the engine and its log know them; they begin with that of the answer."""
+
+    async def start(self, kind: OutputKind) -> Outputs:
+        """Queue all prompts together; raises for what is wrong with any of them, or if there is no room for all."""
+
+    def read(self, output: RequestOutput) -> None:
+        """Look at an output before it is counted and shown; may take out what is not the client's."""
+
+    def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any of its text; None for none."""
+
+    def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        """A choice with what is new of it; None if a client would see nothing."""
+
+    def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+
+class Tally:
+    """What has come of one answer: its tokens, for the usage, and its prompts that ended, for the metrics.
+
+    Args:
+        request_ids: of the prompts.
+    """
+
+    def __init__(self, request_ids: Sequence[str], metrics: ServerMetrics) -> None:
+        self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
+        self._watch = metrics.watch(len(request_ids))
+        self.is_queued = False
+        self._prompts: dict[int, tuple[int, int]] = {}  # by number: tokens, and those found in the prefix cache
+        self._num_generated = 0
+
+    def note_queued(self) -> None:
+        """The engine has all prompts."""
+        self.is_queued = self._watch.is_queued = True
+
+    def note(self, output: RequestOutput) -> int:
+        """The number of the prompt that an output belongs to."""
+        number = self._numbers[output.request_id]
+        self._watch.note(number, output)
+        return number
+
+    def count(self, number: int, output: RequestOutput) -> None:
+        """For the usage: what of an output the client is shown."""
+        self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
+        self._num_generated += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def end(self, *, is_left: bool) -> None:
+        self._watch.end(is_left=is_left)
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt = sum(num for num, _ in self._prompts.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_generated,
+            "total_tokens": num_prompt + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self._prompts.values())},
+        }
+
+
+def finish(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
+    """finish_reason in OpenAI's words, and stop_reason: the stop string or token, or "timeout"."""
+    if completion.finish_reason == "timeout":
+        return "length", "timeout"
+    return completion.finish_reason, completion.stop_reason
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def failure_of(output: RequestOutput) -> errors.ApiError | None:
+    """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error" and output.error_kind is ErrorKind.REQUEST:
+            return errors.ApiError(400, f"{output.error}.")
+        if completion.finish_reason == "error":
+            logger.error("request %s: %s", output.request_id, output.error)
+            return errors.request_failed(output.request_id)
+        if completion.finish_reason == "abort":
+            return errors.shutting_down()
+    return None
+
+
+async def respond(
+    request: Request, state: ServerState, make_job: Callable[[ServerState, Request, Body], Job], body: Body
+) -> Response:
+    """Answer a request; raises ApiError if it fails before anything was sent."""
+    limits: BodyLimits = request.app.state.body_limits
+    try:
+        job = await limits.off_loop(request, partial(make_job, state, request, body))
+    except (TypeError, ValueError) as error:
+        raise errors.from_engine(error, body.names()) from error
+    if state.settings.log_prompts:
+        logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
+    try:
+        if job.body.stream:
+            return state.event_stream(_chunks(state, job))
+        answer = compact(await until_disconnect(request.receive, _whole(state, job)))  # may hold a lone surrogate
+        return Response(answer, media_type="application/json")
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+
+
+def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "object": name,
+        "created": int(time.time()),
+        "model": state.model_name,
+    }
+
+
+@asynccontextmanager
+async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[Outputs, Tally]]:
+    """The outputs of all prompts, once they are queued; within, and before, only ApiErrors are raised."""
+    tally, is_left = Tally(job.request_ids, state.metrics), False
+    try:
+        async with aclosing(await job.start(kind)) as outputs:
+            tally.note_queued()
+            yield outputs, tally
+    except errors.ApiError:
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        is_left = True
+        raise
+    except QueueFullError as error:
+        raise state.admission.queue_full() from error
+    except Exception as error:
+        if state.admission.is_draining and isinstance(error, EngineClosedError):
+            raise errors.shutting_down() from error
+        raise errors.from_engine(error, job.body.names()) from error
+    finally:
+        tally.end(is_left=is_left)
+        if tally.is_queued:
+            state.admission.retry_after.note_ended(len(job.request_ids) * (job.body.n or 1))
+
+
+async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
+    choices, num_samples = {}, job.body.n or 1
+    with state.admission.one():
+        async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
+            async for output in outputs:
+                number = tally.note(output)
+                if error := failure_of(output):
+                    raise error
+                job.read(output)
+                tally.count(number, output)
+                for completion in output.outputs:
+                    choice = number * num_samples + completion.index
+                    choices[choice] = job.whole(choice, output, completion)
+    ordered = [choices[choice] for choice in sorted(choices)]
+    return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage()}
+
+
+async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer, see `EventStream`; raises ApiError."""
+    options = job.body.stream_options
+    with_usage = options is not None and options.include_usage
+    each = options is not None and options.continuous_usage_stats
+    head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
+    num_samples = job.body.n or 1
+
+    def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
+        shown = f',"usage":{compact(tally.usage())}' if shows_usage else ',"usage":null' if with_usage else ""
+        return event(f"{head}{compact(choices)}{shown}}}")
+
+    opened: set[int] = set()
+    with state.admission.one():
+        async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
+            yield b""  # it is admitted
+            async for output in outputs:
+                number = tally.note(output)
+                if (error := failure_of(output)) is not None:
+                    raise error
+                job.read(output)
+                tally.count(number, output)
+                for completion in output.outputs:
+                    choice = number * num_samples + completion.index
+                    if choice not in opened:
+                        opened.add(choice)
+                        if (opening := job.opening(choice, output)) is not None:
+                            yield chunk([opening])
+                    if (delta := job.delta(choice, completion)) is not None:
+                        yield chunk([delta])
+        if with_usage:
+            yield chunk([], shows_usage=True)
+        yield DONE

@@ -1,0 +1,59 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.outputs import TokenLogprobs
+from nanovllm.server.openai.token_text import TokenText
+
+LOWEST = -9999.0  # for minus infinity, which JSON has no number for
+
+
+def chat_form(
+    token_text: TokenText, token_ids: list[int], reports: Sequence[TokenLogprobs], num_top: int
+) -> dict[str, Any]:
+    """An entry for each token, with the `num_top` most probable ones beside it."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text.text(token_id)
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": token_text.byte_values(token_id)}
+
+    content = []
+    for token_id, report in zip(token_ids, reports, strict=True):
+        ranked = sorted(report.items(), key=lambda item: item[1].rank)[:num_top]
+        top = [entry(other, theirs.logprob) for other, theirs in ranked]
+        content.append(entry(token_id, report[token_id].logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+class Legacy:
+    """The form of /v1/completions, for one choice, which may come in parts: text_offset goes on from part to part."""
+
+    def __init__(self, token_text: TokenText, num_top: int) -> None:
+        self._token_text, self._num_top = token_text, num_top
+        self._offset = 0
+
+    def of(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        tokens = [self._token_text.text(token_id) for token_id in token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                None if report is None else max(report[token_id].logprob, LOWEST)
+                for token_id, report in zip(token_ids, reports, strict=True)
+            ],
+            "top_logprobs": [None if report is None else self._top(report) for report in reports],
+            "text_offset": offsets,
+        }
+
+    def _top(self, report: TokenLogprobs) -> dict[str, float]:
+        """The token that came, and the most probable ones; where two read the same, the first of them."""
+        top: dict[str, float] = {}
+        for token_id, theirs in report.items():
+            top.setdefault(self._token_text.text(token_id), max(theirs.logprob, LOWEST))
+        return top

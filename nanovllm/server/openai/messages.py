@@ -1,0 +1,109 @@
+"""Messages and tools of a conversation, as requests hold them and as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from nanovllm.server.openai.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Each[TextPart]
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class SystemMessage(Strict):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    refused: ClassVar = {
+        "refusal": ((None,), "a model's refusals are text here"),
+        "audio": ((None,), "the engine has text alone"),
+        "annotations": ((None, []), "the engine has text alone"),
+        "function_call": ((None,), "it was replaced by tool_calls"),
+    }
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Each[ToolCall] | None = None
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Strict):
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: AnyObject | None = None
+    strict: bool | None = None
+
+    @field_validator("strict")
+    @classmethod
+    def _check_strict(cls, strict: bool | None) -> bool | None:
+        if strict:
+            raise ValueError(f"true is not supported: {NO_CONSTRAINTS}.")
+        return strict
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them; raises ValueError for arguments of a call that are no JSON."""
+    return [_as_template_message(message, number) for number, message in enumerate(messages)]
+
+
+def _as_template_message(message: Any, number: int) -> dict[str, Any]:
+    """Text parts joined by line breaks, "developer" as "system", arguments of calls as objects and not as JSON."""
+    given = message.model_dump(exclude_none=True)
+    content = given.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    given["content"] = content if content is not None else ""
+    if given["role"] == "developer":
+        given["role"] = "system"
+    for place, call in enumerate(given.get("tool_calls", ())):
+        try:
+            call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
+        except (ValueError, RecursionError) as error:
+            where = f"messages[{number}].tool_calls[{place}].function.arguments"
+            raise ValueError(f"{where}: those of {call['id']!r} are no JSON that can be read ({error}).") from error
+    return given

@@ -1,0 +1,121 @@
+"""The small endpoints: models, tokens, health, version and metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nanovllm import __version__
+from nanovllm.server.body_limits import BodyLimits, LimitedRoute
+from nanovllm.server.errors import ANSWERS, ApiError, from_engine
+from nanovllm.server.openai.messages import as_conversation
+from nanovllm.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.server.security import require_api_key
+from nanovllm.server.state import ServerState, state_of
+
+open_router = APIRouter()
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
+_STARTED = int(time.time())
+
+
+@open_router.head("/health", include_in_schema=False)  # some load balancers ask so
+@open_router.get("/health", responses=ANSWERS, summary="200 while requests are answered, else 503")
+async def health(request: Request) -> dict[str, str]:
+    admission = state_of(request).admission
+    admission.check()
+    admission.check_progress()
+    return {"status": "ok"}
+
+
+@router.get("/version", responses=ANSWERS, summary="The version of nanovllm")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "nanovllm",
+        "max_model_len": state.engine.config.max_model_len,
+    }
+
+
+@router.get("/v1/models", responses=ANSWERS, summary="The model that is served, as a list")
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(state_of(request))]}
+
+
+@router.get("/v1/models/{name:path}", responses=ANSWERS, summary="The model that is served")
+async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    state.check_model(name)
+    return _model(state)
+
+
+async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        state.check_length(body.prompt, "prompt")
+        return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    def conversation() -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        messages = as_conversation(body.messages or ())
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        state.check_conversation(messages, tools)
+        return messages, tools
+
+    limits: BodyLimits = request.app.state.body_limits
+    messages, tools = await limits.off_loop(request, conversation)
+    return await state.engine.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=body.add_generation_prompt
+    )
+
+
+@router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    state.check_model(body.model)
+    engine = state.engine
+    try:
+        with state.admission.one():
+            token_ids = await _tokens(state, request, body)
+    except Exception as error:
+        raise from_engine(error, body.names()) from error
+    answer = {"count": len(token_ids), "max_model_len": engine.config.max_model_len, "tokens": token_ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [state.token_text.text(token_id) for token_id in token_ids]
+    return answer
+
+
+@router.post("/detokenize", responses=ANSWERS, summary="The text of token ids")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    state = state_of(request)
+    state.check_model(body.model)
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "the model is served without a tokenizer.")
+    limit = state.engine.config.max_model_len
+    if len(body.tokens) > limit:
+        raise ApiError(
+            400, f"tokens: {len(body.tokens)} are too many for one request; at most {limit}.", param="tokens"
+        )
+    unknown = [token_id for token_id in body.tokens if token_id >= len(tokenizer)]
+    if unknown:
+        raise ApiError(400, f"tokens: {unknown[0]} is no token; there are {len(tokenizer)}, from 0 on.", param="tokens")
+    try:
+        with state.admission.one():
+            text = await state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    except Exception as error:
+        raise from_engine(error) from error
+    return {"prompt": text}
+
+
+@router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Figures for Prometheus")
+async def metrics(request: Request) -> Response:
+    state = state_of(request)
+    text = state.metrics.text(state.engine.heartbeat(), is_stalled=state.admission.is_stalled)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

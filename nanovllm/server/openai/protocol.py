@@ -1,0 +1,236 @@
+"""What requests may hold. A field that is not known is refused by name, and one that cannot be honoured by reason.
+
+Ranges of sampling options are checked by `SamplingParams`, here only what has another form on the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
+from nanovllm.server.openai.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
+
+# The function lets other threads run between the lists of a large batch.
+TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], AfterValidator(lambda token_ids: token_ids)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+MAX_BIASES = 1024
+# Options that are `SamplingParams`' under the same name.
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos", "seed", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
+)  # fmt: skip
+# Lists there, None for "none" here.
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
+# Arguments of `apply_chat_template` that are not the template's.
+NOT_FOR_TEMPLATES = {
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
+
+
+class StreamOptions(Strict):
+    """include_usage: end the stream with a chunk that holds the usage. continuous_usage_stats: put it into each one."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class SamplingFields(Strict):
+    """What both endpoints take. The second half are extensions of OpenAI's interface, see docs/guide/server.md."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
+    stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[Each[str], Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    timeout: Number | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_biases(cls, biases: Any) -> Any:
+        # pydantic looks at the length last, with an error for each bad entry at hand.
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise ValueError(f"it has {len(biases)} entries; at most {MAX_BIASES}.")
+        return biases
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given, but stream is not true. Set it, or leave stream_options out.")
+        return self
+
+    def sampling_params(self, **options: Any) -> SamplingParams:
+        """The engine's parameters; raises TypeError and ValueError as `SamplingParams`."""
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        given |= {name: value for name in _LISTS if (value := getattr(self, name)) is not None}
+        return SamplingParams(**(given | options))
+
+
+class CompletionRequest(SamplingFields):
+    """The body of /v1/completions."""
+
+    refused: ClassVar = {
+        "suffix": ((None, ""), "the engine completes prompts at their end only"),
+        "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
+        "best_of": ((None, 1), "samples are not ranked; use n"),
+    }
+
+    prompt: str | Each[str] | TokenIds | Each[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        if prompt in ("", []):
+            raise ValueError("it is empty; a prompt needs at least one token.")
+        kinds = set(map(type, prompt)) if isinstance(prompt, list) else {type(prompt)}
+        if kinds not in ({str}, {int}, {list}):
+            raise ValueError("it must be a string, a list of token ids, or a list of strings or of lists of token ids.")
+        return prompt
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+
+class ChatRequest(SamplingFields):
+    """The body of /v1/chat/completions."""
+
+    refused: ClassVar = {
+        "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
+        "parallel_tool_calls": ((None, True), NO_CONSTRAINTS),
+        "functions": ((None,), "it was replaced by tools"),
+        "function_call": ((None,), "it was replaced by tool_choice"),
+        "modalities": ((None, ["text"]), "the engine has text alone"),
+        "audio": ((None,), "the engine has text alone"),
+        "prediction": ((None,), "there is no speculative decoding yet"),
+        "reasoning_effort": ((None,), "pass what the template knows in chat_template_kwargs"),
+        "verbosity": ((None,), "no template has it"),
+        "web_search_options": ((None,), "there is no web search"),
+        "store": ((None, False), "nothing is stored"),
+        "metadata": ((None, {}), "nothing is stored"),
+        "service_tier": ((None, "auto", "default"), "there is one; see priority"),
+    }
+
+    messages: Annotated[Each[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: Each[Tool] | None = None
+    tool_choice: Any = None
+
+    chat_template_kwargs: AnyObject | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, choice: Any) -> Any:
+        if choice not in (None, "auto", "none"):
+            raise ValueError(f"only 'auto' and 'none' are supported: {NO_CONSTRAINTS}.")
+        return choice
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
+            raise ValueError(f"{name} is no variable of a template.")
+        return options
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given, but logprobs is not true. Set it, or leave top_logprobs out.")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; they mean the same, so give one.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message continues the last message; set add_generation_prompt to false.")
+        if self.tool_choice == "auto" and not self.tools:
+            raise ValueError("tool_choice is 'auto', but there are no tools.")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        """None for as much as max_model_len leaves."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = dict(self.chat_template_kwargs or {})
+        options["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        return options
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return as_conversation(self.messages)
+
+
+class TokenizeRequest(Strict):
+    """The body of /tokenize: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Each[ChatMessage], Field(min_length=1)] | None = None
+    tools: Each[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of the two.")
+        if self.tools and self.messages is None:
+            raise ValueError("tools are given, but only messages go through the chat template.")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = False

@@ -1,0 +1,214 @@
+"""The thread that owns an engine: it adds, steps and aborts in turn, for callers in any other thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from nanovllm.engine import Engine
+from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
+from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.own_process import OwnProcess
+from nanovllm.streaming.heartbeat import Heartbeat
+from nanovllm.streaming.streams import Mailroom
+
+logger = logging.getLogger("nanovllm")
+Result = TypeVar("Result")
+
+# After so many failed steps of theirs in a row requests end with an error. Until then they are tried again, since what
+# was missing may have been memory, for a moment.
+MAX_FAILED_STEPS = 3
+# Clients whose event loop was closed are looked for so often, in seconds.
+CLIENT_CHECK_SECONDS = 1.0
+# Idle time begins so long after the last request, in seconds.
+IDLE_SECONDS = 0.5
+# At the interpreter's exit the step that runs is waited for, but no longer than this.
+EXIT_SECONDS = 30.0
+
+
+class EngineLoop:
+    """Steps an engine in a thread of its own while there is work, and prepares for more or sleeps while there is none.
+
+    Between two steps it runs the calls that were submitted meanwhile, in their order, and after each step it leaves the
+    outputs in the mailroom. It ends when it is stopped or when anything but a step fails; from then on every call is
+    refused, and the mailroom's streams are ended.
+    """
+
+    def __init__(self, engine: Engine, mailroom: Mailroom, *, prepares_when_idle: bool = False) -> None:
+        self._engine = engine
+        self._mailroom = mailroom
+        self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
+        self._changes = threading.Condition()  # of the three around it
+        self._is_stopping = False
+        self._has_ended = False
+        self._cause: BaseException | None = None
+        self._last_look = time.monotonic()
+        self._stats = engine.stats()  # as of the last moment between two steps
+        self._busy_since: float | None = None  # that moment, or when work came after it; None while there is none
+        self._prepares = prepares_when_idle  # and there may be steps to get ready
+        self.process = OwnProcess("AsyncLLM")
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------- from any thread
+
+    def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
+        """Run `call(engine)` before the next step; raises EngineDeadError or RuntimeError (closed) if there is none."""
+        self.process.check()
+        future: Future[Result] = Future()
+        with self._changes:
+            if self._is_stopping or self._has_ended:
+                raise self.refusal()
+            self._calls.append((future, call))
+            if self._busy_since is None:
+                self._busy_since = time.monotonic()
+            self._changes.notify()
+        return future
+
+    def heartbeat(self) -> Heartbeat:
+        """The engine as of the last moment between two steps; never waits for the one that runs."""
+        stats, busy_since = self._stats, self._busy_since
+        return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
+
+    def refusal(self) -> Exception:
+        """A new exception for one caller: why nothing is run any more."""
+        if self._cause is None:
+            return EngineClosedError("this AsyncLLM is closed; build a new one.")
+        error = EngineDeadError(f"the engine died ({type(self._cause).__name__}: {self._cause}); build a new one.")
+        error.__cause__ = self._cause
+        return error
+
+    @property
+    def is_dead(self) -> bool:
+        return self._cause is not None
+
+    def stop(self) -> None:
+        """End every request with finish_reason "abort", and the thread, after the step that runs; not in a child."""
+        if self.process.is_elsewhere:
+            return
+        with self._changes:
+            self._is_stopping = True
+            self._changes.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _stop_at_exit(self) -> None:
+        self.stop()
+        self.join(EXIT_SECONDS)
+
+    # -------------------------------------------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                with OldObjectsFrozen():
+                    while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
+                        self._answer()
+                        if self._engine.has_unfinished:
+                            self._step()
+                        self._look_for_clients()
+            self._answer()
+            self._abort([*self._engine.request_ids])  # stopped
+        except BaseException as error:
+            # A device error comes as the cause of what the engine says about it.
+            self._cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
+            logger.exception("the engine died")
+        self._end()
+
+    def _wait_for_work(self) -> bool:
+        with self._changes:
+            if not self._calls:
+                self._busy_since = None
+        self._use_idle_time()
+        with self._changes:
+            while not self._calls and not self._is_stopping:
+                self._changes.wait()
+            return not self._is_stopping
+
+    def _use_idle_time(self) -> None:
+        """Let the model runner prepare further steps, one at a time, as long as nobody wants anything.
+
+        Not at once, since a client that asks for one thing after the other would wait for one of them each time.
+        """
+        if not self._prepares:
+            return
+        with self._changes:
+            if self._changes.wait_for(lambda: self._calls or self._is_stopping, IDLE_SECONDS):
+                return
+        try:
+            while not self._calls and not self._is_stopping and self._prepares:
+                self._prepares = self._engine.model_runner.capture_ahead()
+        except DeviceError:
+            raise
+        except Exception:  # a step that needs what failed here will tell its requests
+            self._prepares = False
+            logger.warning("steps are not prepared ahead any more", exc_info=True)
+
+    def _answer(self) -> None:
+        for _ in range(len(self._calls)):  # those that come meanwhile wait for a step
+            future, call = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call(self._engine)
+            except Exception as error:  # its caller's, as far as the engine is whole
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            else:
+                self._beat()  # before its caller goes on, and may ask for it
+                future.set_result(result)
+
+    def _beat(self) -> None:
+        self._stats = self._engine.stats()
+        self._busy_since = time.monotonic()
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except StepError as error:
+            self._engine.check_alive()
+            logger.warning("%s", error)
+            self._engine.give_up(error, MAX_FAILED_STEPS)
+        self._beat()
+        if self._engine.outputs:
+            outputs = list(self._engine.outputs)
+            self._engine.outputs.clear()
+            self._abort(self._mailroom.deliver(outputs))
+
+    def _look_for_clients(self) -> None:
+        now = time.monotonic()
+        if now - self._last_look > CLIENT_CHECK_SECONDS:
+            self._last_look = now
+            self._abort(self._mailroom.without_loop())
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            output = self._engine.abort(request_id)
+            if output is not None:
+                self._beat()
+                self._mailroom.deliver([output])
+
+    def _end(self) -> None:
+        with self._changes:
+            self._has_ended = True
+            self._busy_since = None
+            calls, self._calls = self._calls, deque()
+        for future, _ in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.refusal())
+        self._mailroom.end(self.refusal)
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+        atexit.unregister(self._stop_at_exit)

@@ -1,0 +1,1 @@
+"""Benchmarks, tuning, simulation and workloads."""

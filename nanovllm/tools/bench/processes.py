@@ -1,0 +1,171 @@
+"""Runs workloads on engines in turn, each time in a fresh process."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm.tools.bench.players import PLAYERS, check_takes
+from nanovllm.tools.workloads.files import write_trace
+from nanovllm.tools.workloads.specs import parse_spec, spelled
+from nanovllm.tools.workloads.workloads import Workload
+
+PACKAGE = Path(nanovllm.__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine to measure.
+
+    label: names it in results, such as "nanovllm:overlap=True".
+    name: which one, of `PLAYERS`.
+    options: its own.
+    python: the interpreter that it runs in.
+    """
+
+    label: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
+
+    @classmethod
+    def parse(cls, text: str, base_options: dict[str, Any]) -> EngineSpec:
+        """From "NAME" or "NAME:OPTION=VALUE,..."; the option `python` is the interpreter.
+
+        Args:
+            base_options: of this engine, where the text has no other; peers take only dtype of them.
+        """
+        name, options = parse_spec(text)
+        if name not in PLAYERS:
+            raise ValueError(f"there is no engine {name!r}; there are {', '.join(PLAYERS)}.")
+        python = options.pop("python", None)
+        told = ",".join(f"{key}={spelled(value)}" for key, value in options.items())
+        label = f"{name}:{told}" if told else name
+        shared = base_options if name == "nanovllm" else {k: v for k, v in base_options.items() if k == "dtype"}
+        package = PLAYERS[name][1]
+        if python is None and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{name} is not installed here ({package}). Install it, or name the interpreter of an environment "
+                f"that has it: {name}:python=PATH."
+            )
+        return cls(label, name, shared | options, python or sys.executable)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is common to all runs.
+
+    repeats: how often each engine runs, in turn, each time in a new process.
+    warm_ups: how often a workload is played unmeasured before; slow peers play a few of its requests.
+    profile: time the parts of this engine's steps.
+    record: a file for a trace of what this engine does while it is measured.
+    verbose: let the engines write to standard error.
+    """
+
+    model: str
+    repeats: int = 1
+    warm_ups: int = 1
+    profile: bool = False
+    record: str | None = None
+    verbose: bool = False
+
+
+def run_all(
+    engines: list[EngineSpec],
+    workloads: list[Workload],
+    settings: Settings,
+    *,
+    after_run: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run everything; the result is what `--json` writes.
+
+    Args:
+        after_run: called with the result so far behind each process, so that a long run that is cut short keeps it.
+
+    Raises ValueError for an engine that cannot play a workload, RuntimeError if one failed.
+    """
+    for engine in engines:
+        for workload in workloads:
+            check_takes(engine.name, workload)
+    result: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "model": settings.model,
+        "repeats": settings.repeats,
+        "warm_ups": settings.warm_ups,
+        "workloads": {workload.name: about(workload) for workload in workloads},
+        "runs": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as name:
+        folder = Path(name)
+        traces = [folder / f"{number}.jsonl" for number in range(len(workloads))]
+        for workload, trace in zip(workloads, traces, strict=True):
+            write_trace(workload, trace)
+        for repeat in range(settings.repeats):
+            for engine in engines:
+                runs = run_apart(engine, traces, settings, folder)
+                for workload, run in zip(workloads, runs, strict=True):
+                    result["runs"].append({"workload": workload.name, "repeat": repeat} | run)
+                after_run(result)
+    return result
+
+
+def about(workload: Workload) -> dict[str, Any]:
+    """What results tell of a workload."""
+    return {
+        "parameters": workload.parameters,
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.num_prompt_tokens,
+        "output_tokens": workload.num_output_tokens,
+    }
+
+
+def run_apart(engine: EngineSpec, traces: list[Path], settings: Settings, folder: Path) -> list[dict[str, Any]]:
+    """All workloads on one engine, in a process of its own."""
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    job = {
+        "engine": engine.name, "label": engine.label, "model": settings.model, "options": engine.options,
+        "traces": [str(trace) for trace in traces], "warm_ups": settings.warm_ups, "profile": settings.profile,
+        "record": settings.record, "verbose": settings.verbose, "answer": str(answer),
+    }  # fmt: skip
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    command = [engine.python, "-m", "nanovllm.tools.bench.child", str(folder / "job.json")]
+    done = subprocess.run(
+        command, env=_environment(engine, folder), stdout=subprocess.DEVNULL,
+        stderr=None if settings.verbose else subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+    if "runs" in told:
+        return told["runs"]
+    reason = told.get("error") or f"its process ended with {done.returncode}\n{(done.stderr or '')[-4000:]}"
+    raise RuntimeError(f"{engine.label}: {reason}")
+
+
+def _environment(engine: EngineSpec, folder: Path) -> dict[str, str]:
+    """The child's: it finds this package, and, in another environment, nothing else of ours."""
+    home = PACKAGE.parent
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    if engine.python != sys.executable:
+        home = folder / "package"
+        home.mkdir(exist_ok=True)
+        if not (home / "nanovllm").exists():
+            (home / "nanovllm").symlink_to(PACKAGE)
+    elsewhere = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{home}{os.pathsep}{elsewhere}" if elsewhere else str(home)
+    if engine.name == "vllm":  # its documentation has them loaded first on a CPU
+        prefix = Path(engine.python).parent.parent
+        patterns = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{prefix}/lib/libiomp5.so")
+        preload = [found[0] for found in map(glob.glob, patterns) if found]
+        environment["LD_PRELOAD"] = ":".join([*preload, *filter(None, [environment.get("LD_PRELOAD")])])
+    return environment

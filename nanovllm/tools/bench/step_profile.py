@@ -1,0 +1,101 @@
+"""Where the time of a step goes.
+
+The parts are timed on the host around the engine's own calls. On a GPU each part waits for the device, so a profiled
+run is slower than a plain one; its shares are what counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nanovllm import model_runner
+from nanovllm.attention.cpp import CppPlan
+from nanovllm.attention.flex_cpu import FlexPlan
+from nanovllm.attention.sdpa import SdpaPlan
+from nanovllm.engine import Engine
+from nanovllm.execution.cuda_graphs import GraphExecutor
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model_runner import ModelRunner
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.scheduler import Scheduler
+
+# What is timed, and under which name; calls within a call of the same name count once.
+_TIMED: tuple[tuple[Any, str, str], ...] = (
+    (Engine, "step", "step"),
+    (Scheduler, "schedule", "schedule"),
+    (ModelRunner, "execute", "execute"),
+    (model_runner, "build_layout", "inputs"),
+    (ModelBinding, "forward_step", "forward"),
+    (SdpaPlan, "attend", "attention"),
+    (FlexPlan, "attend", "attention"),
+    (CppPlan, "attend", "attention"),
+    (CppPlan, "attend_by_kernels", "attention"),
+    (GraphExecutor, "launch", "graph"),
+    (GraphExecutor, "_upload", "inputs"),
+    (Sampler, "sample", "sampling"),
+    (Scheduler, "update", "update"),
+    (Engine, "_collect", "collect"),
+)
+
+
+@dataclass(slots=True)
+class StepProfile:
+    """Seconds of each part, summed over the steps of `recording`."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[str] = field(default_factory=Counter)
+    _open: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Time every engine of the process."""
+        with ExitStack() as stack:
+            for owner, name, part in _TIMED:
+                original = getattr(owner, name)
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, self._timed(original, part))
+            yield
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._open[part]:
+                return function(*args, **kwargs)
+            self._open[part] += 1
+            _wait_for_device()
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _wait_for_device()
+                self.seconds[part] += time.perf_counter() - begin
+                self.calls[part] += 1
+                self._open[part] -= 1
+
+        return timed
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of disjoint parts, whose sum is that of the steps."""
+        of = self.seconds
+        if self.calls["graph"]:  # one launch, of which the host sees nothing
+            execute = {"build inputs": of["inputs"], "captured step": of["execute"] - of["inputs"]}
+        else:
+            execute = {
+                "build inputs": of["execute"] - of["forward"] - of["sampling"],
+                "dense": of["forward"] - of["attention"],
+                "attention": of["attention"],
+                "sampling": of["sampling"],
+            }
+        parts = {"schedule": of["schedule"], **execute, "update": of["update"] + of["collect"]}
+        return parts | {"other": of["step"] - sum(parts.values())}
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""The simulator: the real scheduler in virtual time, with measured costs."""

@@ -1,0 +1,256 @@
+"""Measures an engine's steps on this machine and fits a cost model to them.
+
+A scenario is some requests that make steps of many shapes: chunks, decodes, both. All scenarios run one after the
+other, several times, each with an empty prefix cache. The k-th step of one has the same shape every time, and the
+median of its times counts, so a disturbance is seen only if it hits the same step in most rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import transformers
+from torch import nn
+
+import nanovllm
+from nanovllm.build import open_engine
+from nanovllm.config import EngineConfig
+from nanovllm.engine import Engine
+from nanovllm.execution.buckets import RowSizes
+from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.model.loader import LoadedModel
+from nanovllm.observability.step_records import News, StepRecord
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepShape, fit
+
+logger = logging.getLogger("nanovllm")
+
+# Prompt tokens of a scenario at most, which bounds its time: some seconds.
+MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 131_072}
+NUM_DECODES = 6  # steps of decodes in a scenario
+
+
+class Group(NamedTuple):
+    """So many equal requests, added once the scenario has made so many steps; their prompts may begin alike."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    after_steps: int = 0
+    num_shared_tokens: int = 0
+
+
+Scenario = tuple[Group, ...]
+
+
+class _StepShapes:
+    """A tracer that keeps the shape of every step, by step id."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, StepShape] = {}
+        self.block_size = 0
+        self.sizes: RowSizes | None = None
+
+    def begin(self, config: EngineConfig, device: str) -> None:
+        """Follow an engine of this configuration, on a device of this type."""
+        self.block_size, self.sizes = config.block_size, RowSizes.of(replace(config, device=device))
+
+    def follow(self, news: News) -> None:
+        while news.steps:
+            record, batch = news.steps.popleft()
+            self.by_step[record.step_id] = StepShape.of(batch, self.block_size, self.sizes)
+        news.added.clear()
+        news.ended.clear()
+
+
+def calibrate(
+    model: str | os.PathLike[str] | nn.Module,
+    *,
+    tokenizer: Any = None,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> Calibration:
+    """Measure an engine; takes a minute or two on a CPU.
+
+    Args:
+        repeats: how often each scenario is measured.
+        clock: the time in seconds.
+        options: as for `LLM`; without `overlap`, since steps are measured one by one.
+
+    Raises what `LLM` raises, and ValueError for options that cannot be measured.
+    """
+    if options.pop("overlap", None):
+        raise ValueError("steps are measured one by one; leave overlap out, and give it to the simulation instead.")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it must be at least 1.")
+    records: list[StepRecord] = []
+    shapes = _StepShapes()
+    options = options | {"overlap": False}
+    engine = open_engine(model, tokenizer, records.append, options, tracer=shapes, clock=clock)
+    try:
+        device = engine.model_runner.device.type
+        shapes.begin(engine.config, device)
+        launch_blocks = device == "cpu"
+        plan = scenarios(engine.config)
+        engine.model_runner.binding.caches.take_memory()
+        _run(engine, plan[0], seed=0)  # the warm-up
+        rounds: list[list[StepSample]] = []
+        intakes: list[tuple[int, float]] = []
+        for number in range(1, repeats + 1):
+            logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
+            of_round: list[StepSample] = []
+            for scenario in plan:
+                records.clear()
+                with OldObjectsFrozen():
+                    intakes += _run(engine, scenario, seed=number)
+                of_round += _samples(records, shapes.by_step, launch_blocks=launch_blocks)
+            rounds.append(of_round)
+        samples = list(_medians(rounds))
+        cost_model = fit(samples, intakes, launch_blocks=launch_blocks)
+        name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
+        return _describe(engine, name, samples, cost_model)
+    finally:
+        engine.close()
+
+
+def scenarios(config: EngineConfig) -> list[Scenario]:
+    """What is run, as far as the engine's limits allow: the same for every engine with the same limits."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
+    counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
+    decodes: list[Scenario] = [
+        (Group(count, length, NUM_DECODES + 1),) for length in (16, 256, 1024) for count in counts
+    ]
+    prompts: list[Scenario] = [(Group(1, 2**power, 1),) for power in range(3, 13)]
+    prompts += [(Group(count, length, 1),) for count, length in ((4, 16), (16, 16), (64, 16), (8, 64), (4, 256))]
+    decodes += [
+        (Group(count, shared + 16, NUM_DECODES + 1, num_shared_tokens=shared),)
+        for count in (4, 16, 48)
+        for shared in (512, 1024)
+    ]
+    mixed: list[Scenario] = [
+        (Group(count, 64, NUM_DECODES + 1), Group(1, length, 2, after_steps=3))
+        for count in (4, 16, 48)
+        for length in (64, 256, 1024)
+    ]
+
+    def fits(scenario: Scenario) -> bool:
+        longest = max(group.num_prompt_tokens + group.num_output_tokens for group in scenario)
+        total = sum(
+            group.num_requests * -(-(group.num_prompt_tokens + group.num_output_tokens) // config.block_size)
+            for group in scenario
+        )
+        num_seqs = sum(group.num_requests for group in scenario)
+        is_small = total * config.block_size <= room and num_seqs <= config.max_num_seqs
+        return is_small and longest <= config.max_model_len
+
+    return [scenario for scenario in prompts + decodes + mixed if fits(scenario)]
+
+
+def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, float]]:
+    """Returns the prompt's length of each request, and the seconds that it took to add it."""
+    intakes = []
+    r = random.Random(seed)
+    vocab_size = engine.model_runner.binding.model.get_input_embeddings().num_embeddings
+    engine.reset_prefix_cache()
+    groups = sorted(scenario, key=lambda group: group.after_steps)
+    num_added = num_steps = 0
+    while groups or engine.has_unfinished:
+        while groups and (groups[0].after_steps <= num_steps or not engine.has_unfinished):
+            group = groups.pop(0)
+            params = SamplingParams(temperature=0.0, max_tokens=group.num_output_tokens, ignore_eos=True)
+            shared = r.choices(range(vocab_size), k=group.num_shared_tokens)
+            for _ in range(group.num_requests):
+                prompt = shared + r.choices(range(vocab_size), k=group.num_prompt_tokens - len(shared))
+                begin = engine.clock()
+                engine.add_request(f"calibration-{num_added}", prompt, params)
+                intakes.append((len(prompt), engine.clock() - begin))
+                num_added += 1
+        engine.step()
+        num_steps += 1
+    for output in engine.outputs:
+        if output.error:
+            raise RuntimeError(output.error)
+    engine.outputs.clear()
+    return intakes
+
+
+def _samples(records: list[StepRecord], shapes: dict[int, StepShape], *, launch_blocks: bool) -> Iterator[StepSample]:
+    """Of one run; time between two steps in which nothing was added counts as the first one's update."""
+    for record, following in zip(records, [*records[1:], None], strict=True):
+        shape, update_time = shapes[record.step_id], record.update_time
+        if following is not None and following.num_prefill_tokens == 0:
+            in_step = following.schedule_time + following.execute_time + following.update_time
+            update_time += max(0.0, following.time - record.time - in_step)
+        launch_time = 0.0 if launch_blocks else record.launch_time
+        yield StepSample(shape, record.schedule_time, launch_time, record.execute_time - launch_time, update_time)
+
+
+def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
+    for of_step in zip(*rounds, strict=True):
+        if len({sample.shape for sample in of_step}) != 1:
+            raise RuntimeError(f"the same requests made steps of different shapes: {of_step}")
+        times = zip(*(sample[1:] for sample in of_step), strict=True)
+        yield StepSample(of_step[0].shape, *map(median, times))
+
+
+def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
+    """Relative errors of the device's time: median, p90 and the largest."""
+    errors = sorted(abs(cost_model.device.seconds(s.shape) / s.device_time - 1.0) for s in samples)
+    return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
+
+
+def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model: CostModel) -> Calibration:
+    config, runner = engine.config, engine.model_runner
+    device = runner.device.type
+    loaded = LoadedModel(runner.binding.model, None, is_live=runner.binding.is_live, identity=model)
+    hardware: dict[str, Any] = {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name(runner.device)
+    return Calibration(
+        model=model,
+        dtype=str(runner.binding.dtype).removeprefix("torch."),
+        device=device,
+        attention_backend=runner.config.attention_backend,
+        enforce_eager=config.enforce_eager,
+        cuda_graphs=config.cuda_graphs,
+        block_size=config.block_size,
+        max_position_embeddings=loaded.max_position_embeddings,
+        kv_token_bytes=runner.binding.caches.num_bytes(1),
+        kv_cache_bytes=config.num_kv_blocks * runner.binding.caches.num_bytes(config.block_size),
+        hardware=hardware,
+        versions={
+            "nanovllm": nanovllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        num_samples=len(samples),
+        residuals=residuals(samples, cost_model),
+        cost_model=cost_model,
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,172 @@
+"""One engine in virtual time: the true scheduler and block manager, with a cost model in place of the model runner.
+
+The host's and the device's clocks advance as in `Engine.step`. With overlap on a device of its own::
+
+    host     schedule 1  launch 1  schedule 2  launch 2  waits ..  update 1  schedule 3  launch 3  waits ..  update 2
+    device               [====== step 1 ==================][======= step 2 =====================][= step 3 ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import EngineConfig
+from nanovllm.execution.buckets import RowSizes
+from nanovllm.observability.step_records import StepHook, StepRecorder
+from nanovllm.outputs import EngineStats, RequestMetrics
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+from nanovllm.tools.simulate.cost_model import CostModel, StepShape
+
+
+class _Launched(NamedTuple):
+    batch: ScheduledBatch
+    num_samples: int
+    start: float
+    schedule_time: float
+    launch_time: float
+    done: float  # when its tokens are there
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request on its way, and when its tokens came."""
+
+    sequence: Sequence
+    scheduled_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+
+    def metrics(self) -> RequestMetrics:
+        """Once it has ended, all of them; `finished_time` is that of its last token."""
+        times, sequence = self.token_times, self.sequence
+        itls = [after - before for before, after in pairwise(times)]
+        return RequestMetrics(
+            arrival_time=sequence.arrival_time,
+            scheduled_time=self.scheduled_time,
+            first_token_time=times[0],
+            last_token_time=times[-1],
+            finished_time=times[-1],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_output_tokens=len(times),
+            num_preemptions=sequence.num_preemptions,
+            mean_itl=(times[-1] - times[0]) / len(itls) if itls else None,
+            max_itl=max(itls, default=None),
+            itls=itls,
+        )
+
+
+class Replica:
+    """Steps as an engine does. Before each step the host takes in the requests that have arrived by then; those that
+    arrive meanwhile wait for the step after it.
+
+    Args:
+        config: fully resolved (limits and pool).
+        draw_token: the next token id, never the same twice, so that outputs share no prefixes.
+        on_step: called with the `StepRecord` of each step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost_model: CostModel,
+        draw_token: Iterator[int],
+        *,
+        on_step: StepHook | None = None,
+    ) -> None:
+        self.config = config
+        self.now = 0.0  # seconds, of the host
+        self.scheduler = Scheduler(
+            config,
+            BlockManager(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        )
+        self._cost_model = cost_model
+        self._sizes = RowSizes.of(config)
+        self._draw_token = draw_token
+        self._recorder = StepRecorder(on_step)
+        self._device_free = 0.0
+        self._in_flight: deque[_Launched] = deque()
+        self._requests: dict[str, _Request] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, sequence: Sequence) -> None:
+        if not self._requests:
+            self.now = max(self.now, sequence.arrival_time)
+        self.now += self._cost_model.intake.seconds(sequence.num_prompt_tokens)
+        self._requests[sequence.request_id] = _Request(sequence)
+        self.scheduler.add(sequence)
+
+    def step(self) -> dict[str, RequestMetrics]:
+        """Launch a batch and read the oldest in flight, as `Engine.step` does; returns the requests that ended."""
+        start = self.now
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._launch(batch, start)
+            if self.config.overlap and len(self._in_flight) == 1:
+                return {}
+        if not self._in_flight:
+            raise RuntimeError("requests are unfinished, but nothing is scheduled and nothing in flight")
+        return self._read()
+
+    def _launch(self, batch: ScheduledBatch, start: float) -> None:
+        shape, cost_model = StepShape.of(batch, self.config.block_size, self._sizes), self._cost_model
+        schedule_time = cost_model.schedule.seconds(shape.num_sequences)
+        scheduled = start + schedule_time
+        launched = self.now = scheduled + cost_model.launch.seconds(shape.num_sequences)
+        done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
+        if cost_model.launch_blocks:
+            self.now = done
+        self._in_flight.append(_Launched(batch, shape.num_samples, start, schedule_time, self.now - scheduled, done))
+        for entry in batch.prefills:
+            request = self._requests[entry.sequence.request_id]
+            if request.scheduled_time is None:
+                request.scheduled_time = start
+
+    def _read(self) -> dict[str, RequestMetrics]:
+        batch, num_samples, start, schedule_time, launch_time, done = self._in_flight.popleft()
+        waits = self.now
+        read = max(waits, done)
+        advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
+        update_time = self._cost_model.update.seconds(len(batch.entries))
+        self.now = now = read + update_time
+        ended = {}
+        for sequence in advanced:
+            request = self._requests[sequence.request_id]
+            request.token_times.append(now)
+            if len(request.token_times) == 1:
+                self._recorder.note_first_token(now - sequence.arrival_time, True)
+            else:
+                self._recorder.note_itl(now - request.token_times[-2])
+            if sequence.is_finished:
+                ended[sequence.request_id] = request.metrics()
+                del self._requests[sequence.request_id]
+        self._recorder.record(self.scheduler, batch, now, start, schedule_time, launch_time, read - waits, update_time)
+        self._recorder.tell()
+        if not self._requests and self._in_flight:
+            self.scheduler.discard(self._in_flight[0].batch)
+            self._in_flight.clear()
+        return ended
+
+    def stats(self) -> EngineStats:
+        return self._recorder.stats(self.scheduler)
+
+    def check_integrity(self) -> None:
+        """Verify the block manager's invariants; RuntimeError names a broken one."""
+        self.scheduler.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])

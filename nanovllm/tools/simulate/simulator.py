@@ -1,0 +1,225 @@
+"""Replays a workload in virtual time on one or more replicas: what it would take, without a model or a device.
+
+Scheduling, prefix caching and preemption are the engine's own code on the workload's true token ids; only the time of a
+step is a model's (`cost_model.py`), and the tokens drawn are ids that occur nowhere else. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.observability.percentiles import spread
+from nanovllm.observability.step_records import StepRecord
+from nanovllm.outputs import EngineStats, RequestMetrics
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence as RequestSequence
+from nanovllm.tools.simulate.cost_model import CostModel
+from nanovllm.tools.simulate.replica import Replica
+from nanovllm.tools.simulate.routing import Route, round_robin
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+
+# Ids of drawn tokens begin behind those of any vocabulary.
+FIRST_DRAWN_TOKEN = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What became of a workload. Times are virtual seconds since its start.
+
+    requests: their metrics with all `itls`, in the order of the workload.
+    replica_of: the replica that served each of them.
+    stats: each replica's counters at the end.
+    steps: each replica's steps, if they were asked for.
+    """
+
+    workload: Workload
+    requests: list[RequestMetrics]
+    replica_of: list[int]
+    stats: list[EngineStats]
+    steps: list[list[StepRecord]]
+
+    def figures(self) -> dict[str, Any]:
+        return figures(self.requests, self.stats)
+
+
+def simulate(
+    workload: Workload,
+    config: EngineConfig,
+    cost_model: CostModel,
+    *,
+    num_replicas: int = 1,
+    route: Route | None = None,
+    keep_steps: bool = False,
+) -> Simulation:
+    """Run a workload to its end.
+
+    Args:
+        config: fully resolved, the same for every replica.
+        route: chooses a replica for each request as it arrives; None takes them in turn.
+        keep_steps: keep a `StepRecord` of every step.
+
+    A router sees a replica's queues as they are once the step that it is in has ended.
+
+    Raises ValueError for a request that the engine would refuse, naming its place in the workload.
+    """
+    if config.max_queue is not None:
+        raise ValueError(
+            f"max_queue is {config.max_queue}, but a refused request's client would try again, which is not "
+            "simulated. Leave max_queue out."
+        )
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
+    if not workload.requests:
+        raise ValueError("the workload has no requests.")
+    for number, request in enumerate(workload.requests):
+        _check(number, request, config.max_model_len)
+    drawn = count(FIRST_DRAWN_TOKEN)
+    steps: list[list[StepRecord]] = [[] for _ in range(num_replicas)]
+    replicas = [Replica(config, cost_model, drawn, on_step=records.append if keep_steps else None) for records in steps]
+    run = _Run(workload.requests, replicas, route or round_robin())
+    run.to_its_end()
+    metrics = [run.metrics[number] for number in range(len(workload.requests))]
+    replica_of = [run.replica_of[number] for number in range(len(workload.requests))]
+    return Simulation(workload, metrics, replica_of, [replica.stats() for replica in replicas], steps)
+
+
+class _Run:
+    """Arrivals and steps of all replicas in the order of time; of those at the same time the arrivals come first."""
+
+    def __init__(self, requests: list[TimedRequest], replicas: list[Replica], route: Route) -> None:
+        self.metrics: dict[int, RequestMetrics] = {}  # of the requests that have ended, by number
+        self.replica_of: dict[int, int] = {}
+        self._requests = requests
+        self._replicas = replicas
+        self._route = route
+        self._num_arrived = 0
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # who waits for a request to end
+        self._arrivals: list[tuple[float, int]] = []  # a heap of (time, number)
+        self._begins: list[tuple[float, int]] = []  # a heap of (begin of its next step, replica) of those with work
+        for number, request in enumerate(requests):
+            if request.after is None:
+                self._arrivals.append((request.arrival, number))
+            else:
+                self._followers[request.after].append(number)
+        heapq.heapify(self._arrivals)
+
+    def to_its_end(self) -> None:
+        arrivals, begins = self._arrivals, self._begins
+        while arrivals or begins:
+            if arrivals and (not begins or arrivals[0][0] <= begins[0][0]):
+                self._arrive(*heapq.heappop(arrivals))
+            else:
+                self._step(heapq.heappop(begins)[1])
+        for replica in self._replicas:
+            replica.check_integrity()
+
+    def _arrive(self, time: float, number: int) -> None:
+        max_model_len = self._replicas[0].config.max_model_len
+        sequence = _sequence(number, self._requests[number], time, self._num_arrived, max_model_len)
+        self._num_arrived += 1
+        index = self.replica_of[number] = self._route(sequence, self._replicas)
+        replica = self._replicas[index]
+        if not replica.has_unfinished:
+            heapq.heappush(self._begins, (max(replica.now, time), index))
+        replica.add(sequence)
+
+    def _step(self, index: int) -> None:
+        replica = self._replicas[index]
+        for request_id, metrics in replica.step().items():
+            number = int(request_id)
+            self.metrics[number] = metrics
+            for follower in self._followers[number]:
+                heapq.heappush(self._arrivals, (replica.now + self._requests[follower].arrival, follower))
+        if replica.has_unfinished:
+            heapq.heappush(self._begins, (replica.now, index))
+
+
+def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
+    prompt, num_output_tokens = request.prompt_token_ids, request.num_output_tokens
+    if not prompt or num_output_tokens < 1:
+        raise ValueError(
+            f"request {number} has {len(prompt)} prompt tokens and {num_output_tokens} output tokens; it needs at "
+            "least one of each."
+        )
+    if len(prompt) + num_output_tokens > max_model_len:
+        raise ValueError(
+            f"request {number} has {len(prompt)} prompt tokens and {num_output_tokens} output tokens, more than "
+            f"max_model_len ({max_model_len}). Shorten it, or raise max_model_len if the model allows."
+        )
+    if min(prompt) < 0 or max(prompt) >= FIRST_DRAWN_TOKEN:
+        raise ValueError(f"request {number} holds a token id outside 0 to {FIRST_DRAWN_TOKEN - 1}.")
+    if not (math.isfinite(request.arrival) and request.arrival >= 0.0):
+        raise ValueError(f"request {number} arrives at {request.arrival} s; it must be 0 or later.")
+    if request.after is not None and not 0 <= request.after < number:
+        raise ValueError(f"request {number} waits for request {request.after}, which does not stand before it.")
+
+
+def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max_model_len: int) -> RequestSequence:
+    return RequestSequence(
+        str(number),
+        request.prompt_token_ids,
+        SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True),
+        arrival=arrival,
+        arrival_time=time,
+        max_model_len=max_model_len,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) -> dict[str, Any]:
+    """A run's figures, simulated or real, from its requests (with `itls`) and its engines' counters.
+
+    seconds: from the first arrival to the last token.
+    ttft, itl: seconds, as `spread` tells them: of all requests, and of all gaps between two tokens of one.
+    hit_rate: prompt tokens found in the prefix cache, of those looked up; None without a look-up.
+    """
+    stats = list(stats)
+    ends = [m.finished_time for m in requests if m.finished_time is not None]
+    seconds = max(ends) - min(m.arrival_time for m in requests)
+    num_output_tokens = sum(m.num_output_tokens for m in requests)
+    queries = sum(of_engine.prefix_cache_queries for of_engine in stats)
+    hits = sum(of_engine.prefix_cache_hits for of_engine in stats)
+    return {
+        "num_requests": len(requests),
+        "num_prompt_tokens": sum(m.num_prompt_tokens for m in requests),
+        "num_output_tokens": num_output_tokens,
+        "seconds": seconds,
+        "output_tokens_per_second": num_output_tokens / seconds,
+        "steps": sum(of_engine.num_steps for of_engine in stats),
+        "ttft": spread(m.ttft for m in requests if m.ttft is not None),
+        "itl": spread(itl for m in requests for itl in m.itls or ()),
+        "cached_tokens": hits,
+        "hit_rate": hits / queries if queries else None,
+        "preemptions": sum(of_engine.num_preemptions for of_engine in stats),
+        "evictions": sum(of_engine.prefix_cache_evictions for of_engine in stats),
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result of `figures`, to be read."""
+    lines = [
+        f"{result['num_requests']} requests, {result['num_prompt_tokens']} tokens in, "
+        f"{result['num_output_tokens']} out",
+        f"{result['output_tokens_per_second']:.0f} output tokens/s; {result['steps']} steps in "
+        f"{result['seconds']:.2f} s",
+        f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
+    ]
+    for name, title in (("ttft", "to the first token"), ("itl", "between two tokens")):
+        if (of := result[name]) is not None:
+            lines.append(f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99")))
+    rate = "" if result["hit_rate"] is None else f" ({result['hit_rate']:.0%})"
+    lines.append(
+        f"{result['cached_tokens']} prompt tokens from the prefix cache{rate}; {result['preemptions']} preemptions"
+    )
+    return "\n".join(lines)

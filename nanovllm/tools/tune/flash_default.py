@@ -1,0 +1,37 @@
+"""Whether attention_backend="auto" comes to "flash", whose blocks are of another size, before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.model.default_model import DEFAULT_MODEL
+
+
+def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
+    """What `attention_choice` will say of an engine with blocks as flash wants them.
+
+    Args:
+        model: a folder, a hub id or the embedded model; its configuration is read, if the answer depends on it.
+        device: "cpu" or "cuda".
+        fixed: engine options.
+    """
+    if device != "cuda" or fixed.get("enforce_eager") or model == DEFAULT_MODEL:  # the last has heads of 64
+        return False
+    import torch
+
+    from nanovllm.attention.flash import has_tried_version, missing_for_flash
+
+    if not (has_tried_version() and torch.cuda.is_available()):
+        return False
+    from transformers import AutoConfig
+
+    remote = {name: fixed[name] for name in ("revision", "trust_remote_code") if name in fixed}
+    config = AutoConfig.from_pretrained(model, **remote).get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = fixed.get("dtype", "auto")
+    if dtype == "auto":
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    wanted = fixed.get("device", "auto")
+    return (
+        missing_for_flash(torch.device("cuda" if wanted == "auto" else wanted), getattr(torch, dtype), head_dim) is None
+    )

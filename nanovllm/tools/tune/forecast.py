@@ -1,0 +1,80 @@
+"""What the simulator says to many settings, so that only the best of them need be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.tune.goals import Goal
+from nanovllm.tools.tune.ranking import Run, Standing, ranked, standing_of
+from nanovllm.tools.tune.settings import Setting
+from nanovllm.tools.workloads.workloads import Workload
+
+MOST_SIMULATED = 256
+DIGITS = 4  # in which forecasts have to be equal for one measurement to stand for several settings
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Predicted runs, one for each rate, and settings that the simulator refuses with its reason."""
+
+    runs: dict[Setting, list[Run]] = field(default_factory=dict)
+    refused: dict[Setting, str] = field(default_factory=dict)
+
+    def best(self, count: int, goals: Sequence[Goal], first: Setting) -> list[Setting]:
+        """The best by forecast, behind `first`; of settings with the same forecast the one most like `first`."""
+        by_likeness = sorted(self.runs, key=lambda setting: _distance(setting, first))
+        order = ranked(standing_of(setting, [self.runs[setting]], goals) for setting in by_likeness)
+        distinct = {_told(standing): standing.setting for standing in reversed(order)}
+        rest = [standing.setting for standing in order if distinct[_told(standing)] == standing.setting != first]
+        return [first, *rest[: count - 1]]
+
+
+def forecast(
+    calibration: Calibration,
+    settings: Iterable[Setting],
+    workloads: dict[float | None, Workload],
+    fixed: dict[str, Any],
+    *,
+    model: str,
+    after_each: Callable[[], None] = lambda: None,
+) -> Forecast:
+    """Simulate the whole workload at each rate.
+
+    Raises ValueError if the calibration is of another model, device or attention form.
+    """
+    calibration.resolve(EngineConfig(**fixed), model=model)
+    made = Forecast()
+    for setting in settings:
+        try:
+            config = calibration.resolve(EngineConfig(**(fixed | setting.options)), model=model)
+            made.runs[setting] = [
+                {"rate": rate} | _figures(workload, config, calibration) for rate, workload in workloads.items()
+            ]
+        except ValueError as error:
+            made.refused[setting] = str(error)
+        after_each()
+    return made
+
+
+def _figures(workload: Workload, config: EngineConfig, calibration: Calibration) -> Run:
+    simulation = simulate(workload, config, calibration.cost_model)
+    seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0 on, as when it is played
+    return simulation.figures() | {
+        "seconds": seconds,
+        "output_tokens_per_second": workload.num_output_tokens / seconds,
+    }
+
+
+def _distance(setting: Setting, other: Setting) -> int:
+    return sum(a != b for a, b in zip(setting.values, other.values, strict=True))
+
+
+def _told(standing: Standing) -> tuple[str, ...]:
+    spreads = [point[time] for point in standing.points for time in ("ttft", "itl") if point[time]]
+    numbers = [point["output_tokens_per_second"] for point in standing.points] + [of["p99"] for of in spreads]
+    return tuple(f"{number:.{DIGITS}g}" for number in numbers)

@@ -1,0 +1,60 @@
+"""What came of a sweep, as JSON."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from nanovllm.tools.tune.ranking import Standing
+from nanovllm.tools.tune.report import Outcome, reason, spread_of
+from nanovllm.tools.tune.settings import Setting
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """All of it: what was asked, on which machine, every measurement, and the recommendation."""
+    sweep, finalists = outcome.sweep, outcome.sweep.finalists()
+    return {
+        "time": datetime.now().isoformat(timespec="seconds"),
+        "question": outcome.question,
+        "environment": outcome.environment,
+        "goals": [str(goal) for goal in outcome.goals],
+        "rounds": [round_._asdict() for round_ in sweep.rounds],
+        "repeats": sweep.repeats,
+        "default": sweep.settings[0].options,
+        "recommended": _recommended(outcome, finalists) if finalists else None,
+        "settings": [_setting(outcome, setting) for setting in sweep.settings],
+        "predicted": [
+            {"options": setting.options, "runs": standing.points} for setting, standing in outcome.predicted.items()
+        ],
+        "refused": [{"options": options, "reason": reason} for options, reason in outcome.refused],
+    }
+
+
+def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
+    best = finalists[0]
+    return {
+        "options": best.setting.options,
+        "flags": outcome.resolver.flags(best.setting),
+        "keeps_goals": best.keeps_goals,
+        "reason": reason(outcome, finalists),
+        "tokens_per_second_of_repeats": spread_of(outcome, best),
+    }
+
+
+def _setting(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+    measurements = [
+        {"share": share, "repeat": repeat, "runs": [_without(run, "environment", "config") for run in runs]}
+        for share, repeats in outcome.sweep.results.get(setting, {}).items()
+        for repeat, runs in enumerate(repeats)
+    ]
+    config = next((runs[0]["config"] for of in outcome.sweep.results.get(setting, {}).values() for runs in of), None)
+    return {
+        "options": setting.options,
+        "config": config,
+        "measurements": measurements,
+        "failed": outcome.sweep.failures.get(setting),
+    }
+
+
+def _without(run: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name not in names}

@@ -1,0 +1,1 @@
+"""Workloads: what requests hold and when they arrive."""

@@ -1,0 +1,255 @@
+"""The CPU's own form: the C++ kernel's build and cache, when it is chosen, and the packed weights that go with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention import cpp
+from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import build_layout
+from nanovllm.kernels import cpp as kernels
+from tests.attention.test_attention import PagedCase
+from tests.attention.test_attention import cpp as cpp_form
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = random_prompts(6, low=1, high=200, seed=5)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def by_transformers(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        answers.append(full[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    return tmp_path / "kernels"
+
+
+@pytest.fixture(params=[1, 2, 7])
+def num_threads(request) -> Iterator[None]:
+    """A context is cut into more shares, and a product into more parts, the more threads there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
+    case = PagedCase([(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
+    case.check(case.run(cpp_form(case)))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [1, 6])
+def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives(shared, dtype):
+    spans = [(96, 1), (100, 1), (97, 1), (96, 30), (111, 1)]
+    case = PagedCase(spans, dtype=dtype, shared=shared)
+    form = cpp_form(case)
+    groups = form.plan(case.layout).decode_groups
+    assert groups.shared.tolist() == [16 * shared] and sorted(groups.members) == list(range(4))
+    case.check(case.run(form))
+
+
+def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
+    """The third shares one block with the first two, which share four; the last has a first block of its own."""
+    monkeypatch.setattr(cpp, "MIN_SHARING_QUERIES", 1)
+    case = PagedCase([(70, 1), (63, 1), (40, 1), (33, 1)])
+    tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 9, 8], [7, 2, 3]]
+    entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
+
+    def shared(of: list[ScheduledSequence]) -> dict[tuple[int, ...], int]:
+        groups = cpp_form(case).plan(build_layout(of, 16)).decode_groups
+        parts = np.split(groups.members, groups.starts[1:-1])
+        return {tuple(part.tolist()): tokens for part, tokens in zip(parts, groups.shared.tolist(), strict=True)}
+
+    assert shared(entries) == {(0, 1, 2): 16, (3,): 0}
+    assert shared(entries[:2]) == {(0, 1): 64}
+    assert shared(entries[:1]) == {(0,): 0}
+
+
+def test_few_queries_read_for_themselves():
+    for members, expected in ((3, 0), (4, 96)):  # of three heads a KV head each
+        case = PagedCase([(96, 1)] * members, shared=6)
+        assert cpp_form(case).plan(case.layout).decode_groups.shared.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [([1, 2, 40], "names block 40"), ([1, -1, 2], "names block -1"), ([1, 2], "ends at 32 tokens, not 38")],
+)
+def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
+    case = PagedCase([(37, 1)])
+    layout = replace(case.layout, entries=[case.entries[0]._replace(block_table=table)])
+    with pytest.raises(ValueError, match=message):
+        cpp_form(case).plan(layout)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_keep_within_their_memory(dtype, tmp_path):
+    """A build with AddressSanitizer, in a process of its own, runs attention and whole models of two kinds."""
+    script = f"""
+        import torch
+        from nanovllm import LLM, SamplingParams
+        from nanovllm.kernels import cpp as kernels
+        from tests.attention.test_attention import MIXED_STEPS, PagedCase, cpp
+        from tests.support.tiny_models import random_prompts, save_tiny
+
+        kernels.FLAGS = (*kernels.FLAGS, "-fsanitize=address", "-g")
+        for spans in MIXED_STEPS.values():
+            case = PagedCase(spans, dtype=torch.{dtype})
+            case.check(case.run(cpp(case)))
+        for family in ("llama", "qwen3"):
+            folder = save_tiny({str(tmp_path)!r} + family, family, dtype=torch.{dtype}, num_layers=1)
+            with LLM(folder, num_kv_blocks=40, block_size=16, max_num_seqs=4) as llm:
+                assert len(llm._engine.model_runner.binding._fused_layers) == 1
+                llm.generate(random_prompts(6, low=1, high=100, seed=5), SamplingParams(max_tokens=5), use_tqdm=False)
+        print("no complaints")
+    """
+    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "LD_PRELOAD": library.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "NANOVLLM_CACHE": str(tmp_path),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("processor", ["amx_bf16", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_right_whoever_computes_them(monkeypatch, processor, dtype):
+    """With AMX, PyTorch's attention takes the chunks of bfloat16 models."""
+    monkeypatch.setattr(kernels, "processor", lambda: processor)
+    case = PagedCase([(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)], dtype=dtype)
+    form = cpp_form(case)
+    assert len(form.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
+    case.check(case.run(form))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 7, 12, 71])
+def test_groups_of_any_size_are_right(groups):
+    """Uneven ones do not fill the kernel's lanes; very large ones leave room for few positions at once."""
+    case = PagedCase([(33, 1), (0, 17), (48, 70), (7, 1)], num_kv_heads=1, groups=groups, head_dim=32)
+    case.check(case.run(cpp_form(case)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
+    """Loaded from a folder, so with packed weights; in float32."""
+    folder = save_tiny(tmp_path / family, family)
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "cpp"
+        assert tokens(llm) == by_transformers(tiny_model(family))
+
+
+def test_a_live_module_is_not_packed_and_its_new_weights_count():
+    model = tiny_model()
+    with LLM(model, **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "cpp"
+        assert tokens(llm) == by_transformers(model)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+        assert tokens(llm) == by_transformers(model)
+        assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_packing_lets_go_of_the_plain_weights_but_not_of_tied_ones(tmp_path):
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        model = llm._engine.model_runner.binding.model
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        sizes = {name: linear.weight.numel() for name, linear in linears.items() if name != "lm_head"}
+        assert set(sizes.values()) == {0}
+        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.lm_head.weight.numel() > 0 if is_tied else model.lm_head.weight.numel() == 0
+
+
+def test_a_model_that_reads_a_linear_layers_weight_by_itself_keeps_it(tmp_path, monkeypatch):
+    def forward(self, states):
+        hidden = self.act_fn(self.gate_proj(states)) * self.up_proj(states)
+        return nn.functional.linear(hidden, self.down_proj.weight)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", forward)
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight.numel() > 0
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_the_kernel_is_built_once_and_kept(empty_cache, monkeypatch):
+    kernels.load_kernels(torch.float32, 64, 3)
+    (library,) = empty_cache.iterdir()  # nothing else is left behind
+    monkeypatch.setattr(kernels, "_build", lambda *_: pytest.fail("it was there already"))
+    kernels.load_kernels(torch.float32, 64, 3)
+    assert list(empty_cache.iterdir()) == [library]
+
+
+def test_another_processor_gets_a_kernel_of_its_own(empty_cache, monkeypatch):
+    kernels.load_kernels(torch.float32, 64, 3)
+    monkeypatch.setattr(kernels, "processor", lambda: "another one, with the same home folder")
+    kernels.load_kernels(torch.float32, 64, 3)
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(empty_cache, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-no-such-flag"))
+    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS, max_num_seqs=4) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
+    assert any("no-such-flag" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match="no-such-flag"):
+        LLM(tiny_model(), attention_backend="cpp", **OPTIONS)
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
+    assert any(str(tmp_path / "file") in record.message for record in caplog.records)
+
+
+def test_a_dtype_that_the_kernel_does_not_serve_is_named(caplog):
+    model = tiny_model().half()
+    with caplog.at_level(logging.WARNING), LLM(model, **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
+    assert any("float16" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match=r"attention_backend='cpp'.*float16"):
+        LLM(model, attention_backend="cpp", **OPTIONS)
+
+
+def test_cpp_contradicts_eager_mode():
+    with pytest.raises(ValueError, match="enforce_eager"):
+        LLM(tiny_model(), attention_backend="cpp", enforce_eager=True, **OPTIONS)

@@ -1,0 +1,252 @@
+"""Tiny random models of every family, greedy in float32: token for token what `transformers` generates.
+
+The same file runs on a GPU machine, where the engine takes the GPU by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
+
+NUM_NEW_TOKENS = 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+
+
+@functools.cache
+def model(family):
+    return tiny_model(family).to(DEVICE)
+
+
+@functools.cache
+def prompts():
+    """Random prompts around every block boundary, some with a common beginning."""
+    choice = random.Random(0)
+    shared = [choice.randrange(VOCAB_SIZE) for _ in range(70)]
+    lengths = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200]
+    own = [[choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    return own + [shared + [choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 20, 58, 59)]
+
+
+@functools.cache
+def expected(family):
+    return [reference(model(family), prompt) for prompt in prompts()]
+
+
+def reference(module, prompt):
+    with torch.no_grad():
+        inputs = torch.tensor([prompt], device=module.device)
+        # without a mask, generate would take the padding token within a prompt for padding
+        mask = torch.ones_like(inputs)
+        output = module.generate(
+            inputs, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def generate(llm, batch):
+    outputs = llm.generate(batch, GREEDY, use_tqdm=False)
+    llm._engine.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+EAGER = {"attention_backend": "sdpa", "enforce_eager": True}
+SETTINGS = {
+    "defaults, eager": {},
+    "smallest budget": {"max_num_batched_tokens": 20, "max_num_seqs": 4, "block_size": 16},
+    "budget of 4096": {"max_num_batched_tokens": 4096},
+    "blocks of 16": {"block_size": 16},
+    "blocks of 32": {"block_size": 32},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "forced preemption": {"num_kv_blocks": 17, "block_size": 16, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(family, setting):
+    with LLM(model=model(family), **(EAGER | setting)) as llm:
+        assert generate(llm, prompts()) == expected(family)
+        if "num_kv_blocks" in setting:
+            assert llm.stats().num_preemptions > 0
+        assert generate(llm, prompts()) == expected(family), "with a warm cache"
+        assert (llm.stats().prefix_cache_hits > 0) == setting.get("enable_prefix_caching", True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neither_order_nor_company_changes_a_token(family):
+    with LLM(model=model(family), **EAGER) as llm:
+        order = list(range(len(prompts())))
+        random.Random(1).shuffle(order)
+        shuffled = generate(llm, [prompts()[number] for number in order])
+        assert shuffled == [expected(family)[number] for number in order]
+    with LLM(model=model(family), **EAGER) as llm:
+        assert [generate(llm, [prompt])[0] for prompt in prompts()] == expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_with_flex_attention_compute_the_same(family):
+    options = {"attention_backend": "flex", "num_kv_blocks": 60, "max_model_len": 300, "max_num_batched_tokens": 200}
+    with LLM(model=model(family), **options) as llm:
+        assert generate(llm, prompts()) == expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_outputs_prove_something(family):
+    """They vary, and an early prompt token decides what comes out at the end."""
+    assert all(len(set(tokens)) >= NUM_NEW_TOKENS // 3 for tokens in expected(family)[1:])  # not for a lone token
+    assert len({token for tokens in expected(family) for token in tokens}) > VOCAB_SIZE // 5
+    for number in (5, 9, 13):
+        changed = list(prompts()[number])
+        changed[1] = (changed[1] + 1) % VOCAB_SIZE
+        assert reference(model(family), changed) != expected(family)[number]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_bfloat16_follows_transformers_bfloat16_closely(backend):
+    """Logits within bfloat16's rounding (8 bits, a few layers deep); tokens may part where two are nearly equal."""
+    module = tiny_model("qwen3", dtype=torch.bfloat16).to(DEVICE)
+    with LLM(model=module, attention_backend=backend, num_kv_blocks=60, max_model_len=300) as llm:
+        runner = llm._engine.model_runner
+        captured = []
+        sample = runner.sampler.sample
+        runner.sampler.sample = lambda logits, *rest: captured.append(logits.float()) or sample(logits, *rest)
+        for prompt in prompts():
+            llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            with torch.no_grad():
+                theirs = module(torch.tensor([prompt], device=DEVICE)).logits[0, -1].float()
+            scale = theirs.abs().max()
+            assert (captured[-1][0] - theirs).abs().max() < 0.05 * scale
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_the_number_of_compiled_graphs_is_bounded_over_a_varied_run(backend):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    choice = random.Random(2)
+    limits = {"num_kv_blocks": 60, "max_model_len": 300, "max_num_seqs": 16}
+    with LLM(model=model("llama"), attention_backend=backend, max_num_batched_tokens=128, **limits) as llm:
+        for count in (1, 2, 3, 7, 16, 25):
+            batch = [[choice.randrange(VOCAB_SIZE) for _ in range(choice.randint(1, 150))] for _ in range(count)]
+            generate(llm, batch)
+    counters = torch._dynamo.utils.counters
+    # One graph for all layers at any token count; flex adds one for decodes and one for chunks.
+    assert counters["stats"]["unique_graphs"] == (1 if backend == "sdpa" else 3)
+    assert not counters["graph_break"]
+
+
+def test_no_mask_is_built_and_no_position_is_read_on_the_host():
+    """`transformers` inspects positions on the host each step for any attention that has a mask function."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    from nanovllm.attention.operator import ATTENTION_NAME
+
+    assert ATTENTION_NAME not in AttentionMaskInterface._global_mapping
+    assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+    masks = []
+    with LLM(model=model("llama"), **EAGER) as llm:
+        layer = llm._engine.model_runner.binding.layers[0].module
+        hook = layer.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        generate(llm, prompts()[:3])
+        hook.remove()
+    assert masks and all(mask is None for mask in masks)
+
+
+def test_perturbing_a_later_token_leaves_earlier_logits_alone():
+    prompt = prompts()[13]
+    changed = [*prompt[:150], *((token + 7) % VOCAB_SIZE for token in prompt[150:])]
+    rows = []
+    for tokens in (prompt, changed):
+        with LLM(model=model("qwen3"), **EAGER, max_num_batched_tokens=80, max_num_seqs=4, block_size=16) as llm:
+            binding = llm._engine.model_runner.binding
+            forward = binding.forward_step
+            seen = []
+
+            def every_row(step, token_ids, positions, slots, sample_rows, report, forward=forward, seen=seen):
+                logits = forward(step, token_ids, positions, slots, torch.arange(len(token_ids), device=DEVICE))
+                seen.extend(zip(positions.tolist(), logits.clone(), strict=True))
+                return logits[sample_rows]
+
+            binding.forward_step = every_row
+            llm.generate([tokens], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            rows.append(dict(seen))
+    for position in range(150):
+        torch.testing.assert_close(rows[0][position], rows[1][position], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(rows[0][199], rows[1][199], atol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------------------- NaN
+
+BAD = 7  # the token whose embedding is NaN
+CLEAN = list(range(20, 20 + 90))
+
+
+def poisoned_model():
+    module = tiny_model("llama").to(DEVICE)
+    with torch.no_grad():
+        module.get_input_embeddings().weight[BAD] = torch.nan
+    return module
+
+
+def poisoned_prompt(length=90):
+    return [BAD if position == length // 2 else 300 + position for position in range(length)]
+
+
+TIGHT = {"num_kv_blocks": 16, "block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"] if torch.cuda.is_available() else ["sdpa", "flex", "cpp"])
+def test_a_request_driven_to_nan_ends_with_an_error_and_harms_nobody(backend):
+    module = poisoned_model()
+    wanted = reference(module, CLEAN)
+    with LLM(model=module, attention_backend=backend, **TIGHT) as llm:
+        batch = [CLEAN, poisoned_prompt(), CLEAN[:40], poisoned_prompt(33)]
+        outputs = llm.generate(batch, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length", "error"]
+        assert "not finite" in outputs[1].error
+        assert outputs[1].outputs[0].token_ids == []
+        assert outputs[0].outputs[0].token_ids == wanted
+        assert outputs[2].outputs[0].token_ids == reference(module, CLEAN[:40])
+        for _ in range(4):  # successors get the very blocks that held NaN
+            llm.reset_prefix_cache()
+            assert generate(llm, [CLEAN]) == [wanted]
+        again = llm.generate([poisoned_prompt()], GREEDY, use_tqdm=False)[0]
+        assert again.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("how", ["aborted", "preempted"])
+def test_a_poisoned_request_stopped_half_way_through_its_prompt_harms_no_successor(how):
+    module = poisoned_model()
+    wanted = reference(module, CLEAN)
+    with LLM(model=module, **EAGER, **TIGHT) as llm:
+        engine = llm._engine
+        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
+        while engine.scheduler.num_batches_in_flight or engine.stats().num_scheduled_tokens < 96:
+            engine.step()  # two chunks of 48: past the poisoned token at 75, before the end
+        if how == "preempted":
+            engine.drop_computed()
+        assert engine.abort("poisoned").outputs[0].finish_reason == "abort"
+        for _ in range(4):
+            llm.reset_prefix_cache()
+            assert generate(llm, [CLEAN]) == [wanted]
+
+
+def test_the_next_request_with_a_poisoned_prefix_fails_as_well_instead_of_answering_wrongly():
+    module = poisoned_model()
+    with LLM(model=module, **EAGER, **TIGHT) as llm:
+        engine = llm._engine
+        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
+        while engine.stats().num_scheduled_tokens < 96:
+            engine.step()
+        engine.abort("poisoned")
+        output = llm.generate([poisoned_prompt(150)], GREEDY, use_tqdm=False)[0]
+        assert output.num_cached_tokens > 0
+        assert output.outputs[0].finish_reason == "error"

@@ -1,0 +1,38 @@
+"""The examples run from beginning to end, each in a process of its own, and say what they promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SAYS = {
+    "async_streams": ["Paris", "that is enough", "steps served them all"],
+    "live_module": ["after 0 training steps", "after 3 training steps"],
+    "logprobs": ["' Paris'", "The capital of France is Paris."],
+    "offline_batch": ["'The capital of France is'", "(length)"],
+    "priorities": ["an alarm        priority -10", "ended by length"],
+    "samples": ["0: ", "3: ", "(length)"],
+    "shared_system_prompt": ["prompt tokens from the cache", "France"],
+}
+
+
+def test_every_example_is_run():
+    assert sorted(SAYS) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_and_says_what_it_promises(name):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(part in done.stdout for part in SAYS[name]), done.stdout

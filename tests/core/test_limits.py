@@ -1,0 +1,231 @@
+"""Timeouts and the limit on waiting requests, by a clock that only the test moves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
+from nanovllm.build import open_engine
+from nanovllm.engine import Engine
+from nanovllm.outputs import RequestOutput
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
+LONG = SamplingParams(temperature=0.0, max_tokens=60)
+PROMPT, OTHER = random_prompts(2, low=40, high=40, seed=1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def open_with(clock: Clock, **options: Any) -> Engine:
+    return open_engine(tiny_model(), tiny_tokenizer(), None, OPTIONS | options, clock=clock)
+
+
+def outputs_of(engine: Engine, num_steps: int | None = None) -> list[RequestOutput]:
+    """What comes of so many steps, or of all."""
+    while engine.has_unfinished and num_steps != 0:
+        engine.step()
+        num_steps = None if num_steps is None else num_steps - 1
+    outputs = list(engine.outputs)
+    engine.outputs.clear()
+    return outputs
+
+
+@functools.cache
+def answer(number: int) -> list[int]:
+    engine = open_with(Clock())
+    engine.add_request("alone", (PROMPT, OTHER)[number], LONG)
+    (output,) = outputs_of(engine)
+    return output.outputs[0].token_ids
+
+
+def assert_idle_and_whole(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert not engine._requests._deadlines
+    engine.check_integrity()
+
+
+# ------------------------------------------------------------------------------------------------------------ timeouts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
+    engine = open_with(clock, overlap=overlap)
+    engine.add_request("late", PROMPT, LONG, timeout=5.0)
+    engine.add_request("other", OTHER, LONG)
+    assert outputs_of(engine, 8) == []
+    used = engine.stats().num_used_blocks
+    clock.now += 5.0
+    (output,) = outputs_of(engine, 1)
+    completion = output.outputs[0]
+    assert (output.request_id, output.finished, completion.finish_reason) == ("late", True, "timeout")
+    assert 6 <= len(completion.token_ids) <= 8
+    assert completion.token_ids == answer(0)[: len(completion.token_ids)]
+    assert completion.text == tiny_tokenizer().decode(completion.token_ids)
+    assert engine.stats().num_used_blocks <= used - 3
+    engine.check_integrity()
+    (other,) = outputs_of(engine)
+    assert other.outputs[0].token_ids == answer(1)
+    assert_idle_and_whole(engine)
+
+
+def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
+    engine = open_with(clock, max_num_seqs=1)
+    engine.add_request("first", OTHER, LONG)
+    engine.add_request("late", PROMPT, LONG, timeout=2.0)
+    outputs_of(engine, 3)
+    clock.now += 2.0
+    (output,) = outputs_of(engine, 1)
+    assert (output.request_id, output.outputs[0].finish_reason) == ("late", "timeout")
+    assert (output.outputs[0].token_ids, output.outputs[0].text) == ([], "")
+    assert (output.metrics.queue_time, output.metrics.ttft) == (None, None)
+    (first,) = outputs_of(engine)
+    assert first.outputs[0].token_ids == answer(1)
+    assert_idle_and_whole(engine)
+
+
+def test_nobody_ends_before_the_deadline(clock):
+    engine = open_with(clock)
+    engine.add_request("in time", PROMPT, LONG, timeout=5.0)
+    outputs_of(engine, 10)
+    clock.now += 4.999
+    (output,) = outputs_of(engine)
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (answer(0), "length")
+    assert_idle_and_whole(engine)
+
+
+def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
+    engine = open_with(clock)
+    for name, timeout in (("c", 9.0), ("a", 3.0), ("b", 6.0)):
+        engine.add_request(name, PROMPT, LONG, timeout=timeout)
+    ended = []
+    for _ in range(3):
+        clock.now += 3.0
+        ended += [output.request_id for output in outputs_of(engine, 1)]
+    assert ended == ["a", "b", "c"]
+    assert_idle_and_whole(engine)
+
+
+def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(clock):
+    engine = open_with(clock)
+    engine.add_request("name", PROMPT, LONG, timeout=1.0)
+    engine.abort("name")
+    engine.add_request("name", PROMPT, LONG)
+    clock.now += 10.0
+    (output,) = outputs_of(engine)
+    assert output.outputs[0].finish_reason == "length"
+    assert_idle_and_whole(engine)
+
+
+def test_deadlines_outlive_an_interrupt(clock):
+    engine = open_with(clock)
+    engine.add_request("late", PROMPT, LONG, timeout=5.0)
+    outputs_of(engine, 3)
+    engine._is_torn = True  # as an interrupt in the midst of the bookkeeping leaves it
+    outputs_of(engine, 2)
+    clock.now += 5.0
+    (output,) = outputs_of(engine, 1)
+    assert output.outputs[0].finish_reason == "timeout"
+    assert_idle_and_whole(engine)
+
+
+@pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
+def test_the_last_output_of_a_stream_says_timeout(clock, kind):
+    engine = open_with(clock)
+    engine.add_request("late", PROMPT, LONG, timeout=5.0, output_kind=kind)
+    outputs = outputs_of(engine, 4)
+    clock.now += 5.0
+    outputs += outputs_of(engine, 1)
+    assert [output.outputs[0].finish_reason for output in outputs] == [None] * 4 + ["timeout"]
+    assert len(outputs[-1].outputs[0].token_ids) == (4 if kind is OutputKind.CUMULATIVE else 0)
+
+
+def test_a_front_door_passes_timeouts_on():
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
+        outputs = llm.generate([PROMPT, OTHER], LONG, timeout=[1e-9, 1000.0], use_tqdm=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length"]
+        *_, last = llm.stream(PROMPT, LONG, timeout=1e-9)
+        assert last.outputs[0].finish_reason == "timeout"
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "5", True, [1.0, 2.0, 3.0]], ids=repr)
+def test_a_bad_timeout_is_refused(timeout):
+    with LLM(tiny_model(), **OPTIONS) as llm:
+        with pytest.raises((TypeError, ValueError), match="timeout"):
+            llm.generate([PROMPT, OTHER], LONG, timeout=timeout, use_tqdm=False)
+        assert llm.stats().num_waiting == 0
+
+
+# --------------------------------------------------------------------------------------------------------- the queue
+
+
+def test_one_more_request_than_may_run_and_wait_is_refused_and_leaves_no_trace(clock):
+    engine = open_with(clock, max_num_seqs=2, max_queue=3)
+    for number in range(5):
+        engine.add_request(str(number), PROMPT, LONG)
+    for _ in range(2):
+        with pytest.raises(QueueFullError, match=r"5 requests.*max_num_seqs \(2\).*max_queue \(3\).*Try again later"):
+            engine.add_request("one more", PROMPT, LONG)
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 3)
+    engine.abort("4")
+    engine.add_request("one more", PROMPT, LONG)
+    assert {output.request_id for output in outputs_of(engine)} == {"0", "1", "2", "3", "one more"}
+
+
+def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
+    with LLM(tiny_model(), max_num_seqs=2, max_queue=1, **OPTIONS) as llm:
+        with pytest.raises(QueueFullError):
+            llm.generate([PROMPT] * 4, LONG, use_tqdm=False)
+        assert (llm.stats().num_waiting, llm.stats().num_steps) == (0, 0)
+        assert len(llm.generate([PROMPT] * 3, LONG, use_tqdm=False)) == 3
+
+
+def test_each_sample_takes_a_place_in_the_queue(clock):
+    engine = open_with(clock, max_num_seqs=2, max_queue=0)
+    with pytest.raises(QueueFullError, match="with 3 more"):
+        engine.add_request("three", PROMPT, SamplingParams(n=3, max_tokens=3))
+    engine.add_request("two", PROMPT, SamplingParams(n=2, max_tokens=3))
+    with pytest.raises(QueueFullError):
+        engine.add_request("one", PROMPT, LONG)
+    assert {output.request_id for output in outputs_of(engine)} == {"two"}
+    engine.add_request("one", PROMPT, LONG)
+    assert engine.stats().num_waiting == 1
+
+
+def test_without_max_queue_there_is_no_limit(clock):
+    engine = open_with(clock, max_num_seqs=1)
+    for number in range(300):
+        engine.add_request(str(number), PROMPT, LONG)
+    assert engine.stats().num_waiting == 300
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_queue": -1}, {"max_queue": 1.5}, {"max_queue": True},
+        {"priority_ageing_s": -1}, {"priority_ageing_s": 1e-9}, {"priority_ageing_s": math.nan},
+        {"priority_ageing_s": math.inf}, {"priority_ageing_s": "1"}, {"priority_ageing_s": True}, {"record_itl": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_out_of_range_are_refused_by_name(options):
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        EngineConfig(**options)

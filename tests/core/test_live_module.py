@@ -1,0 +1,587 @@
+"""`LLM(model=module)`: the owner's weights, without a copy; and between calls the module is the owner's, untouched."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm import LLM, SamplingParams, StepError
+from nanovllm.attention import operator
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = random_prompts(3, low=40, high=100)
+
+
+def open_llm(model: nn.Module, **options: Any) -> LLM:
+    return LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+def generate(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def num_cached(llm: LLM) -> list[int]:
+    return [output.num_cached_tokens for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def by_a_fresh_engine(model: nn.Module) -> list[list[int]]:
+    """What an engine answers that has never seen other weights than the module's present ones."""
+    with open_llm(copy.deepcopy(model)) as llm:
+        return generate(llm)
+
+
+def by_its_own_generate(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        answers.append(full[0, len(prompt) :].tolist())
+    return answers
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    """One step of training: forward, backward, AdamW; returns the loss."""
+    model.train()
+    ids = torch.randint(0, VOCAB_SIZE, (2, 32), generator=torch.Generator().manual_seed(seed))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Snapshot:
+    """Everything that hangs on a module, its submodules and its configs, down to the identity of each object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.objects: list[Any] = []  # kept alive, so that no other object can take an identity
+        self.state = {name: self._attributes(vars(module)) for name, module in model.named_modules()}
+        configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+        self.state |= {f"{name} config": self._attributes(vars(config)) for name, config in configs.items()}
+
+    def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._value(value) for name, value in attributes.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self._attributes(value)
+        self.objects.append(value)
+        return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+
+
+def assert_untouched(model: nn.Module, before: Snapshot) -> None:
+    after = Snapshot(model)
+    assert after.state.keys() == before.state.keys()
+    for name, attributes in before.state.items():
+        assert after.state[name] == attributes, f"{name or 'the model'} was changed"
+
+
+# --------------------------------------------------------------------------------------------------------- no copy
+
+
+def test_the_modules_own_parameters_are_used_without_a_copy():
+    model = tiny_model()
+    storages = [parameter.data_ptr() for parameter in model.parameters()]
+    with open_llm(model) as llm:
+        generate(llm)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == storages
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[3] = 1.0
+            model.model.norm.weight.zero_()
+        # All logits are equal now, so the lowest id wins.
+        assert {token for answer in generate(llm) for token in answer} == {0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_answers_are_those_of_the_modules_own_generate(family):
+    model = tiny_model(family)
+    expected = by_its_own_generate(model)
+    with open_llm(model) as llm:
+        assert generate(llm) == expected
+
+
+def test_a_dtype_that_is_the_modules_own_is_accepted():
+    with open_llm(tiny_model(dtype=torch.bfloat16), dtype="bfloat16") as llm:
+        assert all(len(answer) == 12 for answer in generate(llm))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"dtype": "bfloat16"}, ["dtype", "bfloat16", "float32", "auto"]),
+        ({"device": "cuda"}, ["device", "cuda", "cpu", "auto"]),
+        ({"device": "cuda:1"}, ["device", "cuda:1", "cpu", "auto"]),
+        ({"revision": "main"}, ["revision", "hub"]),
+        ({"trust_remote_code": True}, ["trust_remote_code", "loaded module"]),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(options, named):
+    model = tiny_model()
+    before = Snapshot(model)
+    with pytest.raises(ValueError) as caught:
+        open_llm(model, **options)
+    assert all(part in str(caught.value) for part in named)
+    assert_untouched(model, before)
+
+
+# ------------------------------------------------------------------------------------------------- between the calls
+
+
+def test_opening_changes_nothing_on_the_module():
+    model = tiny_model()
+    before = Snapshot(model)
+    llm = open_llm(model)
+    assert_untouched(model, before)
+    llm.close()
+
+
+def test_after_a_call_the_module_is_exactly_as_it_was():
+    model = tiny_model()
+    before = Snapshot(model)
+    with open_llm(model) as llm:
+        generate(llm)
+        assert_untouched(model, before)
+
+
+def test_between_two_tokens_of_a_stream_the_module_is_exactly_as_it_was():
+    model = tiny_model()
+    before = Snapshot(model)
+    with open_llm(model) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        assert_untouched(model, before)
+        stream.close()
+
+
+def test_closing_leaves_nothing_behind():
+    model = tiny_model()
+    before = Snapshot(model)
+    llm = open_llm(model)
+    generate(llm)
+    llm.close()
+    assert_untouched(model, before)
+    assert not operator._steps
+
+
+def test_closing_frees_the_caches():
+    model = tiny_model()
+    llm = open_llm(model)
+    generate(llm)
+    caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding.caches.of_layers]
+    assert len(caches) == 2
+    assert all(cache() is not None for cache in caches)
+    llm.close()
+    gc.collect()
+    assert all(cache() is None for cache in caches)
+
+
+def test_the_owner_keeps_the_only_reference_once_the_llm_is_closed_and_gone():
+    model = tiny_model()
+    llm = open_llm(model)
+    generate(llm)
+    llm.close()
+    reference = weakref.ref(model)
+    del llm, model
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "interrupt"])
+def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error):
+    model = tiny_model()
+    llm = open_llm(model)
+    expected = generate(llm)
+
+    def fail(*_):
+        hook.remove()
+        raise error
+
+    before = Snapshot(model)
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises((StepError, KeyboardInterrupt)):
+        generate(llm, random_prompts(2, seed=9))
+    assert_untouched(model, before)
+    assert not operator._steps
+    assert generate(llm) == expected
+    llm.close()
+    assert_untouched(model, before)
+
+
+def test_an_llm_that_could_not_be_built_leaves_nothing_behind():
+    model = tiny_model()
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match="num_kv_blocks"):
+        open_llm(model, num_kv_blocks=3)
+    assert_untouched(model, before)
+
+
+def test_a_model_that_is_refused_by_the_probe_is_left_as_it_was():
+    model = tiny_model("mistral", sliding_window=64).train()
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match="sliding window"):
+        open_llm(model)
+    assert_untouched(model, before)
+
+
+def test_the_modules_own_generate_works_between_calls_and_gives_the_same_as_before():
+    model = tiny_model()
+    expected = by_its_own_generate(model)
+    with open_llm(model) as llm:
+        for _ in range(2):
+            generate(llm)
+            assert by_its_own_generate(model) == expected
+
+
+def test_the_attention_implementation_is_the_owners_between_calls():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with open_llm(model) as llm:
+        generate(llm)
+        assert model.config._attn_implementation == "eager"
+        assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
+
+
+def test_a_mixture_of_training_and_eval_submodules_is_restored():
+    model = tiny_model().train()
+    model.model.layers[0].eval()
+    model.model.layers[1].mlp.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    with open_llm(model) as llm:
+        generate(llm)
+        assert {name: module.training for name, module in model.named_modules()} == modes
+    assert len(set(modes.values())) == 2
+
+
+def test_dropout_of_a_module_in_training_mode_is_off_inside_a_step_and_on_again_after_it():
+    model = tiny_model(attention_dropout=0.5)
+    with open_llm(model) as llm:
+        expected = generate(llm)
+        llm.reset_prefix_cache()
+        model.train()
+        assert generate(llm) == expected
+        assert all(module.training for module in model.modules())
+
+
+def test_the_owners_forward_hooks_stay_and_run():
+    model = tiny_model()
+    calls: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    before = Snapshot(model)
+    with open_llm(model) as llm:
+        generate(llm)
+        assert_untouched(model, before)
+    assert len(calls) > 12
+
+
+def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call():
+    model = tiny_model()
+    layer = model.model.layers[0]
+    layer._compiled_call_impl = compiled = lambda *args, **kwargs: layer._call_impl(*args, **kwargs)
+    with open_llm(model) as llm:
+        generate(llm)
+        assert layer._compiled_call_impl is compiled
+    assert layer._compiled_call_impl is compiled
+
+
+def test_the_owners_compiled_calls_are_not_used_for_our_passes():
+    """They would be compiled again, for shapes and an attention that the owner never asked for."""
+    model = tiny_model()
+    calls: list[str] = []
+
+    def compiled(*args, **kwargs):
+        calls.append(model.config._attn_implementation)
+        return type(model)._call_impl(model, *args, **kwargs)
+
+    model._compiled_call_impl = compiled
+    with open_llm(model) as llm:
+        generate(llm)
+        assert calls == []
+        model(input_ids=torch.tensor([PROMPTS[0]]))
+        assert calls == ["sdpa"]
+
+
+def test_the_callers_autocast_does_not_reach_our_passes():
+    model = tiny_model()
+    expected = by_a_fresh_engine(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), open_llm(model) as llm:
+        assert llm._engine.model_runner.binding.dtype == torch.float32
+        assert generate(llm) == expected
+
+
+def test_gradients_flow_while_the_llm_is_open():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        generate(llm)
+        ids = torch.tensor([PROMPTS[0]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        assert torch.is_grad_enabled()
+
+
+def test_the_loss_and_gradients_are_those_of_a_module_that_no_llm_ever_touched():
+    untouched, model = tiny_model(), tiny_model()
+    ids = torch.tensor([PROMPTS[0]])
+    with open_llm(model) as llm:
+        generate(llm)
+        for module in (untouched, model):
+            module.train()
+            module(input_ids=ids, labels=ids).loss.backward()
+    for expected, parameter in zip(untouched.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+# ------------------------------------------------------------------------------------------------- changing weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_train_generate_train_generate_equals_a_fresh_engine_on_the_same_weights(family):
+    model = tiny_model(family)
+    optimizer = adamw(model)
+    answers = []
+    with open_llm(model) as llm:
+        answers.append(generate(llm))
+        for seed in range(3):
+            train(model, optimizer, seed)
+            answers.append(generate(llm))
+            assert answers[-1] == by_a_fresh_engine(model)
+            assert all(module.training for module in model.modules())
+    assert len({str(answer) for answer in answers}) == 4  # each step of training did change what it says
+
+
+def test_training_while_the_llm_is_open_learns_what_it_learns_without():
+    losses = []
+    for with_llm in (False, True):
+        model = tiny_model()
+        optimizer = adamw(model)
+        llm = open_llm(model)
+        losses.append([])
+        for seed in range(3):
+            losses[-1].append(train(model, optimizer, seed))
+            if with_llm:
+                generate(llm)
+        llm.close()
+    assert losses[0] == losses[1]
+
+
+def test_the_prefix_cache_is_kept_while_the_weights_stay():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        generate(llm)
+        by_its_own_generate(model)
+        model.train()
+        model.eval()
+        assert all(num_cached(llm))
+
+
+def test_the_prefix_cache_is_kept_over_a_backward_pass_without_a_step():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        generate(llm)
+        ids = torch.tensor([PROMPTS[0]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(num_cached(llm))
+
+
+def scale_in_place(model):
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(0.5)
+
+
+def load_other_weights(model):
+    model.load_state_dict(tiny_model(seed=5).state_dict())
+
+
+def assign_another_parameter(model):
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.weight = nn.Parameter(projection.weight.detach() * 0.5)
+
+
+def give_a_parameter_another_storage(model):
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.weight.data = projection.weight.data * 0.5
+
+
+def replace_a_submodule(model):
+    mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with torch.no_grad():
+        mlp.down_proj.weight.mul_(-1)
+    model.model.layers[0].mlp = mlp
+
+
+class LowRank(nn.Module):
+    """An adapter around a linear layer, as libraries for fine-tuning inject them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(0)
+        self.down = nn.Parameter(0.2 * torch.randn(4, base.in_features, generator=generator))
+        self.up = nn.Parameter(0.5 * torch.randn(base.out_features, 4, generator=generator))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def wrap_with_adapters(model):
+    for layer in model.model.layers:
+        layer.self_attn.v_proj = LowRank(layer.self_attn.v_proj)
+
+
+CHANGES = [
+    scale_in_place,
+    load_other_weights,
+    assign_another_parameter,
+    give_a_parameter_another_storage,
+    replace_a_submodule,
+    wrap_with_adapters,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_the_prefix_cache_is_dropped_when_weights_were_changed(change):
+    model = tiny_model()
+    with open_llm(model) as llm:
+        before = generate(llm)
+        change(model)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+        answers = [output.outputs[0].token_ids for output in outputs]
+        assert answers == by_a_fresh_engine(model)
+        assert answers != before
+
+
+@pytest.mark.parametrize("replace", ["data", "parameter"])
+def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_again(replace):
+    """The allocator gives the address of the weights before last to the newest ones."""
+    model = tiny_model()
+    layer = model.model.layers[0].mlp.down_proj
+    with open_llm(model) as llm:
+        generate(llm)
+        for round_ in range(12):
+            for _ in range(2 + round_ % 3):
+                if replace == "data":
+                    layer.weight.data = layer.weight.data * 1.01
+                else:
+                    layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
+            assert num_cached(llm) == [0, 0, 0]
+
+
+def test_the_prefix_cache_is_dropped_once_for_each_change():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        generate(llm)
+        scale_in_place(model)
+        assert not any(num_cached(llm))
+        assert all(num_cached(llm))
+
+
+def test_an_edit_that_leaves_no_trace_needs_weights_changed():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        generate(llm)
+        model.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
+        llm.weights_changed()
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+        assert [output.outputs[0].token_ids for output in outputs] == by_a_fresh_engine(model)
+
+
+def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_token_on():
+    model = tiny_model()
+    with open_llm(model) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        for _ in range(5):
+            first = next(stream).outputs[0].token_ids
+        scale_in_place(model)
+        *_, last = stream
+    with open_llm(copy.deepcopy(model)) as fresh:
+        rest = generate(fresh, [PROMPTS[0] + first], SamplingParams(temperature=0.0, max_tokens=7))
+    assert last.outputs[0].token_ids == first + rest[0]
+
+
+def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module():
+    model = tiny_model()
+    with open_llm(model) as first, open_llm(model, block_size=32, num_kv_blocks=65) as second:
+        assert generate(first) == generate(second)
+        scale_in_place(model)
+        expected = by_a_fresh_engine(model)
+        assert generate(first) == expected
+        assert generate(second) == expected
+
+
+def test_two_llms_on_one_module_stream_in_turns():
+    model = tiny_model()
+    expected = by_a_fresh_engine(model)
+    before = Snapshot(model)
+    with open_llm(model) as first, open_llm(model) as second:
+        streams = zip(first.stream(PROMPTS[0], GREEDY), second.stream(PROMPTS[1], GREEDY), strict=True)
+        for outputs in streams:
+            last = [output.outputs[0].token_ids for output in outputs]
+    assert last == expected[:2]
+    assert_untouched(model, before)
+
+
+def test_two_llms_on_one_module_generate_from_two_threads():
+    model = tiny_model()
+    expected = by_a_fresh_engine(model)
+    before = Snapshot(model)
+    answers: list[Any] = []
+    with open_llm(model) as first, open_llm(model) as second:
+
+        def ask(llm: LLM) -> None:
+            for _ in range(5):
+                answers.append(generate(llm))
+
+        threads = [threading.Thread(target=ask, args=(llm,)) for llm in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert answers == [expected] * 10
+    assert_untouched(model, before)
+
+
+def test_closing_one_of_two_llms_on_a_module_leaves_the_other_one_usable():
+    model = tiny_model()
+    first, second = open_llm(model), open_llm(model)
+    expected = generate(first)
+    first.close()
+    assert generate(second) == expected
+    second.close()
+
+
+# ----------------------------------------------------------------------------------------------------- compiled layers
+
+
+def test_with_compiled_layers_too_the_module_is_its_owners_between_calls_and_new_weights_count():
+    model = tiny_model()
+    layer = model.model.layers[0]
+    layer._compiled_call_impl = compiled = lambda *args, **kwargs: layer._call_impl(*args, **kwargs)
+    optimizer = adamw(model)
+    before = Snapshot(model)
+    with open_llm(model, enforce_eager=False) as llm:
+        assert_untouched(model, before)
+        answers = [generate(llm)]
+        assert answers[0] == by_its_own_generate(model)
+        for seed in range(2):
+            train(model, optimizer, seed)
+            answers.append(generate(llm))
+            assert answers[-1] == by_its_own_generate(model.eval())
+            assert layer._compiled_call_impl is compiled
+    assert len({str(answer) for answer in answers}) == 3
+    assert_untouched(model, before)

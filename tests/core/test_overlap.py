@@ -1,0 +1,268 @@
+"""Overlap: a step is scheduled and launched before the one before it is read, and nobody can tell from the answers.
+
+On a CPU a launched step is done at once, but all the bookkeeping is the same: tokens that the host does not know yet,
+wasted rows, blocks that fill while they are in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, StepError
+from nanovllm.config import EngineConfig
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+POOLS = {"roomy pool": {}, "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80}}
+
+
+def open_llm(model: Any = None, **options: Any) -> LLM:
+    return LLM(model or tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | {"overlap": True} | options))
+
+
+def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_idle_and_whole(llm)
+    return [
+        (o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason, o.error)
+        for o in outputs
+    ]
+
+
+def assert_idle_and_whole(llm: LLM) -> None:
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert llm._engine.scheduler.num_batches_in_flight == len(llm._engine._in_flight) == 0
+    llm._engine.check_integrity()
+
+
+@functools.cache
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Some share a prefix; they end by length at every place in a block, by stop tokens, by stop strings."""
+    choice = random.Random(3)
+    shared = random_prompts(1, low=48, high=48, seed=5)[0]
+    prompts = random_prompts(24, low=1, high=90, seed=4)
+    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
+    params = []
+    for number in range(len(prompts)):
+        options: dict[str, Any] = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}
+        if number % 4 == 1:
+            options["stop_token_ids"] = tuple(choice.sample(range(VOCAB_SIZE), 40))
+        if number % 4 == 2:
+            options["stop"] = ("a", "e")
+        if number % 5 == 0:
+            options["min_tokens"] = min(5, options["max_tokens"])
+        if number % 6 == 0:
+            options["top_p"] = 0.9
+        params.append(SamplingParams(seed=number, **options))
+    return prompts, params
+
+
+@functools.cache
+def expected(pool: str) -> list[tuple[Any, ...]]:
+    with open_llm(overlap=False, **POOLS[pool]) as llm:
+        return answers(llm, *requests())
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_overlapped_steps_give_the_same_answers_as_steps_one_by_one(pool, family):
+    model = tiny_model(family)
+    with open_llm(model, overlap=False, **POOLS[pool]) as llm:
+        one_by_one = answers(llm, *requests())
+    with open_llm(model, **POOLS[pool]) as llm:
+        assert answers(llm, *requests()) == one_by_one
+        if pool == "tiny pool":
+            assert llm.stats().num_preemptions > 0
+        assert answers(llm, *requests()) == one_by_one, "with a warm cache"
+        assert llm.stats().prefix_cache_hits > 0
+
+
+def test_the_requests_end_in_every_way():
+    reasons = {(reason, type(stop)) for _, _, reason, stop, _ in expected("roomy pool")}
+    assert reasons == {("length", type(None)), ("stop", int), ("stop", str)}
+
+
+def test_every_step_is_launched_before_the_one_before_is_read(monkeypatch):
+    events = []
+    with open_llm() as llm:
+        runner = llm._engine.model_runner
+        execute, scheduler = runner.execute, llm._engine.scheduler
+        update = scheduler.update
+        monkeypatch.setattr(runner, "execute", lambda batch: events.append(("launch", batch.step_id)) or execute(batch))
+        monkeypatch.setattr(
+            scheduler, "update", lambda batch, tokens: events.append(("read", batch.step_id)) or update(batch, tokens)
+        )
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+    # The token of step 6 is its last by length, so no step is launched for nothing.
+    launches = [("launch", 1), *(event for n in range(1, 6) for event in (("launch", n + 1), ("read", n))), ("read", 6)]
+    assert events == launches
+
+
+def test_a_request_that_stops_wastes_at_most_one_row_and_its_extra_token_never_shows():
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    with open_llm() as llm:
+        (whole,) = answers(llm, [[5, 6, 7]], params)
+        stop = whole[0][20]
+        before = llm.stats()
+        seen = list(llm.stream([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=(stop,))))
+        after = llm.stats()
+        first = whole[0].index(stop)
+        assert seen[-1].outputs[0].token_ids == whole[0][: first + 1]
+        assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, first + 2))
+        assert after.num_output_tokens - before.num_output_tokens == first + 1
+        assert after.num_steps - before.num_steps <= first + 2
+        assert_idle_and_whole(llm)
+
+
+def test_a_stream_that_is_closed_frees_its_blocks_while_a_step_is_in_flight():
+    with open_llm() as llm:
+        stream = llm.stream([5] * 40, SamplingParams(temperature=0.0, max_tokens=100))
+        next(stream)
+        assert llm._engine._in_flight
+        stream.close()
+        assert_idle_and_whole(llm)
+        assert answers(llm, [[9] * 50], SamplingParams(temperature=0.0, max_tokens=9))
+
+
+def test_an_aborted_neighbour_changes_nothing():
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    with open_llm() as llm:
+        (alone,) = answers(llm, [[5, 6, 7]], params)
+    with open_llm() as llm:
+        neighbour = llm.stream([8] * 33, params)
+        stream = llm.stream([5, 6, 7], params)
+        seen = [next(stream)]
+        next(neighbour)
+        seen.append(next(stream))
+        neighbour.close()
+        seen += stream
+        assert seen[-1].outputs[0].token_ids == alone[0]
+        assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize("fails_in", ["launch", "result"])
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number):
+    prompts, params = [[5] * 20, [6] * 35], SamplingParams(temperature=0.0, max_tokens=12)
+    with open_llm() as llm:
+        right = answers(llm, prompts, params)
+        llm.reset_prefix_cache()
+        engine, steps = llm._engine, iter(range(1, 1000))
+        execute = engine.model_runner.execute
+
+        def failing(batch):
+            if next(steps) != number:
+                return execute(batch)
+            if fails_in == "launch":
+                raise RuntimeError("no")
+            execute(batch)
+            return Failing()
+
+        class Failing:
+            def result(self):
+                raise RuntimeError("no")
+
+        monkeypatch.setattr(engine.model_runner, "execute", failing)
+        for name, prompt in enumerate(prompts):
+            engine.add_request(str(name), prompt, params)
+        with pytest.raises(StepError, match="no"):
+            while engine.has_unfinished:
+                engine.step()
+        assert not engine._in_flight and not engine.scheduler.num_batches_in_flight
+        engine.check_integrity()
+        while engine.has_unfinished:  # its requests are queued still, and go on
+            engine.step()
+        outputs = sorted(engine.outputs, key=lambda output: output.request_id)
+        engine.outputs.clear()
+        assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, *_ in right]
+        assert_idle_and_whole(llm)
+
+
+def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbour_goes_on():
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[99] = float("nan")
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with open_llm(model) as llm:
+        (alone,) = answers(llm, [[5, 6, 7]], params)
+        bad, good = answers(llm, [[4, 99, 3] * 20, [5, 6, 7]], params)
+        assert bad[2] == "error" and "not finite" in bad[4]
+        assert good == alone
+        assert answers(llm, [[4, 99, 3] * 20], params)[0][2] == "error"  # and nothing of it was found again
+
+
+def test_weights_that_change_between_tokens_of_a_stream_count_from_the_next_token_on():
+    """Also for the step that was in flight when they changed."""
+    model, prompt = tiny_model(), [5, 6, 7, 8]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with open_llm(model) as llm:
+        stream = llm.stream(prompt, params)
+        seen = [next(stream) for _ in range(4)][-1].outputs[0].token_ids
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.flip(0))
+        *_, last = stream
+    with open_llm(model) as llm:
+        (rest,) = answers(llm, [prompt + seen], SamplingParams(temperature=0.0, max_tokens=20 - len(seen)))
+    assert last.outputs[0].token_ids == seen + rest[0]
+
+
+def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
+    """No weight moves, and the prefix cache would still hold what the module computed before."""
+    model, prompt = tiny_model(), [5, 6, 7, 8] * 9
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with open_llm(model) as llm:
+        before = answers(llm, [prompt], params)
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+        after = answers(llm, [prompt], params)
+    with open_llm(model) as llm:
+        assert after == answers(llm, [prompt], params) != before
+
+
+def test_aborting_a_request_that_ended_unseen_leaves_its_neighbour_alone(monkeypatch):
+    """It ended in a step that was interrupted before anybody heard of it."""
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    with open_llm(overlap=False) as llm:
+        engine = llm._engine
+        for name in ("a", "b"):
+            engine.add_request(name, [5, 6, 7], params)
+        collect = engine._collect
+        steps = iter(range(1, 10))
+
+        def interrupted(advanced):
+            if next(steps) == 3:
+                raise KeyboardInterrupt
+            collect(advanced)
+
+        monkeypatch.setattr(engine, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                engine.step()
+        engine.abort("a")
+        while engine.has_unfinished:
+            engine.step()
+        assert [output.request_id for output in engine.outputs] == ["b"]
+        engine.outputs.clear()
+
+
+def test_blocks_that_fill_while_in_flight_are_found_afterwards():
+    with open_llm() as llm:
+        (first,) = answers(llm, [[5] * 20], SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True))
+        turn = [5] * 20 + first[0] + [9, 9]
+        (output,) = llm.generate([turn], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+        assert output.num_cached_tokens == (20 + 45 - 1) // 16 * 16
+
+
+def test_overlap_is_the_default_on_a_gpu_only():
+    config = EngineConfig()
+    assert config.resolve_limits("cuda", 1024).overlap
+    assert not config.resolve_limits("cpu", 1024).overlap
+    assert EngineConfig(overlap=True).resolve_limits("cpu", 1024).overlap
+    with pytest.raises(TypeError, match="overlap"):
+        EngineConfig(overlap="yes")  # type: ignore[arg-type]

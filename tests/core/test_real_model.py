@@ -1,0 +1,191 @@
+"""The default model on real text, greedy in float32: token for token what `transformers` generates.
+
+Every run of the suite takes a subset of prompts and settings; `pytest -m slow` takes all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.model.default_model import ensure_default_model
+
+ROOT = Path(__file__).parents[2]
+NUM_NEW_TOKENS = 24
+SENTENCES = [
+    "The",
+    "Once upon a time",
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "def fibonacci(n):\n",
+    "To make a good cup of tea, first",
+    "The three primary colours are",
+    "In 1969, two people walked on",
+    "A list of fruits: apples, pears,",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "import numpy as np\n\n# the mean of each column\n",
+    "Q: What is the largest planet of the solar system?\nA:",
+    "The opposite of hot is cold. The opposite of tall is",
+    "She opened the door, looked around the empty room, and",
+    "Übergrößenträger ist ein deutsches Wort; auf Englisch heißt es",
+    "1, 1, 2, 3, 5, 8, 13,",
+]
+# Slices of real prose and code: (LICENSE or a module of the package, first character, tokens).
+SLICES = [
+    ("LICENSE", 0, 40), ("LICENSE", 300, 63), ("LICENSE", 600, 64), ("LICENSE", 900, 65), ("LICENSE", 1200, 127),
+    ("LICENSE", 1500, 128), ("LICENSE", 1800, 129), ("LICENSE", 0, 200), ("LICENSE", 0, 300), ("LICENSE", 0, 512),
+    ("LICENSE", 0, 900), ("LICENSE", 400, 1100), ("LICENSE", 0, 1500), ("LICENSE", 5000, 90),
+    ("scheduler", 0, 90), ("scheduler", 1000, 191), ("scheduler", 0, 350), ("scheduler", 2000, 700),
+    ("block_manager", 0, 256), ("block_manager", 900, 257), ("block_manager", 0, 1024), ("sampling/sampler", 0, 77),
+    ("sampling/sampler", 500, 448), ("sequence", 0, 160), ("sequence", 0, 640), ("config", 0, 1300),
+]  # fmt: skip
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_default_model())
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """42 prompts of 1 to 1,500 tokens."""
+    texts = [tokenizer()(text)["input_ids"] for text in SENTENCES]
+    for name, first, num_tokens in SLICES:
+        path = ROOT / (name if name == "LICENSE" else f"nanovllm/{name}.py")
+        texts.append(tokenizer()(path.read_text()[first:])["input_ids"][:num_tokens])
+    return texts
+
+
+@functools.cache
+def reference_model():
+    return AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=torch.float32)
+
+
+@functools.cache
+def expected(number: int) -> list[int]:
+    """What `transformers` generates for prompt `number`, on its own."""
+    prompt = torch.tensor([prompts()[number]])
+    with torch.no_grad():
+        mask = torch.ones_like(prompt)
+        output = reference_model().generate(
+            prompt, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=2
+        )
+    return output[0, prompt.shape[1] :].tolist()
+
+
+def check_tokens(numbers, *, together=True, warm=False, **options):
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+    batches = [numbers] if together else [[number] for number in numbers]
+    options = {"dtype": "float32", "max_model_len": 2048} | options
+    with LLM(**options) as llm:
+        for _ in range(2 if warm else 1):
+            for batch in batches:
+                outputs = llm.generate([prompts()[number] for number in batch], params, use_tqdm=False)
+                for number, output in zip(batch, outputs, strict=True):
+                    assert output.outputs[0].token_ids == expected(number), f"prompt {number}, {options}"
+        llm._engine.check_integrity()
+        return llm.stats()
+
+
+SUBSET = [0, 2, 4, 7, 14, 16, 18, 19, 23, 30, 34]  # of 1 to 300 tokens, around block boundaries
+ALL = list(range(len(SENTENCES) + len(SLICES)))
+
+
+def test_mixed_prompts_with_the_defaults():
+    check_tokens(SUBSET)
+
+
+def test_mixed_prompts_with_nothing_compiled():
+    check_tokens(SUBSET[:9], enforce_eager=True)
+
+
+def test_the_smallest_budget_with_the_smallest_blocks():
+    check_tokens(SUBSET[:8], max_num_batched_tokens=24, max_num_seqs=8, block_size=16)
+
+
+def test_a_warm_prefix_cache():
+    stats = check_tokens(SUBSET[4:], warm=True, max_num_batched_tokens=256)
+    assert stats.prefix_cache_hits > 0
+
+
+def test_forced_preemption():
+    stats = check_tokens(SUBSET[4:], num_kv_blocks=26, block_size=16, max_model_len=400, max_num_batched_tokens=128)
+    assert stats.num_preemptions > 0
+
+
+def test_compiled_flex_attention():
+    check_tokens(SUBSET[:9], attention_backend="flex", num_kv_blocks=200, max_num_batched_tokens=256)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_bfloat16_logits_are_as_good_as_those_of_transformers(enforce_eager):
+    """Greedy streams may part where two tokens nearly tie, so logits are compared: with those of `transformers` in
+    bfloat16, and both with its float32.
+
+    bfloat16 keeps 8 bits: logits of about 20 are rounded to 1/8, and 30 layers add their own rounding.
+    """
+    model = AutoModelForCausalLM.from_pretrained(ensure_default_model(), dtype=torch.bfloat16)
+    own_errors, their_errors, differences = [], [], []
+    with LLM(dtype="bfloat16", max_model_len=2048, enforce_eager=enforce_eager) as llm:
+        captured = []
+        sample = llm._engine.model_runner.sampler.sample
+        llm._engine.model_runner.sampler.sample = lambda logits, *rest: (
+            captured.append(logits.clone()) or sample(logits, *rest)
+        )
+        for number in SUBSET:
+            llm.generate([prompts()[number]], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+            own = captured[-1][0].float()
+            with torch.no_grad():
+                prompt = torch.tensor([prompts()[number]])
+                theirs, exact = (m(prompt).logits[0, -1].float() for m in (model, reference_model()))
+            assert (own - theirs).abs().max() < 1.0, f"prompt {number}"
+            differences.append((own - theirs).abs().mean().item())
+            own_errors.append((own - exact).abs().mean().item())
+            their_errors.append((theirs - exact).abs().mean().item())
+    assert max(differences) < 0.35 and mean(differences) < 0.2
+    assert mean(own_errors) < 1.3 * mean(their_errors)
+
+
+SETTINGS = {
+    "budget 40": {"max_num_batched_tokens": 40, "max_num_seqs": 24, "block_size": 16},
+    "budget 128": {"max_num_batched_tokens": 128},
+    "budget 512": {"max_num_batched_tokens": 512},
+    "budget 4096": {"max_num_batched_tokens": 4096},
+    "block size 16": {"block_size": 16},
+    "block size 32": {"block_size": 32},
+    "block size 64": {"block_size": 64},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "warm prefix cache": {"warm": True},
+    "preemption": {"num_kv_blocks": 110, "block_size": 16, "max_model_len": 1700},
+    "one at a time": {"together": False},
+    "eager": {"enforce_eager": True},
+    "eager, blocks of 16": {"enforce_eager": True, "block_size": 16},
+    "sdpa, compiled": {"attention_backend": "sdpa"},
+    "flex": {"attention_backend": "flex", "num_kv_blocks": 400},
+    "flex, blocks of 16": {"attention_backend": "flex", "num_kv_blocks": 700, "block_size": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+def test_every_prompt_under_every_setting(setting):
+    stats = check_tokens(ALL, **setting)
+    if "num_kv_blocks" in setting and setting["num_kv_blocks"] == 110:
+        assert stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["reversed", "longest first", "interleaved"])
+def test_every_prompt_in_every_order_of_submission(order):
+    orders = {
+        "reversed": ALL[::-1],
+        "longest first": sorted(ALL, key=lambda number: -len(prompts()[number])),
+        "interleaved": ALL[::2] + ALL[1::2],
+    }
+    check_tokens(orders[order])

@@ -1,0 +1,258 @@
+"""Several samples of a request (n), and the same tokens in whatever way a request is stepped."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.sampling.sampler import sample_seed
+from tests.sampling.test_sampler import SIGNIFICANCE, p_value
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
+    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+
+
+def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+    return LLM(
+        model or tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **(POOLS[pool] | options)
+    )
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    llm._engine.check_integrity()
+    return outputs
+
+
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    assert [completion.index for completion in output.outputs] == list(range(len(output.outputs)))
+    return [completion.token_ids for completion in output.outputs]
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_the_first_sample_is_the_one_of_a_request_for_one():
+    with open_llm() as llm:
+        (one,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12))
+        (four,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=4))
+        (two,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=2))
+    assert tokens_of(four)[0] == tokens_of(one)[0]
+    assert tokens_of(four)[:2] == tokens_of(two)
+    assert len({tuple(tokens) for tokens in tokens_of(four)}) == 4
+
+
+def test_a_request_without_a_seed_has_other_samples_each_time():
+    with open_llm() as llm:
+        outputs = generate(llm, [[5, 6, 7]] * 3, SamplingParams(max_tokens=12, n=3))
+    assert len({tuple(tokens) for output in outputs for tokens in tokens_of(output)}) == 9
+
+
+def test_asking_for_samples_leaves_the_noise_of_the_requests_behind_alone():
+    with open_llm(seed=7) as llm:
+        expected = generate(llm, [[5, 6], [7, 8]], SamplingParams(max_tokens=12))
+    with open_llm(seed=7) as llm:
+        params = [SamplingParams(max_tokens=12, n=5), SamplingParams(max_tokens=12)]
+        outputs = generate(llm, [[5, 6], [7, 8]], params)
+    assert [tokens_of(output)[0] for output in outputs] == [tokens_of(output)[0] for output in expected]
+
+
+def test_samples_are_independent_draws_from_the_models_distribution():
+    model, prompt, num_requests, n = tiny_model(), [5, 6, 7], 250, 8
+    with torch.no_grad():
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(dim=-1)
+    with open_llm(model) as llm:
+        params = [SamplingParams(seed=seed, max_tokens=1, n=n) for seed in range(num_requests)]
+        outputs = generate(llm, [prompt] * num_requests, params)
+    tokens = torch.tensor([tokens_of(output) for output in outputs])[..., 0]  # [num_requests, n]
+    likely = probabilities.topk(6).indices
+    groups = torch.cat([probabilities[likely], 1 - probabilities[likely].sum(dim=0, keepdim=True)])
+    first_is = tokens[:, 0] == likely[0]
+    assert p_value(group_counts(tokens, likely), groups) > SIGNIFICANCE
+    for chosen in (tokens[first_is, 1:], tokens[~first_is, 1:]):  # whatever the first sample is
+        assert p_value(group_counts(chosen, likely), groups) > SIGNIFICANCE
+
+
+def group_counts(tokens: Tensor, likely: Tensor) -> Tensor:
+    counts = torch.stack([(tokens == token_id).sum() for token_id in likely])
+    return torch.cat([counts, tokens.numel() - counts.sum(dim=0, keepdim=True)])
+
+
+def test_seeds_of_samples_collide_neither_with_each_other_nor_with_seeds_nearby():
+    seeds = {sample_seed(seed, index) for seed in [*range(50), 2**64 - 1] for index in range(50)}
+    assert len(seeds) == 51 * 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_the_whole_blocks_of_the_prompt_are_computed_once():
+    prompt = random_prompts(1, low=100, high=100)[0]
+    with open_llm() as llm:
+        (output,) = generate(llm, [prompt], SamplingParams(n=5, max_tokens=1))
+        assert llm.stats().num_scheduled_tokens == 100 + 4 * (100 - 96)
+    assert output.num_cached_tokens == 0  # what it shares with itself was not there before
+    with open_llm(enable_prefix_caching=False) as llm:
+        generate(llm, [prompt], SamplingParams(n=5, max_tokens=1))
+        assert llm.stats().num_scheduled_tokens == 500
+
+
+def test_more_samples_than_run_at_once_wait_their_turn():
+    with open_llm(max_num_seqs=3) as llm:
+        (many,) = generate(llm, [[5, 6, 7]], SamplingParams(n=10, seed=1, max_tokens=9))
+    with open_llm() as llm:
+        (at_once,) = generate(llm, [[5, 6, 7]], SamplingParams(n=10, seed=1, max_tokens=9))
+    assert tokens_of(many) == tokens_of(at_once)
+    assert len(tokens_of(many)) == 10
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_sample_ends_in_its_own_way_and_the_request_with_the_last(overlap):
+    with open_llm(overlap=overlap) as llm:
+        (free,) = generate(llm, [[5, 6, 7]], SamplingParams(n=4, seed=1, max_tokens=30))
+        stop_token = tokens_of(free)[1][3]
+        stop = next(c for c in free.outputs[2].text[8:] if c.isalpha())
+        params = SamplingParams(n=4, seed=1, max_tokens=30, stop_token_ids=[stop_token], stop=[stop])
+        (ended,) = generate(llm, [[5, 6, 7]], params)
+    assert {completion.finish_reason for completion in ended.outputs} <= {"stop", "length"}
+    assert len({len(tokens) for tokens in tokens_of(ended)}) > 1
+    for before, after in zip(free.outputs, ended.outputs, strict=True):
+        assert after.token_ids == before.token_ids[: len(after.token_ids)]
+        if after.finish_reason == "length":
+            assert len(after.token_ids) == 30
+        elif after.stop_reason == stop_token:
+            assert after.token_ids[-1] == stop_token
+            assert stop_token not in after.token_ids[:-1]
+        else:
+            assert after.stop_reason == stop
+            assert before.text.startswith(after.text + stop)
+            assert stop not in after.text
+    assert ended.finished
+    assert ended.metrics.finished_time >= ended.metrics.first_token_time
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_shows_all_samples_after_each_step(overlap):
+    params = SamplingParams(n=3, seed=1, max_tokens=8, stop=["e"])
+    with open_llm(overlap=overlap) as llm:
+        (whole,) = generate(llm, [[5, 6, 7]], params)
+        seen = list(llm.stream([5, 6, 7], params))
+        assert llm.stats().num_used_blocks == 0
+    assert tokens_of(seen[-1]) == tokens_of(whole)
+    assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+    for earlier, later in pairwise(seen):
+        for before, after in zip(earlier.outputs, later.outputs, strict=True):
+            assert after.token_ids[: len(before.token_ids)] == before.token_ids
+            assert after.text.startswith(before.text)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_ends_all_samples_together(overlap):
+    with open_llm(overlap=overlap, max_num_seqs=3) as llm:
+        engine = llm._engine
+        engine.add_request("r", [5, 6, 7], SamplingParams(n=5, max_tokens=100))
+        for _ in range(4):
+            engine.step()
+        output = engine.abort("r")
+        assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 5
+        assert output.finished
+        assert not engine.has_unfinished
+        assert engine.stats().num_used_blocks == engine.stats().num_waiting == 0
+        assert engine.abort("r") is None
+
+
+def test_a_closed_stream_of_samples_frees_all_of_them():
+    with open_llm(overlap=True) as llm:
+        stream = llm.stream([5] * 40, SamplingParams(n=3, max_tokens=100))
+        next(stream)
+        stream.close()
+        stats = llm.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+def test_a_sample_that_fails_leaves_its_siblings_alone():
+    def fails_for_some(token_ids: list[int], row: Tensor) -> Tensor:
+        if len(token_ids) == 5 and token_ids[3] % 2:
+            raise RuntimeError("odd")
+        return row
+
+    with open_llm() as llm:
+        (free,) = generate(llm, [[5, 6, 7]], SamplingParams(n=8, seed=1, max_tokens=6))
+        (some,) = generate(
+            llm, [[5, 6, 7]], SamplingParams(n=8, seed=1, max_tokens=6, logits_processors=fails_for_some)
+        )
+    is_odd = [tokens[0] % 2 == 1 for tokens in tokens_of(free)]
+    assert True in is_odd and False in is_odd
+    assert [completion.finish_reason == "error" for completion in some.outputs] == is_odd
+    assert "RuntimeError: odd" in some.error
+    for odd, before, after in zip(is_odd, tokens_of(free), tokens_of(some), strict=True):
+        assert after == (before[:2] if odd else before)
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1025, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_what_is_no_number_of_samples_is_refused(value, error):
+    with pytest.raises(error, match=r"n (is|must be)"):
+        SamplingParams(n=value)
+
+
+def test_greedy_samples_are_refused():
+    with pytest.raises(ValueError, match="n is 2 and temperature 0: all samples would be the same"):
+        SamplingParams(n=2, temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------- the same in every way
+
+
+def tilted(token_ids: list[int], row: Tensor) -> Tensor:
+    return row - 0.1 * torch.arange(len(row), device=row.device) * (len(token_ids) % 3)
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    shared = random_prompts(1, low=48, high=48, seed=5)[0]
+    prompts = random_prompts(10, low=1, high=90, seed=4)
+    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
+    options: list[dict[str, Any]] = [
+        {"n": 3, "top_p": 0.9},
+        {"bad_words": ["e", "the", "question"], "logprobs": 2},
+        {"logits_processors": tilted, "n": 2},
+        {"prompt_logprobs": 1, "frequency_penalty": 1.0, "min_p": 0.01},
+        {"truncate_prompt_tokens": 30, "stop": ["o"], "include_stop_str_in_output": True, "n": 2},
+    ]
+    return prompts, [SamplingParams(seed=n, max_tokens=20, **options[n % 5]) for n in range(10)]
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[tuple[Any, ...]]]:
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
+
+
+@functools.cache
+def alone() -> list[list[tuple[Any, ...]]]:
+    """Every request with a cold engine for itself, without chunks, overlap or neighbours."""
+    found = []
+    for prompt, params in zip(*requests(), strict=True):
+        with open_llm(overlap=False, max_num_batched_tokens=512) as llm:
+            found += answers(generate(llm, [prompt], params))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_seeded_request_draws_the_same_in_every_way_of_stepping(pool, overlap):
+    prompts, params = requests()
+    with open_llm(pool=pool, overlap=overlap) as llm:
+        assert answers(generate(llm, prompts, params)) == alone(), "in a crowd"
+        assert (llm.stats().num_preemptions > 0) == (pool == "tiny pool")
+        assert answers(generate(llm, prompts, params)) == alone(), "with a warm cache"
+        for number in (0, 4, 7):
+            *_, last = llm.stream(prompts[number], params[number])
+            assert answers([last]) == [alone()[number]], "as a stream"

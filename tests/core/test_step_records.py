@@ -1,0 +1,213 @@
+"""What a step and a request tell about themselves, and that whoever listens cannot harm them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, StepRecord
+from nanovllm.build import open_engine
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+
+
+def params(max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+def open_llm(records: list[StepRecord], **options: Any) -> LLM:
+    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=records.append, **(OPTIONS | options))
+
+
+class Clock:
+    """Each look takes a millisecond."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_a_record_tells_what_a_step_was_made_of():
+    records: list[StepRecord] = []
+    prompt = random_prompts(1, low=40, high=40)[0]
+    with open_llm(records) as llm:
+        llm.generate([prompt, [5] * 10], params(3), use_tqdm=False)
+        llm.generate([prompt], params(1), use_tqdm=False)
+    shape = [(r.num_sequences, r.num_decode_tokens, r.num_prefill_tokens, r.num_cached_tokens) for r in records]
+    assert shape == [(2, 0, 50, 0), (2, 2, 0, 0), (2, 2, 0, 0), (1, 0, 8, 32)]
+    assert [r.num_running for r in records] == [2, 2, 0, 0]
+    assert [r.num_used_blocks for r in records] == [4, 4, 0, 0]
+    assert [r.step_id for r in records] == sorted({r.step_id for r in records})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_records_add_up_to_the_engines_counters(overlap):
+    records: list[StepRecord] = []
+    shared = random_prompts(1, low=64, high=64)[0]
+    with open_llm(records, overlap=overlap, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        llm.generate([[*shared, n, n + 1] for n in range(8)], params(), use_tqdm=False)
+        stats = llm.stats()
+    assert sum(r.num_decode_tokens + r.num_prefill_tokens for r in records) == stats.num_scheduled_tokens
+    assert sum(r.num_cached_tokens for r in records) == stats.prefix_cache_hits > 0
+    assert len(records) == stats.num_steps
+    assert max(r.num_waiting for r in records) > 0
+
+
+def test_times_of_a_step_are_those_of_its_parts():
+    records: list[StepRecord] = []
+    engine = open_engine(tiny_model(), None, records.append, OPTIONS, clock=Clock())
+    engine.add_request("a", [5, 6, 7], params(4))
+    while engine.has_unfinished:
+        engine.step()
+    assert len(records) == 4
+    for record in records:
+        assert min(record.schedule_time, record.execute_time, record.update_time) > 0.0
+        assert record.schedule_time + record.execute_time + record.update_time < 0.010
+    assert [r.time for r in records] == sorted(r.time for r in records)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [64, 512])
+def test_each_sequence_tells_once_when_its_first_token_came(overlap, budget):
+    """Also those whose last chunk is a single token, and those that were preempted before or after it."""
+    records: list[StepRecord] = []
+    prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
+    options = {"overlap": overlap, "max_num_batched_tokens": budget, "max_num_seqs": 4, "num_kv_blocks": 14}
+    with open_llm(records, **options, max_model_len=160) as llm:
+        outputs = llm.generate(prompts, params(), use_tqdm=False)
+        assert llm.stats().num_preemptions > 0
+    ttfts = [ttft for record in records for ttft in record.ttfts]
+    assert sorted(ttfts) == pytest.approx(sorted(output.metrics.ttft for output in outputs), abs=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog, overlap):
+    prompts, calls = random_prompts(3), []
+
+    def hook(record: StepRecord) -> None:
+        calls.append(record)
+        if len(calls) == 2:
+            raise KeyError("no such gauge")
+
+    with open_llm([]) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params(), use_tqdm=False)]
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=hook, overlap=overlap, **OPTIONS) as llm:
+        with caplog.at_level(logging.ERROR, logger="nanovllm"):
+            outputs = llm.generate(prompts, params(), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert len(calls) == 2
+        assert llm.stats().hook_error == "KeyError: 'no such gauge'"
+        assert llm.stats().num_used_blocks == 0
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "not called again" in logged.message
+    assert logged.exc_info is not None
+
+
+def test_a_hook_that_calls_its_own_engine_is_told_so_and_hangs_nobody():
+    holder: list[LLM] = []
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=lambda _: holder[0].stats(), **OPTIONS) as llm:
+        holder.append(llm)
+        (output,) = llm.generate([5, 6, 7], params(), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 12
+        assert "from within one of its own steps" in str(llm.stats().hook_error)
+        own = SamplingParams(max_tokens=3, logits_processors=lambda _, row: llm.stats() and row)
+        (output,) = llm.generate([5, 6, 7], own, use_tqdm=False)
+        assert "from within one of its own steps" in str(output.error)
+
+
+def test_a_hook_that_is_interrupted_loses_nothing():
+    def hook(record: StepRecord) -> None:
+        if record.step_id == 3:
+            raise KeyboardInterrupt
+
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=hook, **OPTIONS) as llm:
+        stream = llm.stream([5, 6, 7], params())
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([8, 9], params(), use_tqdm=False)
+        *_, last = stream
+        assert len(last.outputs[0].token_ids) == 12
+        assert llm.stats().hook_error is None
+        llm._engine.check_integrity()
+
+
+def test_a_hook_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="on_step must be callable"):
+        LLM(tiny_model(), on_step="print", **OPTIONS)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------- requests
+
+
+def test_metrics_tell_waiting_first_token_and_the_gaps_between_tokens():
+    engine = open_engine(tiny_model(), None, None, OPTIONS | {"max_num_seqs": 1, "record_itl": True}, clock=Clock())
+    engine.add_request("first", [5, 6, 7], params(5))
+    engine.add_request("second", [8, 9], params(4))
+    while engine.has_unfinished:
+        engine.step()
+    first, second = (output.metrics for output in engine.outputs)
+    for metrics, count in ((first, 5), (second, 4)):
+        assert metrics.num_output_tokens == count
+        assert metrics.arrival_time < metrics.scheduled_time < metrics.first_token_time < metrics.last_token_time
+        assert metrics.ttft > metrics.queue_time > 0
+        assert len(metrics.itls) == count - 1
+        assert metrics.max_itl == max(metrics.itls)
+        assert metrics.mean_itl == pytest.approx(sum(metrics.itls) / (count - 1))
+    assert second.queue_time > first.queue_time
+    assert second.scheduled_time > first.last_token_time
+    assert (first.num_prompt_tokens, second.num_prompt_tokens) == (3, 2)
+
+
+def test_gaps_are_kept_only_if_asked_for_and_one_token_has_none():
+    with open_llm([]) as llm:
+        (output,) = llm.generate([5, 6], params(4), use_tqdm=False)
+        assert output.metrics.itls is None
+        assert output.metrics.max_itl >= output.metrics.mean_itl > 0
+        (output,) = llm.generate([5, 6], params(1), use_tqdm=False)
+        assert (output.metrics.mean_itl, output.metrics.max_itl) == (None, None)
+
+
+def test_metrics_tell_cached_tokens_and_preemptions():
+    prompts = random_prompts(3, low=40, high=50)
+    with open_llm([], num_kv_blocks=14, max_model_len=160) as llm:
+        outputs = llm.generate(prompts, params(60), use_tqdm=False)
+        assert sum(output.metrics.num_preemptions for output in outputs) == llm.stats().num_preemptions > 0
+        assert [output.metrics.num_cached_tokens for output in outputs] == [o.num_cached_tokens for o in outputs]
+
+
+# ------------------------------------------------------------------------------------------------------------- engine
+
+
+def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
+    monkeypatch.setattr("nanovllm.observability.step_records.RECENT_STEPS", 10)
+    with open_llm([], max_num_batched_tokens=100, max_num_seqs=8) as llm:
+        fresh = llm.stats()
+        assert (fresh.recent_hit_rate, fresh.recent_budget_use) == (None, None)
+        prompt = random_prompts(1, low=33, high=33)[0]
+        llm.generate(prompt, params(1), use_tqdm=False)
+        assert (llm.stats().recent_hit_rate, llm.stats().recent_budget_use) == (0.0, 0.33)
+        llm.generate(prompt, params(1), use_tqdm=False)
+        assert llm.stats().recent_hit_rate == 32 / 66
+        assert llm.stats().recent_budget_use == pytest.approx((0.33 + 0.01) / 2)
+        llm.generate([5], params(100), use_tqdm=False)  # those steps lie further back than ten now
+        assert llm.stats().recent_hit_rate is None
+        assert llm.stats().recent_budget_use == pytest.approx(0.01)
+        assert llm.stats().prefix_cache_hits == 32
+
+
+def test_records_are_plain_data():
+    records: list[StepRecord] = []
+    with open_llm(records) as llm:
+        llm.generate([5], params(2), use_tqdm=False)
+    *numbers, ttfts, request_ttfts, itls = astuple(records[-1])
+    (gap,) = itls
+    assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts, *request_ttfts, *gap])

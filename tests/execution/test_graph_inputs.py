@@ -1,0 +1,320 @@
+"""Shapes and packing of a GPU's steps, which are plain arithmetic: every bound, and what each row then sees."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
+from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import build_layout
+from nanovllm.config import EngineConfig
+from nanovllm.execution.buckets import MIN_ROWS, RowSizes
+from nanovllm.execution.cuda_graphs import MAX_GRAPHS
+from nanovllm.execution.graph_inputs import Buckets, StepPacking, StepShape, Tiles, with_sampled
+from nanovllm.sampling.logprobs import PromptRows, StepReport
+from nanovllm.sampling.sampler import DrawInputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+from nanovllm.tools.simulate.cost_model import StepShape as StepCosts
+from tests.support.scheduling import Loop, make_scheduler
+
+H200 = Gpu(132, 232_448)
+
+
+def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int, budget: int, max_model_len: int):
+    """A step within the limits, and the sequences whose newest token is in flight, with their places."""
+    pages = list(range(1, 5000))
+    choice.shuffle(pages)
+    entries, in_flight = [], []
+    for number in range(choice.randint(1, max_num_seqs)):
+        start = choice.choice([0, choice.randint(0, max_model_len - 1)])
+        count = min(choice.choice([1, 1, 1, choice.randint(1, max_model_len - start)]), budget)
+        if not count:
+            break
+        budget -= count
+        end = start + count
+        waits = count == 1 and start > 0 and choice.random() < 0.5
+        tokens = [choice.randrange(1000) for _ in range(start if waits else end)]
+        seed = choice.randrange(2**64)
+        sequence = Sequence(str(number), tokens, SamplingParams(), arrival=number, max_model_len=10**6, seed=seed)
+        if waits:
+            in_flight.append(sequence)
+        table = [pages.pop() for _ in range(-(-end // block_size))]
+        entries.append(ScheduledSequence(sequence, start, count, waits or choice.random() < 0.8, table, start))
+    choice.shuffle(in_flight)
+    return entries, {sequence: place for place, sequence in enumerate(in_flight)}
+
+
+def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: int = 4096) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, max_model_len=max_model_len
+    )
+
+
+def options_of(block_size: int, num_kv_heads: int = 8) -> KernelOptions:
+    return KernelOptions(H200, num_kv_heads, 2, 256, block_size)
+
+
+def assert_fits(shape: StepShape, buckets: Buckets, block_size: int) -> None:
+    largest = buckets.largest()
+    assert all(size <= bound for size, bound in zip(shape[:4], largest[:4], strict=True)), (shape, largest)
+    assert StepPacking(shape, block_size).num_words <= StepPacking(largest, block_size).num_words
+    assert shape.num_rows >= MIN_ROWS and shape.num_samples >= MIN_ROWS
+    assert not shape.num_decodes or shape.num_decodes >= MIN_ROWS
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 5, 7, 8, 16, 21, 256, 300, 1024, 4096])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, block_size):
+    choice = random.Random(max_num_seqs)
+    for budget in (max_num_seqs + block_size, max_num_seqs + block_size + 1, 8192, 12_345):
+        if budget < max_num_seqs + block_size:
+            continue
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size), options_of(block_size))
+        for shape in buckets.common():
+            assert_fits(shape, buckets, block_size)
+        for _ in range(12):
+            entries, in_flight = random_entries(
+                choice, block_size=block_size, max_num_seqs=min(max_num_seqs, 60), budget=budget, max_model_len=300
+            )
+            layout = build_layout(entries, block_size, in_flight)
+            tiles = Tiles.of(layout, block_size)
+            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
+            assert_fits(shape, buckets, block_size)
+            assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
+            assert shape.num_rows >= shape.num_decodes + layout.num_tokens - layout.num_decodes
+            assert shape.num_samples >= len(layout.sample_rows)
+
+
+def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
+    for seed in range(20):
+        choice = random.Random(seed)
+        limits = {"max_num_seqs": choice.choice([3, 8, 30]), "max_num_batched_tokens": choice.choice([40, 64, 200])}
+        loop = Loop(make_scheduler(block_size=16, **limits))
+        sizes, buckets = RowSizes(*limits.values()), Buckets(config_of(*limits.values(), 16), options_of(16))
+        for _ in range(40):
+            for _ in range(choice.choice([0, 0, 1, 4])):
+                loop.add(choice.choices(range(8), k=choice.choice([1, 5, choice.randint(1, 50)])), max_tokens=6)
+            if loop.scheduler.waiting or loop.scheduler.running:
+                batch = loop.step()
+                layout = build_layout(batch.entries, 16)
+                shape = buckets.shape(layout, len(Tiles.of(layout, 16).blocks), draws=True)
+                assert StepCosts.of(batch, 16, sizes).num_tokens == shape.num_rows
+
+
+def test_padding_stays_moderate():
+    buckets = Buckets(config_of(1024, 8192, 64), options_of(64))
+    entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
+    for count in range(1, 1025):
+        shape = buckets.shape(build_layout([entry] * count, 64), 0, draws=True)
+        assert shape.num_decodes <= max(4, 2 * count) and (count < 64 or 2 * shape.num_decodes <= 3 * count)
+    prompts = [
+        ScheduledSequence(Sequence(str(n), [1] * 130, SamplingParams(), arrival=n, max_model_len=200), 0, 130, True,
+                          [1, 2, 3], 0)
+        for n in range(60)
+    ]  # fmt: skip
+    layout = build_layout(prompts, 64)
+    assert buckets.shape(layout, 180, draws=True).num_tiles <= 400
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block_size):
+    """All of them fit among the graphs that are kept, and need few kernels that are compiled for a size."""
+    budget = max(budget, max_num_seqs + block_size)
+    buckets = Buckets(config_of(max_num_seqs, budget, block_size, 10**6), options_of(block_size))
+    usual = buckets.usual()
+    assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
+    assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
+
+    def shape_of(num_decodes: int, length: int, context: int = 6) -> StepShape:
+        """Of a step of decodes, the first of them behind a context, and a chunk."""
+        tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
+        sequence = Sequence("r", tokens, SamplingParams(), arrival=0, max_model_len=10**6)
+        starts = [context - 1] * min(num_decodes, 1) + [5] * (num_decodes - 1)
+        entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
+        entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
+        layout = build_layout(entries, block_size)
+        return buckets.shape(layout, len(Tiles.of(layout, block_size).blocks), draws=True)
+
+    for shape in usual:
+        assert_fits(shape, buckets, block_size)
+        if shape.num_tiles:
+            assert shape_of(shape.num_decodes, shape.num_rows - shape.num_decodes) == shape
+        else:
+            assert shape_of(shape.num_decodes, 0, 900_000 if shape.is_uneven else 6) == shape
+    for num_decodes in range(min(65, max_num_seqs)):
+        for length in (2, block_size, budget // 2, budget - num_decodes):
+            assert shape_of(num_decodes, length) in usual
+        for context in (6, 8192, 100_000):
+            assert not num_decodes or shape_of(num_decodes, 0, context) in usual
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_heads):
+    buckets = Buckets(config_of(1024, 2048, 64, 200_000), options_of(64, num_kv_heads))
+
+    def is_uneven(*contexts: int, chunk: int = 0) -> bool:
+        entries = [
+            ScheduledSequence(Sequence(str(n), [1] * context, SamplingParams(), arrival=n, max_model_len=10**6),
+                              context - 1, 1, True, [1] * -(-context // 64), context - 1)
+            for n, context in enumerate(contexts)
+        ]  # fmt: skip
+        if chunk:
+            prompt = Sequence("chunk", [1] * chunk, SamplingParams(), arrival=0, max_model_len=10**6)
+            entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
+        layout = build_layout(entries, 64)
+        return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), draws=True).is_uneven
+
+    for count in range(1, 1025, 7):
+        assert not is_uneven(*[500] * count)
+    for chunk in (0, 900):
+        assert is_uneven(*[600] * 300, 190_000, chunk=chunk)
+    assert not is_uneven(chunk=900)
+    if num_kv_heads == 8:
+        assert is_uneven(30_000) and not is_uneven(2000)
+        assert is_uneven(8200, *[640] * 64) and is_uneven(8200, *[640] * 15)
+        assert not is_uneven(2048, *[900] * 255)
+
+
+@pytest.mark.parametrize(
+    "gpu", [Gpu(108, 166_912), Gpu(148, 232_448), Gpu(132, 101_376)], ids=["A100", "B200", "small"]
+)
+def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
+    of_gpu, of_h200 = (KernelOptions(each, 8, 2, 256, 64) for each in (gpu, H200))
+    for count in range(4, 1025, 4):
+        alike = -(-count * H200.num_multiprocessors // gpu.num_multiprocessors)
+        for is_uneven in (False, True):
+            options, measured = (of.of_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike)))
+            assert (options.piece, options.kernel["SPLIT_KV"]) == (measured.piece, measured.kernel["SPLIT_KV"])
+            tiles = 16 + 2 * options.kernel["num_stages"] * options.kernel["BLOCK_N"]
+            assert 256 * tiles <= gpu.shared_memory
+        assert of_gpu.most_parts(count) >= count * of_gpu.of_decodes(count, is_uneven=True).kernel["SPLIT_KV"]
+    chunks = of_gpu.of_chunks()
+    assert 256 * (chunks["BLOCK_M"] + 2 * chunks["num_stages"] * chunks["BLOCK_N"]) <= gpu.shared_memory
+
+
+def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
+    """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
+    num_steps = 0
+    for seed in range(60):
+        choice = random.Random(seed)
+        block_size, max_num_seqs = choice.choice([16, 32, 64, 256]), choice.choice([1, 3, 8, 21, 40])
+        longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
+        budget = max_num_seqs + block_size + choice.randint(0, 200)
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest), options_of(block_size))
+        width = -(-longest // block_size) + 1
+        decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
+        piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
+        pieces = (width - 1) * (block_size // piece) + 1
+        decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
+                         ((decodes, 1, 1), (decodes, 1, 1, pieces), (decodes,), (decodes,))]  # fmt: skip
+        chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
+        words = StepPacking(buckets.largest(), block_size).num_words + max_num_seqs * (width - 1)
+        buffer = torch.zeros(words, dtype=torch.int32)
+        for _ in range(4):
+            entries, in_flight = random_entries(
+                choice, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, max_model_len=longest
+            )
+            layout = build_layout(entries, block_size, in_flight, longest_first=True)
+            tiles = Tiles.of(layout, block_size)
+            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
+            packing = StepPacking(shape, block_size)
+            sampling = [entry for entry in entries if entry.samples]
+            positions = [entry.start + entry.num_new_tokens for entry in sampling]
+            draws = DrawInputs.of([entry.sequence for entry in sampling], positions)
+            packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
+            packing.pack(layout, tiles, draws, packed)
+            buffer[: len(packed)] = torch.from_numpy(packed)
+            inputs = packing.views(buffer)
+            sampled = torch.randint(0, 999, (decodes,))
+            token_ids = with_sampled(inputs.token_ids, sampled)
+            if shape.num_decodes:
+                _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_pages,
+                              inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
+            if shape.num_tiles:
+                _fill_tiles(
+                    tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
+                    chunk_tables[3].shape[3],
+                )  # fmt: skip
+
+            def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables,
+                           piece=piece):  # fmt: skip
+                if row < shape.num_decodes:
+                    count, last, offset = (int(own[i][row].view(-1)[0]) for i in (0, 2, 3))
+                    pieces = own[1][row, 0, 0, :count].tolist()
+                    return {p * piece + slot for p in pieces for slot in range(piece) if p != last or slot <= offset}
+                place = int(inputs.chunk_rows[row - shape.num_decodes])
+                assert int(inputs.tile_rows[place]) == row
+                tile, offset = divmod(place, size)
+                num_own, own_page, num_full, full = (table[0, 0, tile] for table in chunk)
+                assert int(num_own) == 1
+                whole = {p * size + slot for p in full[: int(num_full)].tolist() for slot in range(size)}
+                return whole | {int(own_page[0]) * size + slot for slot in range(offset + 1)}
+
+            used, last_row = set(), {}
+            row = 0
+            for entry in layout.entries:
+                if entry.num_new_tokens > 1 and row < shape.num_decodes:
+                    row = shape.num_decodes
+                for position in range(entry.start, entry.start + entry.num_new_tokens):
+                    known, table = entry.sequence.token_ids, entry.block_table
+                    right = known[position] if position < len(known) else int(sampled[in_flight[entry.sequence]])
+                    assert int(token_ids[row]) == right and int(inputs.positions[row]) == position
+                    slots = [table[p // block_size] * block_size + p % block_size for p in range(position + 1)]
+                    assert int(inputs.slots[row]) == slots[-1]
+                    assert slots_seen(row) == set(slots)
+                    used.add(row)
+                    last_row[entry.sequence] = row
+                    row += 1
+            for row in set(range(shape.num_rows)) - used:
+                assert int(inputs.slots[row]) == 0 == int(token_ids[row])
+                assert row >= shape.num_decodes or int(decode_tables[0][row]) == 0
+            for tile in range(len(tiles.blocks), shape.num_tiles):
+                assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
+            for place, entry in enumerate(sampling):
+                assert int(inputs.sample_rows[place]) == last_row[entry.sequence]
+                assert int(inputs.noise_keys[place]) == int(draws.noise_keys[place])
+                assert float(inputs.noise_scales[place]) == 1.0
+            num_steps += 1
+    assert num_steps > 200
+
+
+def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
+    token_ids = torch.tensor([7, -1, -2, -3])
+    assert with_sampled(token_ids, torch.tensor([5, -1, 9])).tolist() == [7, 5, 0, 9]
+
+
+def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decodes():
+    def entry(number: int, start: int, count: int, num_prompt_tokens: int, asks: bool) -> ScheduledSequence:
+        tokens = [1000 * number + place for place in range(num_prompt_tokens)]
+        params = SamplingParams(prompt_logprobs=0 if asks else None)
+        sequence = Sequence(str(number), tokens, params, arrival=number, max_model_len=10**6)
+        sequence.token_ids.extend(range(start + count - num_prompt_tokens))
+        return ScheduledSequence(sequence, start, count, True, [10 * number + n for n in range(1, 9)], start)
+
+    entries = [
+        entry(0, 40, 32, 100, asks=True),  # a chunk in the middle of a prompt
+        entry(1, 9, 1, 9, asks=True),  # decodes
+        entry(2, 30, 1, 20, asks=True),
+        entry(3, 0, 20, 20, asks=False),
+        entry(4, 0, 23, 20, asks=True),  # a preempted one, computed again up to its generated tokens
+        entry(5, 31, 1, 20, asks=False),
+    ]
+    layout = build_layout(entries, 16, longest_first=True)
+    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.of(layout, 16).blocks), draws=False)
+    assert shape.num_decodes > layout.num_decodes
+    packing = StepPacking(shape, 16)
+    buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
+    packing.pack(layout, Tiles.of(layout, 16), None, buffer)
+
+    report = StepReport(PromptRows.of(layout))
+    report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
+    told_of = list(range(41, 73)) + list(range(4001, 4020))
+    assert report.prompt.token_ids.tolist() == told_of
+    assert packing.views(buffer).token_ids[report.prompt.rows].tolist() == [token_id - 1 for token_id in told_of]

@@ -1,0 +1,325 @@
+"""Incremental text: equal to decoding everything at once, without half characters on the way, in linear time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from nanovllm.outputs import CompletionOutput, OutputKind
+from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.sample import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence, SequenceStatus
+from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+class ByteFallback:
+    """Words with spaces in front, bytes for the rest, the first space stripped: how SentencePiece models decode."""
+
+    words = ("▁Hello", "▁world", "▁", "s", ",", "▁é")
+
+    def __init__(self) -> None:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        vocabulary |= {word: 256 + number for number, word in enumerate(self.words)}
+        self._tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        self._tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it was asked to decode."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted, self.num_calls, self.num_tokens = counted, 0, 0
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        self.num_calls += 1
+        self.num_tokens += len(token_ids)
+        return self.counted.decode(token_ids, **options)
+
+
+def pieces(token_ids: list[int], using: Any) -> list[str]:
+    """The text that each token appended."""
+    detokenizer, texts = IncrementalDetokenizer(using), [""]
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+        assert detokenizer.text.startswith(texts[-1])
+        texts.append(detokenizer.text)
+    return [after[len(before) :] for before, after in itertools.pairwise(texts)]
+
+
+def bytes_as_tokens(text: str) -> list[int]:
+    """One token a byte, whatever merges the tokenizer knows."""
+    spelled = [token for word in tokenizer().tokenize(text) for token in word]  # one character of the alphabet a byte
+    return tokenizer().convert_tokens_to_ids(spelled)
+
+
+VALID_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+RICH_TEXT = st.lists(st.sampled_from(["a", " ", "é", "你", "😀", "👩‍👩‍👧", "🇫🇷", "e\u0301", "\n", "the capital"])).map(
+    "".join
+)
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@example("😀" * 20)
+@example("")
+@settings(deadline=None)
+def test_the_joined_text_equals_the_decoding_of_the_whole(text):
+    token_ids = tokenizer()(text.rstrip("\ufffd"))["input_ids"]  # at the end it might be half a character, so it waits
+    assert "".join(pieces(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@settings(deadline=None)
+def test_characters_split_over_byte_tokens_are_joined_again(text):
+    without_specials = text.replace("<|", "").rstrip("\ufffd")
+    assert "".join(pieces(bytes_as_tokens(without_specials), tokenizer())) == without_specials
+
+
+@given(VALID_TEXT | RICH_TEXT)
+@settings(deadline=None)
+def test_no_replacement_character_is_shown_for_valid_text(text):
+    valid = text.replace("\ufffd", "").replace("<|", "")
+    assert not any("\ufffd" in piece for piece in pieces(bytes_as_tokens(valid), tokenizer()))
+
+
+def test_a_replacement_character_that_the_model_did_say_is_shown():
+    text = "odd \ufffd sign"
+    assert "".join(pieces(bytes_as_tokens(text), tokenizer())) == text
+
+
+def test_a_character_appears_with_its_last_byte_and_not_before():
+    assert pieces(bytes_as_tokens("a😀b"), tokenizer()) == ["a", "", "", "", "😀", "b"]
+
+
+@given(st.lists(st.integers(0, 511), max_size=60))
+@settings(deadline=None)
+def test_what_is_shown_of_any_tokens_never_shrinks(token_ids):
+    assert len(pieces(token_ids, tokenizer())) == len(token_ids)
+
+
+def test_invalid_bytes_do_not_hold_the_text_back_for_ever():
+    lone = bytes_as_tokens("é")[0]  # the first byte of two
+    detokenizer = IncrementalDetokenizer(tokenizer())
+    for token_id in [lone] * 40 + bytes_as_tokens("well"):
+        detokenizer.add(token_id)
+    assert detokenizer.text.endswith("well")
+
+
+@pytest.mark.parametrize("count", range(1, 15))
+def test_a_whole_character_behind_any_number_of_invalid_bytes_is_shown(count):
+    lone = bytes_as_tokens("é")[0]
+    token_ids = [lone] * count + bytes_as_tokens("😀 and on")
+    assert "".join(pieces(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+def test_special_tokens_have_no_text():
+    special = tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[0])
+    token_ids = [special, *tokenizer()("one")["input_ids"], special, *tokenizer()(" two")["input_ids"]]
+    assert "".join(pieces(token_ids, tokenizer())) == "one two"
+
+
+@given(st.lists(st.sampled_from(range(256, 262)) | st.sampled_from(list("né 😀".encode())), max_size=30))
+@settings(deadline=None)
+def test_spaces_of_a_sentencepiece_decoder_are_kept_between_words(token_ids):
+    using = ByteFallback()
+    whole = decode(using, token_ids)
+    joined = "".join(pieces(token_ids, using))
+    if "\ufffd" not in whole:  # what is no text has no one decoding, and an unfinished character is still held back
+        assert joined == whole
+
+
+@pytest.mark.parametrize("words", [["▁Hello", "▁world"], ["▁", "▁Hello"], ["▁Hello", ",", "▁", "▁", "▁world", "s"]])
+def test_words_of_a_sentencepiece_decoder_join_to_the_whole(words):
+    token_ids = [256 + ByteFallback.words.index(word) for word in words]
+    assert "".join(pieces(token_ids, ByteFallback())) == decode(ByteFallback(), token_ids)
+
+
+def pieces_and_rest(token_ids: list[int], using: Any) -> list[str]:
+    """The text that each token appended, and what is left once no more come."""
+    detokenizer = IncrementalDetokenizer(using)
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+    return [*pieces(token_ids, using), detokenizer.unfinished_text()]
+
+
+BYTES_OF = "né😀".encode()
+
+
+@given(
+    st.lists(st.integers(0, 511) | st.sampled_from([bytes_as_tokens("😀")[0], bytes_as_tokens("é")[1]]), max_size=60)
+)
+@settings(deadline=None, max_examples=200)
+def test_any_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
+    """Half characters, invalid bytes and special tokens included."""
+    assert "".join(pieces_and_rest(token_ids, tokenizer())) == decode(tokenizer(), token_ids)
+
+
+@given(st.lists(st.sampled_from(range(256, 262)) | st.sampled_from(list(BYTES_OF)), max_size=30))
+@settings(deadline=None, max_examples=200)
+def test_byte_tokens_join_to_the_decoding_of_the_whole_once_they_end(token_ids):
+    using = ByteFallback()
+    whole = decode(using, token_ids)
+    if "\ufffd" not in whole:  # one invalid byte makes this decoder replace the valid ones beside it too
+        assert "".join(pieces_and_rest(token_ids, using)) == whole
+
+
+def test_what_is_unfinished_at_the_end_is_shown_as_it_is():
+    half = bytes_as_tokens("a😀")[:3]
+    assert pieces_and_rest(half, tokenizer()) == ["a", "", "", "\ufffd"]
+
+
+class Segments:
+    """A byte-level tokenizer whose tokens are any strings of bytes."""
+
+    def __init__(self, segments: list[bytes]) -> None:
+        self.segments = segments
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return b"".join(self.segments[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+def segments_of(text: str, cuts: list[int]) -> list[bytes]:
+    """Its bytes, cut into pieces of these lengths, in turn, as far as they go, and single bytes behind them."""
+    data, segments = text.encode(), []
+    for size in itertools.chain(cuts, itertools.repeat(1)):
+        if not data:
+            return segments
+        segments.append(data[:size])
+        data = data[size:]
+
+
+@given(VALID_TEXT | RICH_TEXT, st.lists(st.integers(1, 6), max_size=40))
+@example("a😀é你!", [2, 4, 3, 1])
+@settings(deadline=None, max_examples=300)
+def test_wherever_tokens_cut_a_text_its_whole_characters_are_shown_at_once(text, cuts):
+    valid = text.replace("\ufffd", "")
+    segments = segments_of(valid, cuts)
+    shown = itertools.accumulate(pieces(list(range(len(segments))), Segments(segments)))
+    known = itertools.accumulate(segments)
+    assert [*shown] == [data.decode(errors="ignore") for data in known]
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=5) | st.sampled_from([b"a\xc3", b"\xa9", b"\xa9b\xf0\x9f"]), max_size=30)
+)
+@settings(deadline=None, max_examples=300)
+def test_tokens_of_any_bytes_join_to_the_decoding_of_the_whole_once_they_end(segments):
+    using, token_ids = Segments(segments), list(range(len(segments)))
+    assert "".join(pieces_and_rest(token_ids, using)) == using.decode(token_ids)
+
+
+# ------------------------------------------------------------------------------------------------------- stop strings
+
+
+def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind, using: Any = None) -> list[CompletionOutput]:
+    """What a request that draws these tokens shows after each of them, up to its end."""
+    params = SamplingParams(stop=stop, max_tokens=len(token_ids))
+    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
+    request = Request(sequence, None, [5], using or tokenizer(), output_kind=kind)
+    shown = []
+    for token_id in token_ids:
+        sequence.token_ids.append(token_id)
+        is_stopped = request.advance(0.0) is not None
+        if is_stopped or len(shown) == len(token_ids) - 1:
+            sequence.status = SequenceStatus.FINISHED
+        shown.append(request.output(0.0).outputs[0])
+        if is_stopped:
+            break
+    return shown
+
+
+PARTS = st.lists(
+    st.sampled_from(["a", "b", "ab", "ba", "abab", "é", "😀", " ", "\n\n", "the "]), min_size=1, max_size=20
+)
+
+
+@given(PARTS, st.lists(PARTS.map("".join), min_size=1, max_size=3))
+@example(["abab", "a"], ["abab" * 10])  # longer than all there is: its beginning is held back too
+@settings(deadline=None, max_examples=300)
+def test_a_stream_shows_no_part_of_a_stop_string_and_its_deltas_join(parts, stop):
+    text = "".join(parts)
+    found = [text.find(item) for item in stop if item in text]
+    token_ids = bytes_as_tokens(text)
+    whole = stream_of(token_ids, stop, OutputKind.CUMULATIVE)
+    if not found:
+        assert whole[-1].text == text
+    else:  # the first to be completed ends it; another may begin before it
+        assert whole[-1].text in [text[:at] for at in found]
+    assert all(whole[-1].text.startswith(completion.text) for completion in whole)
+    deltas = stream_of(token_ids, stop, OutputKind.DELTA)
+    assert "".join(completion.text for completion in deltas) == whole[-1].text
+    assert [token_id for completion in deltas for token_id in completion.token_ids] == whole[-1].token_ids
+
+
+@given(PARTS, st.lists(PARTS.map("".join), min_size=1, max_size=3), st.lists(st.integers(1, 6), max_size=40))
+@example(["ab", "é"], ["ab"], [3])
+@settings(deadline=None, max_examples=200)
+def test_a_stop_string_ends_a_request_with_the_token_that_completes_it_wherever_tokens_cut(parts, stop, cuts):
+    text = "".join(parts)
+    segments = segments_of(text, cuts)
+    token_ids = list(range(len(segments)))
+    known = [data.decode(errors="ignore") for data in itertools.accumulate(segments)]
+    whole = stream_of(token_ids, stop, OutputKind.CUMULATIVE, Segments(segments))
+    ends = [number for number, shown in enumerate(known, 1) if any(item in shown for item in stop)]
+    assert len(whole) == min(ends, default=len(segments))
+    if ends:
+        assert whole[-1].text in [text[: text.find(item)] for item in stop if item in known[len(whole) - 1]]
+    else:
+        assert whole[-1].text == text
+
+
+@pytest.mark.parametrize("kind", OutputKind)
+def test_a_stop_string_whose_last_token_begins_a_character_ends_the_request_by_it_though_it_is_the_last(kind):
+    cafe = next(number for number in range(512) if decode(tokenizer(), [number]) == " caf\ufffd")  # learnt from "café"
+    token_ids = [*tokenizer()("the")["input_ids"], cafe]
+    params = SamplingParams(stop="caf", max_tokens=len(token_ids))
+    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
+    request = Request(sequence, None, [5], tokenizer(), output_kind=kind)
+    stops = []
+    for token_id in token_ids:
+        sequence.token_ids.append(token_id)
+        stops.append(request.advance(0.0))
+    sequence.status = SequenceStatus.FINISHED
+    assert stops == [None] * (len(token_ids) - 1) + ["caf"]
+    assert request.output(0.0).outputs[0].text == "the "
+
+
+# ------------------------------------------------------------------------------------------------------ linear time
+
+
+def tokens_decoded(token_ids: list[int]) -> int:
+    counting = Counting(tokenizer())
+    pieces(token_ids, counting)
+    assert counting.num_calls <= 5 * len(token_ids)
+    return counting.num_tokens
+
+
+def test_each_token_is_decoded_a_bounded_number_of_times():
+    token_ids = tokenizer()("The capital of France is Paris 😀 你好. " * 60)["input_ids"]
+    assert tokens_decoded(token_ids) <= 12 * len(token_ids)
+
+
+def test_invalid_bytes_are_decoded_a_bounded_number_of_times():
+    assert tokens_decoded([bytes_as_tokens("é")[0]] * 1000) <= 30 * 1000
+
+
+def test_special_tokens_in_a_row_are_decoded_a_bounded_number_of_times():
+    """A model that ignores its end of sequence may go on saying it for thousands of tokens."""
+    special = tokenizer().convert_tokens_to_ids(SPECIAL_TOKENS[-1])
+    assert tokens_decoded([special] * 1000) <= 30 * 1000

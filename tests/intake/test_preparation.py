@@ -1,0 +1,142 @@
+"""What happens to a request before it is queued: in which thread, how often, and not at all with a full queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.errors import QueueFullError
+from nanovllm.requests.preparation import LONG_CHARS, Preparation, text_size
+from tests.support.serving import OPTIONS, bounded, offline
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=2)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def open_llm(tokenizer: Any = None, **options: Any) -> AsyncLLM:
+    return AsyncLLM(tiny_model(), tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
+
+
+async def ended(outputs: Any) -> list[int]:
+    """The tokens of the last output."""
+    return [output async for output in outputs][-1].outputs[0].token_ids
+
+
+def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The words of each call that spells some."""
+    from nanovllm.requests import request_checks
+
+    calls: list[tuple[str, ...]] = []
+    spellings_of = request_checks.spellings_of
+
+    def watched(words: tuple[str, ...], tokenizer: Any) -> Any:
+        if words:
+            calls.append(words)
+        return spellings_of(words, tokenizer)
+
+    monkeypatch.setattr("nanovllm.requests.request_checks.spellings_of", watched)
+    monkeypatch.setattr("nanovllm.requests.sample_maker.spellings_of", watched, raising=False)
+    return calls
+
+
+@bounded
+async def test_bad_words_are_tokenised_once_for_all_prompts_of_a_request(monkeypatch):
+    calls = spelled(monkeypatch)
+    params = SamplingParams(temperature=0.0, max_tokens=2, bad_words=("answer", "question"))
+    async with open_llm() as llm:
+        outputs = await llm.submit([[5, 6], [7, 8], [9]], params)
+        assert len([output async for output in outputs if output.finished]) == 3
+    assert calls == [("answer", "question")]
+    offline().generate([[5, 6], [7, 8]], params)
+    assert len(calls) == 2
+
+
+@bounded
+async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
+    async with open_llm(max_num_seqs=1, max_queue=1) as llm:
+        streams = [llm.generate([number] * 20, ENDLESS) for number in (5, 6)]
+        await anext(streams[0])
+        second = asyncio.create_task(anext(streams[1]))
+        while (await llm.stats()).num_waiting < 1:
+            await asyncio.sleep(0.005)
+        prepared = []
+        monkeypatch.setattr(llm._intake, "prepare_each", lambda *_, **__: prepared.append(1))
+        monkeypatch.setattr(llm._intake, "apply_chat_template_to", lambda *_, **__: prepared.append(1))
+        with pytest.raises(QueueFullError, match="max_queue"):
+            await llm.submit(["a long text"], SHORT)
+        with pytest.raises(QueueFullError, match="max_queue"):
+            await llm.submit_chat([{"role": "user", "content": "a long text"}], SHORT)
+        assert not prepared
+        second.cancel()
+
+
+@bounded
+async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeypatch):
+    may_go_on = threading.Event()
+    async with open_llm() as llm:
+        tokenize = llm._intake.tokenize
+
+        def held(prompt: Any, **options: Any) -> Any:
+            if isinstance(prompt, str) and len(prompt) > LONG_CHARS:
+                may_go_on.wait(30.0)
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(llm._intake, "tokenize", held)
+        truncated = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=20)
+        long = asyncio.create_task(ended(llm.generate("the sea " * LONG_CHARS, truncated)))
+        await asyncio.sleep(0)
+        try:
+            tokens = await asyncio.wait_for(ended(llm.generate("the sea", SHORT)), 20.0)
+            assert not long.done()
+        finally:
+            may_go_on.set()
+        assert tokens == offline().generate("the sea", SHORT)[0].outputs[0].token_ids
+        assert len(await long) == 2
+
+
+@bounded
+async def test_short_requests_are_prepared_in_the_order_of_their_calls(monkeypatch):
+    async with open_llm() as llm:
+        seen = []
+        prepare = llm._intake.prepare_each
+        monkeypatch.setattr(
+            llm._intake,
+            "prepare_each",
+            lambda prompts, *a, **o: (seen.append(prompts[0]), prepare(prompts, *a, **o))[1],
+        )
+        await asyncio.gather(*(ended(llm.generate([number + 1], SHORT)) for number in range(20)))
+    assert seen == [[number + 1] for number in range(20)]
+
+
+def test_both_threads_use_one_fast_tokenizer_to_the_same_token_ids():
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.is_fast
+    texts = [f"the sea is {number} and the answer a question " * (1 + number % 40) for number in range(200)]
+    expected = [tokenizer(text)["input_ids"] for text in texts]
+    preparation = Preparation(tokenizer)
+    futures = [
+        preparation.submit(lambda text=text: tokenizer(text)["input_ids"], (number % 2) * 2 * LONG_CHARS)
+        for number, text in enumerate(texts)
+    ]
+    assert [future.result(60.0) for future in futures] == expected
+    preparation.shutdown()
+
+
+def test_a_tokenizer_in_python_is_used_by_one_thread():
+    preparation = Preparation(object())
+    names = [preparation.submit(lambda: threading.current_thread().name, size).result(30.0) for size in (1, 10**9)]
+    assert names[0] == names[1]
+    preparation.shutdown()
+
+
+def test_the_size_of_texts_is_counted_up_to_where_it_matters():
+    assert text_size("abc") == 19
+    assert text_size([{"role": "user", "content": "abc"}], None) == 16 * 5 + 7
+    endless: list[Any] = ["x"]
+    endless.append(endless)
+    assert text_size(endless) > LONG_CHARS

@@ -1,0 +1,248 @@
+"""Fused decoder layers and packed products: they compute what the modules do, and keep off what they do not know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.cpp import Kernels, load_kernels
+from nanovllm.model.fused_layers import TOLERANCE
+from nanovllm.model.packed_linears import PackedLinear, can_pack
+from tests.attention.test_cpp_attention import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
+
+
+def num_fused(llm: LLM) -> int:
+    return len(llm._engine.model_runner.binding._fused_layers)
+
+
+@pytest.fixture(params=[1, 2, 5, 40])
+def num_threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def kernels(request) -> Kernels:
+    return load_kernels(request.param, 64, 3)
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize("num_rows", [*range(1, 27), 100, 385, 800])
+def test_a_packed_product_equals_the_dense_one_for_any_number_of_rows(kernels, num_rows):
+    torch.manual_seed(num_rows)
+    linear = nn.Linear(96, 160, dtype=kernels.dtype)
+    rows = torch.randn(1, num_rows, 96, dtype=kernels.dtype)
+    expected = rows.double() @ linear.weight.double().T + linear.bias.double()
+    tolerance = 1e-5 if kernels.dtype == torch.float32 else 5e-3
+    with torch.no_grad():
+        torch.testing.assert_close(
+            PackedLinear(linear, kernels)(rows).double(), expected, atol=tolerance, rtol=tolerance
+        )
+
+
+def test_a_packed_product_is_the_same_with_any_number_of_threads(kernels, num_threads):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96, bias=False, dtype=kernels.dtype)
+    rows = torch.randn(200, 64, dtype=kernels.dtype)
+    with torch.no_grad():
+        one_by_one = torch.stack([PackedLinear(linear, kernels)(row) for row in rows])
+        assert torch.equal(PackedLinear(linear, kernels)(rows), one_by_one)
+
+
+def test_rows_that_do_not_lie_one_behind_another_are_read_in_order(kernels):
+    linear = nn.Linear(32, 64, bias=False, dtype=kernels.dtype)
+    columns = torch.randn(32, 9, dtype=kernels.dtype)
+    packed = PackedLinear(linear, kernels)
+    assert torch.equal(packed(columns.T), packed(columns.T.contiguous()))
+
+
+def test_not_a_number_stays_in_its_row(kernels):
+    linear = nn.Linear(32, 64, bias=False, dtype=kernels.dtype)
+    rows = torch.randn(20, 32, dtype=kernels.dtype)
+    rows[7, 3] = torch.nan
+    output = PackedLinear(linear, kernels)(rows)
+    assert output.isnan().any(dim=1).nonzero().flatten().tolist() == [7]
+
+
+def test_what_cannot_be_packed_is_told():
+    def linear(depth: int, outputs: int, **options: Any) -> nn.Linear:
+        return nn.Linear(depth, outputs, bias=False, **options)
+
+    assert can_pack([linear(64, 96)], torch.float32)
+    assert can_pack([linear(64, 48), linear(64, 16)], torch.float32)  # side by side
+    assert not can_pack([linear(64, 48)], torch.float32)
+    assert not can_pack([linear(63, 64)], torch.float32)
+    assert not can_pack([linear(64, 64, dtype=torch.bfloat16)], torch.float32)
+    assert not can_pack([nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)], torch.float32)
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
+        is_known = family != "olmo2"  # which norms behind attention and not before
+        assert num_fused(llm) == (2 if is_known else 0)
+        assert any("Olmo2DecoderLayer" in record.message for record in caplog.records) == (not is_known)
+        assert tokens(llm) == by_transformers(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family, tmp_path):
+    """The same logits three times: fused, by the modules in bfloat16, and by the modules in float32."""
+    folder = save_tiny(tmp_path / family, family, dtype=torch.bfloat16)
+    prompts = random_prompts(12, low=30, high=90, seed=1)
+
+    def logits_in(dtype: torch.dtype) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        with torch.no_grad():
+            return torch.stack([model(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts])
+
+    plain, exact = logits_in(torch.bfloat16), logits_in(torch.float32)
+    seen = []
+    with LLM(folder, **OPTIONS) as llm:
+        assert num_fused(llm) == 2
+        sampler = llm._engine.model_runner.sampler
+        sample = sampler.sample
+        sampler.sample = lambda logits, *rest: (seen.append(logits[0].clone()), sample(logits, *rest))[1]
+        for prompt in prompts:
+            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+    own_error, plain_error = (torch.stack(seen) - exact).norm(), (plain - exact).norm()
+    assert own_error < 1.1 * plain_error
+    assert own_error < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"residual_multiplier": 0.5}, "computes something else"), ({"hidden_act": "gelu"}, "no SiLU")],
+)
+def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(options, reason, tmp_path, caplog):
+    config = GraniteConfig(
+        vocab_size=512, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        tie_word_embeddings=False, **options,
+    )  # fmt: skip
+    model = GraniteForCausalLM(config).eval()
+    widen(model)
+    save_tiny(tmp_path / "model")  # for its tokenizer
+    model.save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
+        assert num_fused(llm) == 0
+        assert tokens(llm) == by_transformers(model)
+    assert any(reason in record.message for record in caplog.records)
+
+
+def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_is(tmp_path, caplog):
+    """Ministral3 scales queries by a function of the position that is 1 up to the original length."""
+    config = Ministral3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, tie_word_embeddings=False, sliding_window=None,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    )  # fmt: skip
+    model = Ministral3ForCausalLM(config).eval()
+    widen(model)
+    save_tiny(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
+        assert num_fused(llm) == 0
+        assert tokens(llm) == by_transformers(model)
+    assert any("computes something else" in record.message for record in caplog.records)
+
+
+def test_with_little_memory_each_layer_is_packed_again_and_lets_go_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert num_fused(llm) == 2
+        model = llm._engine.model_runner.binding.model
+        assert all(p.numel() == 0 for name, p in model.named_parameters() if "_proj" in name)
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_logits_made_in_inference_mode_do_not_bind_later_calls_to_it(tmp_path):
+    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, stop_token_ids=(3,))
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        with torch.inference_mode():
+            inside = llm.generate(PROMPTS, params, use_tqdm=False)
+        outside = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in inside] == [o.outputs[0].token_ids for o in outside]
+
+
+def test_a_scaling_of_the_scores_that_is_not_the_usual_one_is_kept(tmp_path):
+    config = GraniteConfig(
+        vocab_size=512, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        tie_word_embeddings=False, attention_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=0.5,
+    )  # fmt: skip
+    model = GraniteForCausalLM(config).eval()
+    widen(model)
+    save_tiny(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    with LLM(tmp_path / "model", **OPTIONS) as llm:
+        assert num_fused(llm) == 2
+        assert tokens(llm) == by_transformers(model)
+
+
+def test_a_live_module_is_not_fused():
+    with LLM(tiny_model(), **OPTIONS) as llm:
+        assert num_fused(llm) == 0
+
+
+def test_eager_mode_and_other_forms_do_without(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    for options in ({"enforce_eager": True}, {"attention_backend": "sdpa", "enforce_eager": True}):
+        with LLM(folder, **OPTIONS, **options) as llm:
+            assert num_fused(llm) == 0
+            assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_a_step_of_the_whole_budget_fits_the_workspace(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    with LLM(folder, max_num_batched_tokens=96, max_num_seqs=8, **OPTIONS) as llm:
+        assert num_fused(llm) == 2
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_the_tolerance_tells_a_forgotten_part_from_rounding(tmp_path):
+    """A norm's epsilon, the smallest thing that could be forgotten, moves small hidden states by far more than that."""
+    small = 0.01 * torch.randn(1, 8, 64)
+    norms = [torch.nn.functional.rms_norm(small, (64,), eps=eps) for eps in (1e-6, 1e-5)]
+    assert (norms[0] - norms[1]).norm() / norms[0].norm() > max(TOLERANCE.values())
+
+
+def test_every_engine_has_memory_of_its_own(tmp_path):
+    """Two engines of one shape in turn, step by step: neither writes where the other reads."""
+    folder = save_tiny(tmp_path / "model")
+    expected = by_transformers(tiny_model())
+    with LLM(folder, **OPTIONS) as one, LLM(folder, **OPTIONS) as other:
+        streams = [llm.stream(PROMPTS[0], GREEDY) for llm in (one, other)]
+        answers: list[Any] = [None, None]
+        for _ in range(12):
+            for number, stream in enumerate(streams):
+                answers[number] = next(stream).outputs[0].token_ids
+        assert answers == [expected[0], expected[0]]

@@ -1,0 +1,324 @@
+"""Loading by name: what a folder must hold, what is said when it does not, and which options are honoured."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from nanovllm import LLM, ModelLoadError, SamplingParams
+from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A whole folder; tests that spoil one take a copy."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", eos_token_ids=[7, 9])
+
+
+@pytest.fixture
+def spoil(saved, tmp_path) -> Callable[..., Path]:
+    """A copy of the folder without some of its files."""
+
+    def copy_without(*patterns: str) -> Path:
+        return Path(shutil.copytree(saved, tmp_path / "spoilt", ignore=shutil.ignore_patterns(*patterns)))
+
+    return copy_without
+
+
+def dtypes(llm: LLM) -> tuple[set[torch.dtype], torch.dtype]:
+    binding = llm._engine.model_runner.binding
+    return {parameter.dtype for parameter in binding.model.parameters()}, binding.caches.of_layers[0][0].dtype
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(random_prompts(3), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# ------------------------------------------------------------------------------------------------------- local folders
+
+
+def test_a_local_folder_gives_the_saved_weights_and_tokenizer(saved):
+    with LLM(saved, **OPTIONS) as llm, LLM(tiny_model(), **OPTIONS) as original:
+        assert answers(llm) == answers(original)
+        assert llm.generate("The capital", GREEDY, use_tqdm=False)[0].prompt_token_ids == [
+            *tiny_tokenizer()("The capital")["input_ids"]
+        ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_each_family_loads(tmp_path, family):
+    with LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
+        assert all(len(answer) == 8 for answer in answers(llm))
+
+
+def test_a_folder_may_be_given_as_a_string_and_relative_to_the_working_folder(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    with LLM("./tiny", **OPTIONS) as llm:
+        assert len(answers(llm)) == 3
+
+
+def test_a_folder_is_looked_up_before_any_hub_id(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    with LLM("tiny", **OPTIONS) as llm:
+        assert len(answers(llm)) == 3
+
+
+def test_weights_in_shards_load(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "shards", max_shard_size="1MB")
+    tiny_tokenizer().save_pretrained(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    with LLM(tmp_path / "shards", **OPTIONS) as llm, LLM(model, **OPTIONS) as original:
+        assert answers(llm) == answers(original)
+
+
+def test_every_end_of_sequence_token_of_the_generation_config_is_honoured(saved):
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == [7, 9]
+    with LLM(saved, **OPTIONS) as llm:
+        assert set(llm._engine._sample_maker._eos_token_ids) == {7, 9}
+
+
+def test_the_end_of_sequence_token_of_the_tokenizer_serves_when_the_configs_name_none():
+    with LLM(tiny_model(), tokenizer=tiny_tokenizer(eos_token="<|end|>"), **OPTIONS) as llm:
+        assert llm._engine._sample_maker._eos_token_ids == (tiny_tokenizer().convert_tokens_to_ids("<|end|>"),)
+
+
+def test_another_tokenizer_may_be_given_as_an_object_or_a_folder(spoil, saved):
+    folder = spoil("tokenizer*")
+    for tokenizer in (tiny_tokenizer(), saved, str(saved)):
+        with LLM(folder, tokenizer=tokenizer, **OPTIONS) as llm:
+            assert llm.generate("The capital", GREEDY, use_tqdm=False)[0].prompt == "The capital"
+
+
+def test_loading_prints_nothing(saved, capfd):
+    LLM(saved, **OPTIONS).close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "%" not in err, "a progress bar"
+
+
+# --------------------------------------------------------------------------------------------------- dtype and device
+
+
+def test_dtype_auto_takes_the_checkpoints_own(tmp_path):
+    with LLM(save_tiny(tmp_path / "half", dtype=torch.bfloat16), **OPTIONS) as llm:
+        assert dtypes(llm) == ({torch.bfloat16}, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_chosen_dtype_holds_for_weights_and_cache(saved, dtype):
+    with LLM(saved, dtype=dtype, **OPTIONS) as llm:
+        assert dtypes(llm) == ({getattr(torch, dtype)}, getattr(torch, dtype))
+        assert len(answers(llm)) == 3
+
+
+def test_device_cpu_is_accepted(saved):
+    with LLM(saved, device="cpu", **OPTIONS) as llm:
+        assert llm._engine.model_runner.device.type == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(saved, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device is 'cuda', but PyTorch sees no GPU. Use device='cpu' or 'auto'"):
+        LLM(saved, device="cuda", **OPTIONS)
+
+
+# ------------------------------------------------------------------------------------------------------ what is missing
+
+
+def refusal(model: Any, **options: Any) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(model, **(OPTIONS | options))
+    return str(caught.value)
+
+
+def test_a_folder_without_a_config_is_refused_by_name(spoil):
+    folder = spoil("config.json")
+    assert all(part in refusal(folder) for part in (str(folder), "config.json"))
+
+
+def test_a_folder_without_weights_is_refused_by_name(spoil):
+    folder = spoil("*.safetensors")
+    assert all(part in refusal(folder) for part in (str(folder), "weights", "*.safetensors"))
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(spoil):
+    folder = spoil("tokenizer*")
+    assert all(part in refusal(folder) for part in (str(folder), "tokenizer.json", "tokenizer=..."))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_a_file_in_place_of_a_folder_is_refused(saved):
+    message = refusal(saved / "config.json")
+    assert "is a file" in message
+    assert str(saved / "config.json") in message
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "~/no-such-folder", "no/such/folder"])
+def test_a_path_to_nothing_is_refused_at_once_without_asking_the_hub(name, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
+    message = refusal(name)
+    assert "there is no folder" in message
+    assert "no" in message
+
+
+def test_a_config_that_is_not_json_is_refused(spoil):
+    folder = spoil()
+    (folder / "config.json").write_text("{ not json")
+    message = refusal(folder)
+    assert str(folder) in message
+    assert "config.json" in message
+
+
+def test_a_config_of_an_unknown_architecture_is_refused(spoil):
+    folder = spoil()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "perceptron-1957"}))
+    assert "perceptron-1957" in refusal(folder)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(spoil):
+    folder = spoil()
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    assert str(folder) in refusal(folder)
+
+
+def test_weights_that_were_cut_short_are_refused(spoil):
+    folder = spoil()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    assert str(folder) in refusal(folder)
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "shards", max_shard_size="1MB")
+    tiny_tokenizer().save_pretrained(tmp_path / "shards")
+    missing = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    missing.unlink()
+    assert missing.name in refusal(tmp_path / "shards")
+
+
+def test_weights_of_another_shape_are_refused(spoil):
+    folder = spoil()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    assert str(folder) in refusal(folder)
+
+
+def test_weights_that_lack_a_layer_are_refused_and_not_filled_with_random_numbers(spoil):
+    folder = spoil()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert "layers.2" in refusal(folder)
+
+
+def test_a_broken_tokenizer_is_refused(spoil):
+    folder = spoil()
+    (folder / "tokenizer.json").write_text("{ not json")
+    assert str(folder) in refusal(folder)
+
+
+def test_a_tokenizer_folder_that_is_not_there_is_refused(saved):
+    assert "/no/such/tokenizer" in refusal(saved, tokenizer="/no/such/tokenizer")
+
+
+# ---------------------------------------------------------------------------------------------------------------- hub
+
+
+def test_a_hub_id_that_cannot_be_reached_is_a_model_load_error_that_names_it(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", unreachable)
+    message = refusal("somebody/some-model")
+    assert "somebody/some-model" in message
+    assert "couldn't connect" in message
+
+
+def test_a_hub_id_offline_fails_within_seconds_and_without_a_traceback_of_the_library():
+    """In a process of its own, since the library reads the setting when it is imported."""
+    code = (
+        "import time\nfrom nanovllm import LLM, ModelLoadError\nfrom transformers import AutoModelForCausalLM\n"
+        "start = time.monotonic()\ntry:\n    LLM('somebody/some-model')\nexcept ModelLoadError as error:\n"
+        "    print(f'{time.monotonic() - start:.1f}', error)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    seconds, _, message = child.stdout.partition(" ")
+    assert float(seconds) < 10
+    assert "somebody/some-model" in message
+
+
+def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
+    seen: list[dict[str, Any]] = []
+
+    def note(_source, **options):
+        seen.append(options)
+        raise OSError("that is all")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
+    refusal("somebody/some-model", revision="v2", trust_remote_code=True)
+    assert seen[0]["revision"] == "v2"
+    assert seen[0]["trust_remote_code"] is True
+
+
+def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, monkeypatch):
+    seen: list[dict[str, Any]] = []
+
+    def note(_source, **options):
+        seen.append(options)
+        raise OSError("that is all")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
+    assert "that is all" in refusal(saved, tokenizer="somebody/some-tokenizer")
+    assert seen[0] == {"trust_remote_code": False, "local_files_only": False}
+
+
+def test_a_revision_of_a_local_folder_is_refused(saved):
+    with pytest.raises(ValueError, match=r"revision is 'v2'.*no hub model"):
+        LLM(saved, revision="v2")
+
+
+def test_a_local_folder_is_never_looked_up_on_the_hub(saved, monkeypatch):
+    seen: list[bool] = []
+    for loader in (AutoModelForCausalLM, AutoTokenizer):
+        load = loader.from_pretrained
+
+        def note(*arguments, load=load, **options):
+            seen.append(options["local_files_only"])
+            return load(*arguments, **options)
+
+        monkeypatch.setattr(loader, "from_pretrained", note)
+    LLM(saved, **OPTIONS).close()
+    assert seen == [True, True]
+
+
+def test_a_folder_loads_in_well_under_a_second(saved):
+    LLM(saved, **OPTIONS).close()
+    start = time.monotonic()
+    LLM(saved, **OPTIONS).close()
+    assert time.monotonic() - start < 2

@@ -1,0 +1,220 @@
+"""Models whose rows depend on the batch around them are refused by name when they are loaded; honest ones are not."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm.model.binding import ModelBinding
+from tests.core.test_live_module import Snapshot, assert_untouched
+from tests.intake.test_bad_input import small
+from tests.support.tiny_models import random_prompts, tiny_model, widen
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+DTYPES = [torch.float32, torch.bfloat16]
+
+_DECODER = {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 2, "pad_token_id": 1}
+ROW_COUNTING = ["Bart", "Marian", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall"]
+COUNTING_FROM_PADDING = ["Roberta", "XLMRoberta", "Camembert", "RobertaPreLayerNorm"]
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HONEST: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "Mistral": {"sliding_window": None},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
+    "Qwen3Moe": _EXPERTS,
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {"model_class": "GPT2LMHeadModel"},
+    "GPTBigCode": {},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+    "BioGpt": {},
+    "Bert": {"model_class": "BertLMHeadModel", "is_decoder": True},
+    "Phi": {},
+    "Phi3": {},
+    "Gemma": {"head_dim": 32},
+    "Starcoder2": {"sliding_window": None},
+    "Cohere": {},
+    "Granite": {},
+    "Glm4": {"head_dim": 32},
+    "Olmo2": {},
+    "SmolLM3": {},
+    "Nemotron": {},
+    "StableLm": {},
+}
+
+
+def refusal(model: nn.Module) -> str:
+    """The message that refuses a model, which is left as it was."""
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelBinding(model, is_live=True)
+    assert_untouched(model, before)
+    return str(caught.value)
+
+
+def answers(model: nn.Module, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    with LLM(model, **(OPTIONS | options)) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def own_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        found.append(full[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", HONEST)
+def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(family, dtype):
+    model = small(family, **HONEST[family])
+    widen(model)
+    model = model.to(dtype)
+    before = Snapshot(model)
+    ModelBinding(model, is_live=True).close()
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ROW_COUNTING)
+def test_a_model_that_ignores_position_ids_is_refused(family, dtype):
+    message = refusal(small(family, model_class=f"{family}ForCausalLM", **_DECODER).to(dtype))
+    for part in (f"{family}ForCausalLM", "It ignores position_ids", "along the row", "generate()"):
+        assert part in message
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", COUNTING_FROM_PADDING)
+def test_a_model_whose_positions_do_not_begin_at_zero_is_refused(family, dtype):
+    message = refusal(small(family, is_decoder=True, pad_token_id=1).to(dtype))
+    for part in (f"{family}ForCausalLM", "without position_ids", "padding", "generate()"):
+        assert part in message
+
+
+class _ShiftedMLP(nn.Module):
+    """Mixes each row with its neighbour, as a token shift or a convolution does."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.mlp(states + 0.5 * states.roll(1, dims=1))
+
+
+class _PooledMLP(_ShiftedMLP):
+    """Mixes all rows, whatever their order."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.mlp(states + states.mean(dim=1, keepdim=True) * states.shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [_ShiftedMLP, _PooledMLP])
+def test_a_model_that_mixes_rows_outside_of_attention_is_refused(kind, dtype):
+    model = tiny_model(dtype=dtype)
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    message = refusal(model)
+    assert "LlamaForCausalLM" in message
+    assert "mixes rows outside of attention" in message
+
+
+def _forward_without(name: str, model: nn.Module) -> None:
+    """Let a model swallow one of the arguments of its forward."""
+    plain = type(model).forward
+
+    def forward(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop(name, None)
+        return plain(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+def test_a_forward_that_ignores_logits_to_keep_is_refused_with_the_number_of_rows():
+    model = tiny_model()
+    _forward_without("logits_to_keep", model)
+    message = refusal(model)
+    for part in ("LlamaForCausalLM", "logits_to_keep", "logits of 6 rows", "returned 16"):
+        assert part in message
+
+
+def test_a_forward_that_gives_the_logits_of_other_rows_is_refused():
+    model = tiny_model()
+    plain = type(model).forward
+
+    def forward(self: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        keep = logits_to_keep.sort().values if isinstance(logits_to_keep, Tensor) else logits_to_keep
+        return plain(self, logits_to_keep=keep, **kwargs)
+
+    model.forward = MethodType(forward, model)
+    message = refusal(model)
+    assert "logits_to_keep" in message
+    assert "other rows" in message
+
+
+def _llama4(**fields: Any) -> Any:
+    return small(
+        "Llama4Text", head_dim=32, num_local_experts=2, intermediate_size_mlp=64, no_rope_layers=[1, 0],
+        attention_chunk_size=4096, attn_temperature_tuning=True,
+        **fields,
+    )  # fmt: skip
+
+
+def test_queries_scaled_by_their_place_in_the_row_are_refused_with_both_limits():
+    with pytest.raises(UnsupportedModelError) as caught:
+        LLM(_llama4(floor_scale=128), **OPTIONS, max_num_batched_tokens=80, max_num_seqs=4)
+    for part in ("Llama4ForCausalLM", "attn_temperature_tuning", "128", "max_model_len (128)", "(80)"):
+        assert part in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match=r"max_num_batched_tokens \(300\)"):
+        LLM(_llama4(floor_scale=256), **OPTIONS, max_num_batched_tokens=300)
+
+
+def test_queries_whose_scale_never_changes_are_served():
+    model = _llama4(floor_scale=256)
+    widen(model)
+    prompts = random_prompts(3, low=20, high=60)
+    options = {"max_num_batched_tokens": 200, "max_num_seqs": 4}
+    assert answers(model, prompts, **options) == own_answers(model, prompts)
+
+
+@pytest.mark.parametrize("family", ["Nemotron", "StableLm"])
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "default"])
+def test_a_model_that_does_not_pass_keyword_arguments_to_attention_is_served(family, options):
+    model = small(family)
+    widen(model)
+    before = Snapshot(model)
+    prompts = random_prompts(4, low=5, high=60)
+    assert answers(model, prompts, max_num_batched_tokens=40, max_num_seqs=4, **options) == own_answers(model, prompts)
+    assert_untouched(model, before)
+
+
+def test_compiled_layers_without_keyword_arguments_share_one_graph_at_any_number_of_rows(monkeypatch):
+    model = small("StableLm", num_hidden_layers=3)
+    widen(model)
+    prompts = random_prompts(4, low=5, high=60)
+    expected = own_answers(model, prompts)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    assert answers(model, prompts, attention_backend="sdpa", max_num_batched_tokens=40, max_num_seqs=4) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("family", ["Falcon", "Mpt"])
+def test_attention_code_that_never_reaches_the_interface_is_refused_in_plain_words(family):
+    fields = {"d_model": 64, "n_heads": 2, "n_layers": 2} if family == "Mpt" else {}
+    message = refusal(small(family, without=("num_key_value_heads",), **fields))
+    for part in (f"{family}ForCausalLM cannot be served", "0 of 2 layers reached the attention interface", "their own"):
+        assert part in message

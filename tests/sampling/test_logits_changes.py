@@ -1,0 +1,347 @@
+"""Bad words and own logits processors, against `transformers`, and what happens when nothing is left to draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanovllm import LLM, ErrorKind, SamplingParams
+from nanovllm.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.requests.bad_words import spellings_of
+from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.penalties import LatestTokens, change_logits
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.sequence import Sequence
+from tests.sampling.test_sampler import SIGNIFICANCE, p_value
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+VOCAB = 50
+
+
+def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+    return LLM(
+        model or tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **(POOLS[pool] | options)
+    )
+
+
+def request(
+    tokens: list[int], words: list[list[int]] | None = None, *, seed: int = 0, num_outputs: int = 0, **params: Any
+) -> Sequence:
+    prompt, output = tokens[: len(tokens) - num_outputs], tokens[len(tokens) - num_outputs :]
+    sequence = Sequence(
+        "r", prompt, SamplingParams(bad_words=["x"] if words else [], **params), arrival=0, max_model_len=1000,
+        seed=seed, bad_words=tuple(map(tuple, words or [])),
+    )  # fmt: skip
+    sequence.token_ids.extend(output)
+    return sequence
+
+
+def random_rows(num_rows: int, vocab_size: int = VOCAB) -> Tensor:
+    return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1))
+
+
+# ----------------------------------------------------------------------------------------------------------- bad words
+
+WORDS = [[3], [7, 8], [7, 7], [8, 8, 9], [1, 2, 3, 4], [9]]
+HISTORIES = [[1], [7], [5, 7], [7, 7], [8, 8], [9, 8, 8], [2, 3], [1, 2, 3], [5, 1, 2, 3], [8]]
+
+
+def test_the_same_tokens_are_forbidden_as_in_transformers():
+    logits = random_rows(len(HISTORIES))
+    sequences = [request(history, WORDS, num_outputs=n % 2) for n, history in enumerate(HISTORIES)]
+    ours = change_logits(logits.clone(), sequences, [len(history) for history in HISTORIES], None)
+    for row, history in enumerate(HISTORIES):
+        expected = NoBadWordsLogitsProcessor(WORDS)(torch.tensor([history]), logits[row : row + 1])
+        assert torch.equal(ours[row : row + 1], expected)
+
+
+def test_a_newest_token_that_only_the_device_knows_counts_too():
+    logits = random_rows(len(HISTORIES))
+    sequences = [request(history[:-1], WORDS) for history in HISTORIES if len(history) > 1]
+    in_flight = torch.tensor([history[-1] for history in HISTORIES if len(history) > 1])
+    latest = LatestTokens(-1 - np.arange(len(sequences))[::-1], in_flight.flip(0))
+    positions = [sequence.num_tokens + 1 for sequence in sequences]
+    ours = change_logits(logits[: len(sequences)].clone(), sequences, positions, latest)
+    histories = [history for history in HISTORIES if len(history) > 1]
+    for row, history in enumerate(histories):
+        expected = NoBadWordsLogitsProcessor(WORDS)(torch.tensor([history]), logits[row : row + 1])
+        assert torch.equal(ours[row : row + 1], expected)
+
+
+def test_what_is_not_finite_stays_so_behind_a_bad_word():
+    logits = random_rows(1)
+    logits[0, 3] = torch.inf
+    assert change_logits(logits, [request([1], WORDS)], [1], None)[0, 3].isnan()
+
+
+def test_a_word_is_spelt_with_and_without_a_space_in_front():
+    tokenizer = tiny_tokenizer()
+    spellings = spellings_of(["answer", " token", "answer"], tokenizer)
+    texts = [tokenizer.decode(token_ids) for token_ids in spellings]
+    assert texts == ["answer", " answer", "token", " token"]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_greedy_tokens_without_bad_words_are_those_of_transformers(pool, overlap):
+    model, tokenizer = tiny_model("qwen3"), tiny_tokenizer()
+    prompts = random_prompts(6, low=3, high=90, seed=2)
+    with open_llm(model, pool, overlap=overlap) as llm:
+        plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=30), use_tqdm=False)
+        # What they say without, in pieces of one token and of two: so that each of the words matters.
+        said = [output.outputs[0].token_ids for output in plain]
+        words = [[tokenizer.decode(s[:1]), tokenizer.decode(s[4:6]), tokenizer.decode(s[9:12])] for s in said]
+        words = [[word for word in ws if word.strip() and "\ufffd" not in word] for ws in words]
+        params = [SamplingParams(temperature=0.0, max_tokens=30, bad_words=ws) for ws in words]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output, ws in zip(prompts, outputs, words, strict=True):
+        inputs = torch.tensor([prompt])
+        processor = NoBadWordsLogitsProcessor([list(spelling) for spelling in spellings_of(ws, tokenizer)])
+        with torch.no_grad():
+            expected = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30, pad_token_id=0,
+                logits_processor=LogitsProcessorList([processor]),
+            )  # fmt: skip
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert sum(output.outputs[0].token_ids != s for output, s in zip(outputs, said, strict=True)) >= 3
+
+
+def test_a_text_never_holds_a_bad_word_of_several_tokens():
+    tokenizer = tiny_tokenizer()
+    (first, *_), length = spellings_of(["question"], tokenizer), 40
+    assert len(first) > 1
+    tempted = dict.fromkeys(first, 8.0)  # so that it would come all the time
+    params = [
+        SamplingParams(seed=n, max_tokens=length, logit_bias=tempted, bad_words=w)
+        for n in range(8)
+        for w in ([], ["question"])
+    ]
+    with open_llm() as llm:
+        texts = [output.outputs[0].text for output in llm.generate([[5, 6, 7]] * 16, params, use_tqdm=False)]
+    assert any("question" in text for text in texts[0::2])
+    assert not any("question" in text for text in texts[1::2])
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ([""], ValueError, "bad_words holds an empty string"),
+        ([" "], ValueError, "bad_words holds ' ', which has nothing but space"),
+        ([3], TypeError, "bad_words must hold strings, not 3"),
+        (3, TypeError, "bad_words must be a string or a list of them, not 3"),
+    ],
+)
+def test_what_is_no_word_is_refused(words, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(bad_words=words)
+
+
+def test_bad_words_without_a_tokenizer_are_refused_before_anything_runs():
+    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
+        with pytest.raises(ValueError, match="bad_words need a tokenizer"):
+            llm.generate([[5]], SamplingParams(bad_words=["x"]), use_tqdm=False)
+        assert llm.stats().num_steps == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- processors
+
+
+def counting(token_ids: list[int], row: Tensor) -> Tensor:
+    """A token's logit falls with each time that it stands anywhere, most for the newest: every token counts."""
+    for place, token_id in enumerate(token_ids):
+        row[token_id] -= 0.5 + place / len(token_ids)
+    return row
+
+
+class Counting:
+    """The same for `transformers`."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.stack([counting(ids, row.clone()) for ids, row in zip(input_ids.tolist(), scores, strict=True)])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_processor_sees_every_token_and_acts_as_in_transformers(pool, overlap):
+    model, prompts = tiny_model("qwen3"), random_prompts(6, low=3, high=90, seed=2)
+    options = [{"logits_processors": counting}, {"logits_processors": [counting], "repetition_penalty": 1.3}, {}]
+    params = [SamplingParams(temperature=0.0, max_tokens=25, **options[n % 3]) for n in range(6)]
+    with open_llm(model, pool, overlap=overlap) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm._engine.check_integrity()
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        inputs = torch.tensor([prompt])
+        own = {"logits_processor": LogitsProcessorList([Counting()])} if number % 3 < 2 else {}
+        with torch.no_grad():
+            expected = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=25, pad_token_id=0,
+                repetition_penalty=1.3 if number % 3 == 1 else 1.0, **own,
+            )  # fmt: skip
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_with_overlap_only_the_request_with_a_processor_waits_for_the_host():
+    with open_llm(overlap=True) as llm:
+        plain = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        slow = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logits_processors=counting)
+        llm.generate([[5, 6]], plain, use_tqdm=False)
+        alone = llm.stats().num_steps
+        llm.generate([[5, 6], [7, 8]], [plain, slow], use_tqdm=False)
+        assert alone == 20
+        # The other is in each of 20 steps, the slow one in every second of them and in 10 more by itself.
+        assert llm.stats().num_steps - alone == 30
+
+
+def test_processors_act_in_turn_and_a_copy_of_their_row_may_be_kept():
+    kept = []
+
+    def keep(_: list[int], row: Tensor) -> Tensor:
+        kept.append(row)
+        return row + 1
+
+    def double(_: list[int], row: Tensor) -> Tensor:
+        return row * 2
+
+    logits = random_rows(2)
+    ours = change_logits(logits.clone(), [request([1], logits_processors=[keep, double]), request([1])], [1, 1], None)
+    torch.testing.assert_close(ours[0], (logits[0] + 1) * 2)
+    assert torch.equal(kept[0], logits[0])
+    assert torch.equal(ours[1], logits[1])
+
+
+def fails(token_ids: list[int], row: Tensor) -> Tensor:
+    if len(token_ids) > 5:
+        raise KeyError("lost")
+    return row
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("processor", "message", "num_tokens"),
+    [
+        (fails, r"its logits processor failed \(KeyError: 'lost'\)", 3),
+        (lambda ids, row: None, "it returned None; it must return logits of shape", 0),
+        (lambda ids, row: row[:5], r"it returned a tensor of shape \[5\]", 0),
+    ],
+)
+def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message, num_tokens, overlap):
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with open_llm(overlap=overlap) as llm:
+        (alone,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        failing = SamplingParams(temperature=0.0, max_tokens=8, logits_processors=processor)
+        bad, good = llm.generate([[5, 6, 7], [5, 6, 7]], [failing, params], use_tqdm=False)
+        llm._engine.check_integrity()
+        assert llm.stats().num_used_blocks == 0
+    assert good.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.error_kind is ErrorKind.REQUEST and good.error_kind is None
+    assert len(bad.outputs[0].token_ids) == num_tokens
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(bad.error)
+
+
+@pytest.mark.parametrize("value", [3, "name", [3]])
+def test_what_is_no_function_is_refused(value):
+    with pytest.raises(TypeError, match="logits_processors must"):
+        SamplingParams(logits_processors=value)
+
+
+# -------------------------------------------------------------------------------------------------------- nothing left
+
+
+def forbid_all(_: list[int], row: Tensor) -> Tensor:
+    return torch.full_like(row, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [3], "words": [[3]]},
+        {"logits_processors": forbid_all},
+        {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1},
+    ],
+    ids=str,
+)
+def test_a_row_of_which_all_is_forbidden_is_told_apart_from_one_that_is_not_finite(options, temperature):
+    logits = random_rows(3)
+    logits[2, 9] = torch.nan
+    sequences = [
+        request([1], temperature=temperature),
+        *(request([1], temperature=temperature, **options) for _ in "ab"),
+    ]
+    tokens = Sampler().sample(logits, sequences, [1, 1, 1], None, StepReport()).tolist()
+    assert tokens[0] >= 0
+    assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overlap):
+    prompt = random_prompts(1, low=40, high=40)[0]
+    params = SamplingParams(max_tokens=5, allowed_token_ids=[65], bad_words=[tiny_tokenizer().decode([65])], logprobs=1)
+    with open_llm(overlap=overlap) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs[0].token_ids == output.outputs[0].logprobs == []
+        assert "no token is left to draw after 40 tokens: allowed_token_ids, bad_words" in output.error
+        # The prompt was computed well, so its blocks stay findable.
+        (again,) = llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert again.num_cached_tokens == 32
+
+
+# ---------------------------------------------------------------------------------------------------------- all at once
+
+
+def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transformers():
+    """In the documented order; the allowed tokens and the frequency penalty, which they lack, are written out."""
+    history, num_draws, size = [4, 9, 4, 7, 1], 20_000, 24
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(4))
+    allowed = list(range(20))
+    sequences = [
+        request(
+            history, [[3], [7, 1, 5]], seed=seed, num_outputs=3, allowed_token_ids=allowed, temperature=0.8,
+            logit_bias={2: 1.5, 6: -2.0}, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2,
+            top_k=15, top_p=0.95, min_p=0.02,
+        )
+        for seed in range(num_draws)
+    ]  # fmt: skip
+    tokens = Sampler().sample(logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws)
+
+    expected, ids = logits.clone(), torch.tensor([history])
+    expected[:, [token for token in range(size) if token not in allowed]] = -torch.inf
+    first = [
+        NoBadWordsLogitsProcessor([[3], [7, 1, 5]]),
+        SequenceBiasLogitsProcessor([[[2], 1.5], [[6], -2.0]]),
+        RepetitionPenaltyLogitsProcessor(1.4),
+    ]
+    expected = LogitsProcessorList(first)(ids, expected)
+    for token in history[2:]:
+        expected[0, token] -= 0.3
+    for token in set(history[2:]):
+        expected[0, token] -= 0.2
+    last = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(15), TopPLogitsWarper(0.95), MinPLogitsWarper(0.02)]
+    probabilities = LogitsProcessorList(last)(ids, expected)[0].softmax(dim=-1)
+
+    counts = torch.bincount(tokens, minlength=size)
+    possible = probabilities > 0
+    assert 3 < possible.sum() < size - 5
+    assert counts[~possible].sum() == 0
+    assert p_value(counts[possible], probabilities[possible]) > SIGNIFICANCE

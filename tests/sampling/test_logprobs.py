@@ -1,0 +1,299 @@
+"""Log-probabilities, against the log-softmax of a plain forward pass of `transformers`, in every way of stepping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, RequestOutput, SamplingParams, StepError
+from nanovllm.outputs import TokenLogprobs
+from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
+
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
+    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+
+
+def open_llm(model: Any = None, pool: str = "roomy pool", **options: Any) -> LLM:
+    return LLM(model or tiny_model(), enforce_eager=True, block_size=16, **(POOLS[pool] | options))
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm._engine.check_integrity()
+    return outputs
+
+
+def log_softmax(model: Any, token_ids: list[int]) -> Tensor:
+    """[num_tokens, vocab_size]: row p tells of the token at position p + 1."""
+    with torch.no_grad():
+        return model(torch.tensor([token_ids], device=model.device)).logits[0].log_softmax(dim=-1).cpu()
+
+
+def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count: int, atol: float = 1e-4) -> None:
+    """The token first, then the `count` most probable ones, each with its value and rank in `expected` [vocab_size].
+
+    Tokens nearer to each other than the two computations may change places.
+    """
+    assert next(iter(report)) == token_id
+    assert len(report) in (count, count + 1)
+    ranks = [rank for _, rank in report.values()]
+    assert set(range(1, count + 1)) <= set(ranks)
+    for reported, (logprob, rank) in report.items():
+        assert logprob == pytest.approx(float(expected[reported]), abs=atol)
+        assert 1 + int((expected > logprob + 2 * atol).sum()) <= rank <= int((expected > logprob - 2 * atol).sum())
+
+
+def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol: float = 1e-4) -> None:
+    prompt = output.prompt_token_ids
+    for completion in output.outputs:
+        expected = log_softmax(model, prompt + completion.token_ids)
+        if params.logprobs is None:
+            assert completion.logprobs is None
+        else:
+            assert len(completion.logprobs) == len(completion.token_ids)
+            for place, token_id in enumerate(completion.token_ids):
+                row = expected[len(prompt) - 1 + place]
+                assert_reports(completion.logprobs[place], row, token_id, params.logprobs, atol)
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+    else:
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        for place in range(1, len(prompt)):
+            report, row = output.prompt_logprobs[place], expected[place - 1]
+            assert_reports(report, row, prompt[place], params.prompt_logprobs, atol)
+
+
+def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Some share a prefix, some ask for everything, some for nothing; tokens are changed in every way there is."""
+    prompts = random_prompts(14, low=1, high=90, seed=6)
+    shared = random_prompts(1, low=48, high=48, seed=7)[0]
+    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
+    options: list[dict[str, Any]] = [
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0.0},
+        {"logprobs": 0, "temperature": 0.0},
+        {"prompt_logprobs": 0, "top_p": 0.5},
+        {"logprobs": 5, "repetition_penalty": 1.5, "presence_penalty": 1.0, "temperature": 0.5, "top_k": 7},
+        {"logprobs": 1, "prompt_logprobs": 5, "min_tokens": 8, "stop_token_ids": range(100)},
+        {"logprobs": 2, "n": 2, "prompt_logprobs": 1, "allowed_token_ids": range(50, 90)},
+    ]
+    return prompts, [SamplingParams(seed=n, max_tokens=20, **options[n % 7]) for n in range(14)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_they_are_the_log_softmax_of_transformers(pool, overlap):
+    model = tiny_model("qwen3")
+    prompts, params = mixed_requests()
+    with open_llm(model, pool, overlap=overlap) as llm:
+        for temperature_of_cache in ("cold", "warm"):
+            outputs = generate(llm, prompts, params)
+            for output, wanted in zip(outputs, params, strict=True):
+                assert_right(model, output, wanted)
+            if temperature_of_cache == "warm":
+                assert any(output.num_cached_tokens for output in outputs)
+        assert (llm.stats().num_preemptions > 0) == (pool == "tiny pool")
+
+
+def test_they_are_right_with_packed_weights_and_compiled_kernels(tmp_path):
+    folder = save_tiny(tmp_path / "tiny")
+    prompts, params = mixed_requests()
+    with LLM(folder, dtype="float32", block_size=16, **POOLS["small chunks"]) as llm:
+        outputs = generate(llm, prompts, params)
+    model = tiny_model()
+    for output, wanted in zip(outputs, params, strict=True):
+        assert_right(model, output, wanted)
+
+
+def test_ties_share_the_better_rank_and_a_row_without_a_token_harms_no_other():
+    logits = torch.tensor([[0.0, 2.0, 2.0, -torch.inf], [1.0, 0.0, 0.0, 0.0], [torch.nan] * 4])
+    measured = Measured.of(logits, torch.tensor([2, 3, -1]), 2)
+    assert measured.ranks.tolist()[:2] == [1, 2]
+    torch.testing.assert_close(measured.logprobs[:2, 0], logits[:2].log_softmax(dim=-1)[[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS_AT_ONCE - 1, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 1])
+def test_any_number_of_rows_is_measured(num_rows):
+    logits = torch.randn(num_rows, 100, generator=torch.Generator().manual_seed(0))
+    token_ids = torch.arange(num_rows) % 100
+    reports = list(Measured.of(logits, token_ids, 4).rows([4] * num_rows))
+    for report, row, token_id in zip(reports, logits.log_softmax(dim=-1), token_ids.tolist(), strict=True):
+        assert_reports(report, row, token_id, 4)
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    measured = Measured.of(logits, torch.tensor([1, 2, 3]), 0)
+    expected = logits.float().log_softmax(dim=-1)[range(3), [1, 2, 3]]
+    torch.testing.assert_close(measured.logprobs[:, 0], expected, atol=1e-5, rtol=0)
+
+
+def test_what_the_request_does_to_its_logits_does_not_show():
+    model = tiny_model()
+    forced = SamplingParams(temperature=0.3, max_tokens=4, logprobs=2, logit_bias={33: 100.0}, frequency_penalty=2.0)
+    with open_llm(model) as llm:
+        (output,) = generate(llm, [[5, 6, 7]], forced)
+    assert output.outputs[0].token_ids == [33] * 4
+    assert_right(model, output, forced)
+    assert all(report[33].rank > 1 for report in output.outputs[0].logprobs)
+
+
+def test_who_asks_for_them_draws_the_same_tokens():
+    prompts, params = random_prompts(6, low=3, high=60, seed=1), [{"temperature": 0.0}, {"top_p": 0.8}, {}] * 2
+    with open_llm() as llm:
+        plain = generate(llm, prompts, [SamplingParams(seed=3, max_tokens=12, **p) for p in params])
+        asked = generate(
+            llm, prompts, [SamplingParams(seed=3, max_tokens=12, logprobs=4, prompt_logprobs=4, **p) for p in params]
+        )
+    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in asked]
+
+
+def test_who_does_not_ask_pays_no_sort_and_no_measuring(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a vocabulary was sorted")
+
+    with open_llm() as llm:
+        for name in ("topk", "sort", "argsort", "logsumexp"):
+            monkeypatch.setattr(Tensor, name, refuse)
+        generate(llm, [[5, 6, 7]] * 3, [SamplingParams(temperature=t, max_tokens=5) for t in (0.0, 1.0, 0.5)])
+        with pytest.raises(StepError, match="a vocabulary was sorted"):
+            generate(llm, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=5, logprobs=1))
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_a_prompt_with_logprobs_takes_no_hits_and_leaves_its_blocks_to_be_found():
+    prompt = random_prompts(1, low=100, high=100)[0]
+    asking, plain = SamplingParams(max_tokens=2, prompt_logprobs=0), SamplingParams(max_tokens=2)
+    with open_llm() as llm:
+        cached = [generate(llm, [prompt], params)[0].num_cached_tokens for params in (asking, asking, plain)]
+        queries = llm.stats().prefix_cache_queries
+    assert cached == [0, 0, 96]
+    assert queries == 100  # nothing is counted as looked up that was not
+
+
+def test_of_several_samples_the_first_alone_computes_the_whole_prompt():
+    prompt = random_prompts(1, low=100, high=100)[0]
+    with open_llm() as llm:
+        (output,) = generate(llm, [prompt], SamplingParams(n=4, max_tokens=2, prompt_logprobs=1))
+        assert llm.stats().num_scheduled_tokens == 100 + 3 * 4 + 4
+    assert len(output.prompt_logprobs) == 100
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell():
+    with open_llm() as llm:
+        (output,) = generate(llm, [[5]], SamplingParams(max_tokens=2, prompt_logprobs=3))
+    assert output.prompt_logprobs == [None]
+
+
+def test_a_truncated_prompt_is_told_of_as_it_was_computed():
+    model, params = tiny_model(), SamplingParams(max_tokens=2, prompt_logprobs=1, truncate_prompt_tokens=20)
+    with open_llm(model) as llm:
+        (output,) = generate(llm, random_prompts(1, low=50, high=50), params)
+    assert len(output.prompt_token_ids) == 20
+    assert_right(model, output, params)
+
+
+def test_the_logits_of_a_long_prompt_are_made_in_pieces(monkeypatch):
+    prompt = random_prompts(1, low=400, high=400)[0]
+    with open_llm(max_num_batched_tokens=512) as llm:
+        binding, sizes = llm._engine.model_runner.binding, []
+        forward = binding.forward
+
+        def noting(*args: Any, **kwargs: Any) -> Tensor:
+            logits = forward(*args, **kwargs)
+            sizes.append(len(logits))
+            return logits
+
+        monkeypatch.setattr(binding, "forward", noting)
+        generate(llm, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert sum(sizes) == 400  # 399 tokens of the prompt are told of, and one is drawn
+    assert max(sizes) <= ROWS_AT_ONCE
+
+
+def test_the_model_runs_once_and_is_left_as_it_was():
+    model, num_calls = tiny_model(), [0]
+    model.model.layers[0].register_forward_hook(lambda *_: num_calls.__setitem__(0, num_calls[0] + 1))
+    with open_llm(model, max_num_batched_tokens=512) as llm:
+        before = {name: dict(vars(module)) for name, module in model.named_modules()}
+        num_calls[0] = 0
+        generate(llm, random_prompts(1, low=400, high=400), SamplingParams(max_tokens=1, prompt_logprobs=1))
+        assert num_calls[0] == 1
+        assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
+    model, params = tiny_model(), SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=2, seed=1)
+    prompt = random_prompts(1, low=70, high=70)[0]
+    with open_llm(model, "small chunks", overlap=overlap) as llm:
+        engine = llm._engine
+        execute, countdown = engine.model_runner.execute, [0]
+
+        def failing(batch: Any) -> Any:
+            countdown[0] += 1
+            if countdown[0] in (2, 5, 9):
+                raise RuntimeError("for the test")
+            return execute(batch)
+
+        monkeypatch.setattr(engine.model_runner, "execute", failing)
+        engine.add_request("r", prompt, params)
+        num_failures = 0
+        while not engine.outputs:
+            try:
+                engine.step()
+            except StepError:
+                num_failures += 1
+        assert num_failures == 3
+        assert_right(model, engine.outputs.popleft(), params)
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_than_the_vocabulary_is_refused_and_all_of_it_is_not(name):
+    with open_llm() as llm:
+        with pytest.raises(ValueError, match=f"{name} is {VOCAB_SIZE + 1}, more tokens .* at most {VOCAB_SIZE}"):
+            generate(llm, [[5, 6]], SamplingParams(**{name: VOCAB_SIZE + 1}))
+        assert llm.stats().num_steps == 0
+        (output,) = generate(llm, [[5, 6]], SamplingParams(max_tokens=1, **{name: VOCAB_SIZE}))
+    (report,) = output.outputs[0].logprobs if name == "logprobs" else output.prompt_logprobs[1:]
+    assert set(report) == set(range(VOCAB_SIZE))
+    assert sum(torch.tensor([logprob for logprob, _ in report.values()]).exp()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_prompts_of_a_model_whose_head_cannot_be_called_apart_are_refused():
+    class Whole(type(tiny_model())):
+        base_model_prefix = "nothing"  # so that it is its own base model
+
+    model = tiny_model()
+    model.__class__ = Whole
+    with open_llm(model) as llm:
+        with pytest.raises(ValueError, match="prompt_logprobs is 1, and Whole has no base model apart from its head"):
+            generate(llm, [[5, 6]], SamplingParams(prompt_logprobs=1))
+        (output,) = generate(llm, [[5, 6]], SamplingParams(max_tokens=2, logprobs=1))
+    assert len(output.outputs[0].logprobs) == 2
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_what_is_no_count_is_refused(name, value, error):
+    with pytest.raises(error, match=f"{name} "):
+        SamplingParams(**{name: value})
+
+
+def test_a_stream_shows_as_many_as_it_shows_tokens():
+    with open_llm() as llm:
+        seen = list(llm.stream([5, 6, 7], SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)))
+    assert [len(output.outputs[0].logprobs) for output in seen] == [1, 2, 3, 4, 5]
+    assert all(len(output.prompt_logprobs) == 3 for output in seen)

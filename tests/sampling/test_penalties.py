@@ -1,0 +1,177 @@
+"""Penalties and allowed tokens, against the processors of `transformers` and against the formulas written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.sampling.penalties import LatestTokens, change_logits
+from nanovllm.sequence import Sequence
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
+
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+VOCAB = 50
+
+
+def request(prompt: list[int], output: list[int], **params: Any) -> Sequence:
+    sequence = Sequence("r", prompt, SamplingParams(**params), arrival=0, max_model_len=1000)
+    sequence.token_ids.extend(output)
+    return sequence
+
+
+def changed(logits: torch.Tensor, sequences: list[Sequence], latest: LatestTokens | None = None) -> torch.Tensor:
+    waits = [0] * len(sequences) if latest is None else (latest.token_ids < 0).tolist()
+    positions = [sequence.num_tokens + int(waiting) for sequence, waiting in zip(sequences, waits, strict=True)]
+    return change_logits(logits.clone(), sequences, positions, latest)
+
+
+def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    logits = logits_of(3)
+    seen = [([1, 2, 2, 3], [7, 7, 9]), ([4], []), ([5, 5], [5, 6])]
+    sequences = [request(*tokens, repetition_penalty=p) for tokens, p in zip(seen, (1.3, 0.7, 2.0), strict=True)]
+    ours = changed(logits, sequences)
+    for row, (prompt, output) in enumerate(seen):
+        processor = RepetitionPenaltyLogitsProcessor(sequences[row].params.repetition_penalty)
+        torch.testing.assert_close(
+            ours[row : row + 1], processor(torch.tensor([prompt + output]), logits[row : row + 1])
+        )
+
+
+def test_frequency_and_presence_count_the_output_alone():
+    logits = logits_of(2)
+    first = request([1, 2, 8], [7, 7, 7, 9], frequency_penalty=0.5, presence_penalty=0.25)
+    second = request([1], [3], frequency_penalty=-1.0)
+    expected = logits.clone()
+    expected[0, 7] -= 3 * 0.5 + 0.25
+    expected[0, 9] -= 0.5 + 0.25
+    expected[1, 3] += 1.0
+    torch.testing.assert_close(changed(logits, [first, second]), expected)
+
+
+def test_a_token_in_flight_counts_like_one_that_is_known():
+    logits, params = logits_of(3), {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5}
+    known = [request([1, 2], [5, 6], **params), request([3], [], **params), request([4], [8], **params)]
+    waiting = [request([1, 2], [5], **params), request([3], [], **params), request([4], [], **params)]
+    latest = LatestTokens(np.array([-3, 3, -1]), torch.tensor([8, 40, 6]))
+    torch.testing.assert_close(changed(logits, waiting, latest), changed(logits, known))
+
+
+def test_only_allowed_tokens_are_left_and_what_is_not_finite_still_shows():
+    logits = logits_of(3)
+    logits[1, 30] = torch.nan
+    sequences = [request([1], [], allowed_token_ids=[3, 9]), request([1], [], allowed_token_ids=[3]), request([1], [])]
+    ours = changed(logits, sequences)
+    assert ours[0].isfinite().nonzero().flatten().tolist() == [3, 9]
+    assert torch.equal(ours[0, [3, 9]], logits[0, [3, 9]])
+    assert ours[1, 30].isnan()
+    assert torch.equal(ours[2], logits[2])
+
+
+def test_biases_are_added_before_penalties():
+    logits = logits_of(3)
+    first = request([1], [7], logit_bias={7: 4.0, 9: -100.0}, presence_penalty=0.5)
+    second = request([1], [5], logit_bias={"3": 1.5}, repetition_penalty=2.0)
+    expected = logits.clone()
+    expected[0, 7] += 4.0 - 0.5
+    expected[0, 9] -= 100.0
+    expected[1, 3] += 1.5
+    for token in (1, 5):
+        expected[1, token] = expected[1, token] / 2 if expected[1, token] > 0 else expected[1, token] * 2
+    torch.testing.assert_close(changed(logits, [first, second, request([1], [])]), expected)
+
+
+def test_a_large_bias_decides():
+    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, logit_bias={33: 100}), use_tqdm=False)
+        assert output.outputs[0].token_ids == [33] * 5
+
+
+def test_rows_that_ask_for_nothing_stay_what_they_are():
+    logits = logits_of(2, torch.bfloat16)
+    assert changed(logits, [request([1], [2]), request([3], [])]).dtype == torch.bfloat16
+    ours = changed(logits, [request([1], [2]), request([3], [4], presence_penalty=1.0)])
+    assert ours.dtype == torch.float32  # where something is added, bfloat16 would round it away
+    assert torch.equal(ours[0], logits[0].float())
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_greedy_tokens_under_a_repetition_penalty_equal_those_of_transformers(pool, overlap):
+    model, prompts = tiny_model("qwen3"), random_prompts(8, low=3, high=90, seed=2)
+    penalties = [1.1, 1.5, 0.8, 1.0] * 2
+    params = [SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=p) for p in penalties]
+    with LLM(model, enforce_eager=True, block_size=16, overlap=overlap, **POOLS[pool]) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, prompt, penalty in zip(outputs, prompts, penalties, strict=True):
+        inputs = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30,
+                repetition_penalty=penalty, pad_token_id=0,
+            )  # fmt: skip
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_penalised_samples_are_the_same_in_every_way_of_stepping(pool):
+    model, prompts = tiny_model(), random_prompts(12, low=3, high=90, seed=3)
+    options = [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7, "top_p": 0.9}, {"allowed_token_ids": range(9, 99)}]
+    params = [SamplingParams(seed=n, max_tokens=40, **options[n % 3]) for n in range(12)]
+    answers = []
+    for overlap in (False, True):
+        with LLM(model, enforce_eager=True, block_size=16, overlap=overlap, **POOLS[pool]) as llm:
+            answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    with LLM(model, enforce_eager=True, block_size=16, **POOLS["roomy pool"]) as llm:
+        pairs = zip(prompts, params, strict=True)
+        alone = [llm.generate([p], s, use_tqdm=False)[0].outputs[0].token_ids for p, s in pairs]
+    assert answers[0] == answers[1] == alone
+    assert all(set(tokens) <= set(range(9, 99)) for tokens in alone[2::3])
+    assert any(len(set(tokens)) < 40 for tokens in alone[0::3])  # a presence penalty forbids nothing
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
+        ({"logit_bias": {3: 101}}, "logit_bias is 101"),
+        ({"logit_bias": {-3: 1}}, "a token id of logit_bias is -3"),
+    ],
+)
+def test_values_out_of_range_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**option)
+
+
+@pytest.mark.parametrize("bias", [[3], {"x": 1}, {3: "much"}])
+def test_a_bias_of_another_kind_is_refused(bias):
+    with pytest.raises(TypeError, match="logit_bias"):
+        SamplingParams(logit_bias=bias)
+
+
+def test_parameters_stay_hashable():
+    assert len({SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias={3: 1.0}), SamplingParams()}) == 2
+
+
+def test_an_allowed_token_outside_of_the_vocabulary_is_refused_before_anything_runs():
+    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
+        with pytest.raises(ValueError, match=f"allowed_token_ids holds {VOCAB_SIZE}"):
+            llm.generate([[1]], SamplingParams(allowed_token_ids=(VOCAB_SIZE,)), use_tqdm=False)
+        with pytest.raises(ValueError, match=f"logit_bias holds {VOCAB_SIZE}"):
+            llm.generate([[1]], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), use_tqdm=False)
+        assert llm.stats().num_steps == 0

@@ -1,0 +1,385 @@
+"""What the live view is told: what is so, nothing of what anybody asked, and only while somebody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections import deque
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams, StepRecord
+from nanovllm.errors import EngineClosedError, EngineDeadError
+from nanovllm.observability.step_records import RECENT_STEPS
+from nanovllm.server.live import live_feed
+from nanovllm.server.live.engine_snapshot import (
+    MAX_CELLS,
+    MAX_ROWS,
+    REQUEST_VALUES,
+    STEP_VALUES,
+    EngineSnapshot,
+    pool_map,
+    take_snapshot,
+)
+from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
+from nanovllm.server.live.live_view import live_page
+from tests.support.serving import OPTIONS, bounded, serving
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400)
+Message = tuple[str, dict[str, Any]]
+
+
+def parsed(data: bytes) -> Message:
+    found = re.fullmatch(r"event: (\w+)\ndata: (.*)\n\n", data.decode())
+    assert found is not None, data
+    return found[1], json.loads(found[2])
+
+
+async def take(feed: LiveFeed, number: int) -> list[Message]:
+    """The first messages that a new watcher gets."""
+    messages: list[Message] = []
+    async with aclosing(feed.watch()) as watch:
+        async for data in watch:
+            messages.append(parsed(data))
+            if len(messages) == number:
+                break
+    return messages
+
+
+def rows(look: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(REQUEST_VALUES, row, strict=True)) for row in look["requests"]]
+
+
+def step_of(step_id: int) -> StepRecord:
+    return StepRecord(step_id, float(step_id), step_id - 0.5, 1, 1, 0, 0, 1, 0, 1, 0.0, 0.0, 0.0, 0.0, ())
+
+
+class StillEngine:
+    """An engine in which nothing happens but what a test does, and that counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.steps: list[StepRecord] = []
+        self.pool = (bytes(5), bytes(5))
+        self.error: Exception | None = None
+
+    async def inspect(self, look: Any) -> EngineSnapshot:
+        self.num_looks += 1
+        if self.error is not None:
+            raise self.error
+        return EngineSnapshot(0.0, tuple(self.steps), [], 0, 0, *self.pool, {}, 0.0)
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> StillEngine:
+    monkeypatch.setattr(live_feed, "INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr(live_feed, "IDLE_SECONDS", 0.01)
+    return StillEngine()
+
+
+# ------------------------------------------------------------------------------------------------------------ snapshots
+
+
+@bounded
+async def test_a_snapshot_tells_who_runs_and_waits_and_how_far_they_are():
+    steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **OPTIONS | {"max_num_seqs": 2})
+    async with llm:
+        streams = [llm.generate([7] * 40, ENDLESS, request_id=name) for name in "abc"]
+        for stream in streams[:2]:
+            await anext(stream)
+        waiting = asyncio.ensure_future(anext(streams[2]))
+        await asyncio.sleep(0.05)
+        snapshot = await llm.inspect(lambda engine: take_snapshot(engine, steps))
+        stats = await llm.stats()
+        waiting.cancel()
+        for stream in streams[:2]:
+            await stream.aclose()
+    assert (snapshot.num_running, snapshot.num_waiting) == (2, 1)
+    first, second, third = rows({"requests": snapshot.requests})
+    assert [row["id"] for row in (first, second, third)] == ["a", "b", "c"]
+    assert [row["state"] for row in (first, second, third)] == ["decode", "decode", "waiting"]
+    for row in (first, second):
+        assert (row["prompt"], row["known"] - row["computed"]) == (40, 1)
+    assert (second["cached"], third["computed"], third["known"]) == (32, 0, 40)
+    assert first["age_us"] >= second["age_us"] >= third["age_us"] > 0
+    pool = pool_map(snapshot.num_holders, snapshot.findable)
+    free, cached, used, shared = pool["total"]
+    assert shared == 2
+    assert free + cached + used + shared == OPTIONS["num_kv_blocks"] - 1
+    assert snapshot.counters["output_tokens"] <= stats.num_output_tokens
+    assert snapshot.steps[-1].num_used_blocks == used + shared
+
+
+@bounded
+async def test_of_many_requests_some_rows_are_told_and_the_count_of_all():
+    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1})
+    async with llm:
+        streams = [llm.generate([7] * 4, ENDLESS, request_id=f"{n}" * 100) for n in range(10, 10 + MAX_ROWS + 5)]
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await tasks[0]
+        while (await llm.stats()).num_waiting < len(streams) - 1:
+            await asyncio.sleep(0.01)
+        snapshot = await llm.inspect(lambda engine: take_snapshot(engine, deque()))
+        for task in tasks:
+            task.cancel()
+    assert (snapshot.num_running, snapshot.num_waiting) == (1, MAX_ROWS + 4)
+    assert len(snapshot.requests) == 1 + MAX_ROWS
+    assert all(len(row["id"]) == 64 for row in rows({"requests": snapshot.requests}))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 13, MAX_CELLS, MAX_CELLS + 1, 3 * MAX_CELLS - 1, 100_000])
+def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_blocks):
+    random = np.random.default_rng(num_blocks)
+    holders = random.choice([0, 0, 1, 2, 255], num_blocks + 1).astype(np.uint8)
+    findable = random.integers(0, 2, num_blocks + 1).astype(np.uint8)
+    holders[0], findable[0] = 1, 1  # the null block counts for nothing
+    made = pool_map(holders.tobytes(), findable.tobytes())
+    cells = np.frombuffer(base64.b64decode(made["cells"]), "<u2").reshape(-1, 3)
+    per = made["blocks_per_cell"]
+    assert len(cells) <= MAX_CELLS
+    assert (len(cells) - 1) * per < num_blocks <= len(cells) * per
+    for cell in {0, len(cells) // 2, len(cells) - 1}:
+        blocks = range(1 + cell * per, 1 + min((cell + 1) * per, num_blocks))
+        expected = [0, 0, 0]
+        for block in blocks:
+            if holders[block]:
+                expected[1 if holders[block] == 1 else 2] += 1
+            elif findable[block]:
+                expected[0] += 1
+        assert cells[cell].tolist() == expected
+    assert made["total"][1:] == cells.sum(axis=0).tolist()
+    assert sum(made["total"]) == num_blocks
+
+
+# ----------------------------------------------------------------------------------------------------------------- feed
+
+
+@bounded
+async def test_a_watcher_is_told_what_the_steps_were_and_then_what_is_new(still):
+    feed = LiveFeed(still, {"model": "x"})
+    still.steps = [step_of(1), step_of(2)]
+    async with aclosing(feed.watch()) as watch:
+        assert parsed(await anext(watch)) == ("hello", {"model": "x"})
+        name, look = parsed(await anext(watch))
+        assert name == "look"
+        assert [row[0] for row in look["steps"]] == [1, 2]
+        assert dict(zip(STEP_VALUES, look["steps"][1], strict=True))["time"] == 2_000_000
+        assert look["pool"]["total"] == [4, 0, 0, 0]
+        still.steps = [*still.steps, step_of(5)]
+        while not (look := parsed(await anext(watch))[1])["steps"]:
+            assert look["pool"] is None  # it has not changed
+        assert [row[0] for row in look["steps"]] == [5]
+        still.pool = (bytes([0, 1, 2, 0, 0]), bytes([0, 0, 0, 1, 0]))
+        while (look := parsed(await anext(watch))[1])["pool"] is None:
+            assert look["steps"] == []
+        assert look["pool"]["total"] == [1, 1, 1, 1]
+
+
+@bounded
+async def test_nobody_is_looked_for_once_the_last_watcher_has_gone(still):
+    feed = LiveFeed(still, {})
+    assert still.num_looks == 0
+    for _ in range(2):
+        await take(feed, 3)
+        await asyncio.sleep(0.05)  # the look that was under way
+        looks = still.num_looks
+        await asyncio.sleep(0.05)
+        assert still.num_looks == looks
+    assert feed._latest is None
+    assert feed._task is not None and feed._task.done()
+
+
+@bounded
+async def test_who_reads_slowly_skips_looks_and_misses_no_step(still):
+    feed = LiveFeed(still, {})
+    async with aclosing(feed.watch()) as slow, aclosing(feed.watch()) as quick:
+        seen: dict[str, list[int]] = {"slow": [], "quick": []}
+        for watch in (slow, quick):
+            await anext(watch)
+        for number in range(1, 60):
+            still.steps = [*still.steps, step_of(number)]
+            seen["quick"] += [row[0] for row in parsed(await anext(quick))[1]["steps"]]
+            if number % 20 == 0:
+                seen["slow"] += [row[0] for row in parsed(await anext(slow))[1]["steps"]]
+        for name, watch in (("slow", slow), ("quick", quick)):
+            while len(seen[name]) < 59:
+                seen[name] += [row[0] for row in parsed(await anext(watch))[1]["steps"]]
+            assert seen[name] == list(range(1, 60))
+
+
+@bounded
+async def test_a_watcher_hears_that_the_connection_lives_while_a_step_is_long(still, monkeypatch):
+    monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(still, "inspect", lambda look: asyncio.sleep(60))
+    feed = LiveFeed(still, {})
+    async with aclosing(feed.watch()) as watch:
+        assert parsed(await anext(watch))[0] == "hello"
+        for _ in range(3):
+            assert (await anext(watch)).startswith(b": ")
+
+
+@bounded
+async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleeps(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(live_feed.asyncio, "sleep", sleeps)
+    snapshot = EngineSnapshot(0.0, (), [], 0, 0, bytes(5), bytes(5), {}, 0.025)
+
+    async def dear(look: Any) -> EngineSnapshot:
+        return snapshot
+
+    monkeypatch.setattr(still, "inspect", dear)
+    await take(LiveFeed(still, {}), 2)
+    assert waits[0] == 2.5  # a hundredth of the time
+
+
+def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
+    feed = LiveFeed(still, {})
+    for number in range(3 * RECENT_STEPS):
+        feed.on_step(step_of(number))
+    assert len(feed._steps) == RECENT_STEPS
+    assert feed._steps[-1].step_id == 3 * RECENT_STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [("die", "dead"), ("close", "closed"), ("look", "failed")],
+)
+@bounded
+async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_who_come_later(
+    fails, reason, monkeypatch
+):
+    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+    feed = LiveFeed(llm, {})
+    async with aclosing(feed.watch()) as watch:
+        assert [parsed(await anext(watch))[0] for _ in range(2)] == ["hello", "look"]
+        if fails == "die":
+            monkeypatch.setattr(llm._engine_loop._engine, "step", lambda: 1 / 0)
+            with pytest.raises(RuntimeError):
+                await anext(llm.generate([7], ENDLESS))
+        elif fails == "close":
+            await llm.close()
+        else:
+            monkeypatch.setattr(live_feed, "take_snapshot", lambda engine, steps: 1 / 0)
+        names = [parsed(data) async for data in watch]
+    assert names[-1] == ("end", {"reason": reason})
+    assert await take(feed, 2) == [("hello", {}), ("end", {"reason": reason})]
+    await llm.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(EngineDeadError("dead"), "dead"), (EngineClosedError("closed"), "closed")]
+)
+@bounded
+async def test_the_last_steps_of_an_engine_are_told_though_no_snapshot_could_follow_them(error, reason):
+    engine = StillEngine()
+    engine.steps = [step_of(3)]
+    feed = LiveFeed(engine, {})  # type: ignore[arg-type]
+    feed.on_step(step_of(3))
+    async with aclosing(feed.watch()) as watch:
+        (_, _), (_, first) = [parsed(await anext(watch)) for _ in range(2)]
+        for step_id in (4, 5):
+            feed.on_step(step_of(step_id))
+        engine.error = error
+        told = [parsed(data) async for data in watch]
+    assert [row[0] for row in first["steps"]] == [3]
+    assert [row[0] for name, data in told if name == "look" for row in data["steps"]] == [4, 5]
+    assert told[-1] == ("end", {"reason": reason})
+
+
+# --------------------------------------------------------------------------------------------------------------- server
+
+
+def refusal(http: httpx.Client, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    """Status and code of an answer that must not be a feed, which would never end."""
+    with http.stream("GET", path, headers=headers) as answer:
+        assert answer.headers["content-type"] == "application/json"
+        answer.read()
+        return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_no_prompt_and_no_answer_is_in_the_feed():
+    secret, salt = "Whoever reads this knows too much", "saltofmine"
+    with serving() as running, running.http() as http, http.stream("GET", "/ui/events") as feed:
+        body = {"prompt": secret, "max_tokens": 200, "stream": True, "seed": 1, "user": "someone"}
+        with http.stream("POST", "/v1/completions", json=body | {"cache_salt": salt}) as answer:
+            chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        told = ""
+        for line in feed.iter_lines():
+            told += line + "\n"
+            if '"output_tokens":200' in line:
+                break
+    assert len(text) > 100
+    for word in [secret, salt, "Whoever", "someone", text[:10], text[-10:], json.dumps(text[:10])[1:-1]]:
+        assert word not in told
+    ids = tiny_tokenizer().encode(secret)
+    assert len(ids) > 3
+    assert ",".join(map(str, ids[:3])) not in told
+    assert '"decode",' in told  # the request itself was seen
+
+
+def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():
+    with serving({"api_key": ("right",)}) as running, running.http() as http:
+        assert http.get("/").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            assert refusal(http, "/ui/events", headers) == (401, "invalid_api_key")
+        assert refusal(http, "/ui/events?key=right&api_key=right") == (401, "invalid_api_key")
+        with http.stream("GET", "/ui/events", headers={"Authorization": "Bearer right"}) as feed:
+            assert feed.status_code == 200
+            assert feed.headers["content-type"].startswith("text/event-stream")
+            assert next(feed.iter_lines()) == "event: hello"
+
+
+def test_without_ui_there_is_neither_page_nor_feed():
+    with serving({"ui": False}) as running, running.http() as http:
+        assert http.get("/").status_code == 404
+        assert refusal(http, "/ui/events")[0] == 404
+        assert running.app.state.step_hooks == [running.app.state.server.metrics.on_step]
+
+
+def test_too_many_pages_are_refused_and_their_places_come_back():
+    with serving() as running, running.http() as http:
+        feeds = [http.build_request("GET", "/ui/events") for _ in range(MAX_WATCHERS)]
+        open_feeds = [http.send(feed, stream=True) for feed in feeds]
+        assert refusal(http, "/ui/events") == (503, "too_many_watchers")
+        open_feeds[0].close()
+        for _ in range(500):
+            with http.stream("GET", "/ui/events") as feed:
+                if feed.status_code == 200:
+                    break
+        assert feed.status_code == 200
+        for feed in open_feeds:
+            feed.close()
+
+
+def test_a_page_that_is_open_does_not_keep_the_server_from_ending():
+    with serving() as running, running.http() as http, http.stream("GET", "/ui/events") as feed:
+        lines = feed.iter_lines()
+        assert next(lines) == "event: hello"
+        assert running.stop() == 0
+        assert '{"reason":"closed"}' in "".join(lines)
+
+
+def test_the_page_is_one_file_that_may_reach_nothing_but_its_server():
+    page, policy = live_page()
+    assert "include" not in re.sub(r"include_usage", "", page)
+    assert not re.findall(r"\bsrc=|@import|url\(", page)
+    assert set(re.findall(r"https?://[^'\"\s]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "innerHTML" not in page and "insertAdjacent" not in page and "document.write" not in page
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy

@@ -1,0 +1,327 @@
+"""The live view as a person meets it, in a real browser: ask, watch, pause, go back, and every state that may come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.serving import Serving, comes_true, raw_stream, serving
+
+expect.set_options(timeout=20_000)
+
+QUESTION = "The capital of France is a large town by a river, and which one is it?"
+NARROW, WIDE = (360, 740), (1440, 900)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving(max_model_len=1024) as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens a page; at the end nothing may have gone wrong in one but what a test allows."""
+    contexts, problems = [], []
+
+    def open_page(url: str, size: tuple[int, int] = WIDE, scheme: Any = "light", allowed: str = "$^") -> Page:
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+
+        def note(text: str) -> None:
+            if not re.search(allowed, text):
+                problems.append(text)
+
+        page.on("pageerror", lambda error: note(str(error)))
+        page.on("console", lambda message: note(message.text) if message.type in ("error", "warning") else None)
+        page.on("request", lambda request: note(request.url) if not request.url.startswith(("data:", url)) else None)
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def ask(page: Page, question: str = QUESTION, max_tokens: int = 40) -> None:
+    page.get_by_label("Max tokens").fill(str(max_tokens))
+    page.get_by_label("Message").fill(question)
+    page.get_by_label("Message").press("Enter")
+
+
+def state(page: Page, text: str) -> None:
+    expect(page.locator("#state")).to_have_text(text)
+
+
+def step(page: Page) -> int:
+    found = re.match(r"step ([\d,]+)", page.locator("#readout").inner_text())
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def tile(page: Page, name: str) -> str:
+    return page.locator(".tile", has_text=name).inner_text()
+
+
+def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    expect(page.locator("#model")).to_contain_text("tiny")
+    before = step(page)
+    ask(page, max_tokens=400)
+    said = page.locator(".message.assistant .said")
+    expect(said).not_to_be_empty()
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(page.locator("#requests .state")).to_have_text(re.compile("prefill|decode"))
+    expect(page.locator("#requests .own")).to_contain_text("yours")
+    short = len(said.inner_text())
+    expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
+    comes_true(lambda: step(page) > before + 50)
+    comes_true(lambda: len(said.inner_text()) > short)  # it streams
+    expect(page.locator(".tile", has_text="Output")).to_contain_text(re.compile(r"[1-9]\d* ?tok/s"))
+    expect(page.locator(".message .facts")).to_have_text(
+        re.compile(
+            r"first token after .* · [\d.,]+ tok/s · 400 tokens · prompt \d+, of them \d+ cached · ended by max tokens"
+        )
+    )
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator("#requests")).to_have_text("none")
+    assert re.search(r"[\d.]+\s*m?s\s+p50", tile(page, "TTFT"))
+    assert re.search(r"p95", tile(page, "ITL"))
+    records = page.evaluate("() => stepHistory.live.steps.reduce((sum, step) => sum + step.decode, 0)")
+    assert records >= 399
+    ask(page, "And?", max_tokens=3)  # the conversation goes on, and its beginning is cached
+    expect(page.locator(".message .facts")).to_have_count(2)
+    cached = re.search(r"prompt (\d+), of them (\d+) cached", page.locator(".message .facts").nth(1).inner_text())
+    assert cached is not None
+    assert int(cached[1]) > 400
+    assert int(cached[2]) >= 16  # a block of the question; a random answer is not tokenised as it was drawn
+    expect(page.locator(".tile", has_text="Cache hits")).to_contain_text(re.compile(r"[1-9]\d* ?%"))
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".message")).to_have_count(0)
+    assert page.evaluate("() => chat.messages.length") == 0
+
+
+def test_stopping_an_answer_frees_the_engine(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    ask(page, max_tokens=900)
+    expect(page.locator(".message.assistant .said")).not_to_be_empty()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
+    comes_true(running.is_idle)
+    ask(page, "Again", max_tokens=2)
+    expect(page.locator(".message .facts")).to_have_count(2)
+
+
+def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    with contextlib.closing(raw_stream(running, {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True})):
+        comes_true(lambda: step(page) > 60)
+        page.get_by_role("button", name="Pause").click()
+        state(page, "paused")
+        paused = step(page)
+        expect(page.locator("#readout")).to_contain_text("steps since the pause")
+        assert step(page) == paused
+        slider = page.get_by_label("Step shown")
+        ids = page.evaluate("() => stepHistory.view.steps.map((step) => step.step)")
+        for key, place in (("ArrowLeft", -2), ("ArrowLeft", -3), ("ArrowRight", -2), ("Home", 0), ("ArrowRight", 1)):
+            slider.press(key)
+            comes_true(lambda place=place: step(page) == ids[place])
+        page.get_by_role("button", name="One step forth").click()
+        comes_true(lambda: step(page) == ids[2])
+        assert "decode" in slider.get_attribute("aria-valuetext")
+        # What is told of the past is what the step's record says.
+        shown = page.evaluate("() => stepHistory.step")
+        assert f"{shown['used_blocks']} of 128" in tile(page, "Blocks in use")
+        page.get_by_role("button", name="Live").click()
+        state(page, "live")
+        comes_true(lambda: step(page) > ids[-1])
+    comes_true(running.is_idle)
+
+
+def test_the_map_the_rows_and_the_bars_tell_more_under_the_pointer(running, open_page):
+    page = open_page(running.url)
+    state(page, "live")
+    with contextlib.closing(raw_stream(running, {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True})):
+        comes_true(lambda: step(page) > 40)
+        expect(page.locator("#pool_legend")).to_have_text(re.compile(r"in use [1-9]"))
+        page.get_by_role("button", name="Pause").click()
+        tip = page.locator("#tip")
+        page.locator("#pool").hover(position={"x": 5, "y": 5})
+        expect(tip).to_have_text(re.compile(r"block 1: (free|cached|in use|shared)"))
+        bars = page.evaluate("() => chart.range")
+        place = bars["end"] - bars["first"] - 1
+        page.locator("#steps").hover(position={"x": 46 + 5 * place + 2, "y": 100})
+        last = page.evaluate("() => stepHistory.step")
+        expect(tip).to_contain_text(
+            f"{last['decode']} decode + {last['prefill']} prefill tokens, {last['cached']} cached"
+        )
+        expect(tip).to_contain_text("of 128 blocks")
+        page.locator("#steps").click(position={"x": 46 + 5 * (place - 3) + 2, "y": 100})
+        ids = page.evaluate("() => stepHistory.view.steps.map((step) => step.step)")
+        comes_true(lambda: step(page) == ids[bars["end"] - 4])
+    comes_true(running.is_idle)
+
+
+def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page):
+    page = open_page(running.url, allowed="willReadFrequently")
+    ask(page, max_tokens=60)
+    expect(page.locator(".message .facts")).to_have_count(1)
+    for scheme in ("light", "dark"):
+        for canvas, names in (("steps", ["decode", "prefill"]), ("pool", ["cached"]), ("overview", ["decode"])):
+            for name in names:
+                comes_true(lambda canvas=canvas, name=name: pixels_of(page, canvas, name) > 20)
+        if scheme == "light":
+            page.get_by_role("button", name="Change to dark colours").click()
+            comes_true(lambda: page.evaluate("() => document.documentElement.dataset.theme") == "dark")
+    page.reload()  # the choice stays
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
+
+
+def pixels_of(page: Page, canvas: str, name: str) -> int:
+    """How many pixels of a canvas have the colour of this name."""
+    return page.evaluate(
+        """([id, name]) => {
+            const canvas = document.getElementById(id), color = themeColors([name])[name];
+            const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            let found = 0;
+            for (let at = 0; at < pixels.length; at += 4)
+                found += pixels[at] === red && pixels[at + 1] === green && pixels[at + 2] === blue;
+            return found;
+        }""",
+        [canvas, name],
+    )
+
+
+@pytest.mark.parametrize("size", [NARROW, (768, 1024), WIDE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_page, size, scheme):
+    page = open_page(running.url, size, scheme)
+    state(page, "live")
+    assert page.evaluate("() => document.documentElement.dataset.theme") == scheme
+    assert page.evaluate("() => document.documentElement.scrollWidth") == size[0]
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll("header *, button, input, textarea, canvas, h2, .tile, .legend span")]
+            .filter((one) => one.offsetWidth && (one.getBoundingClientRect().right > innerWidth
+                                                 || one.getBoundingClientRect().left < 0))
+            .map((one) => one.id || one.className || one.textContent)"""
+    )
+    assert outside == []
+
+
+def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
+    page = open_page(running.url)
+    ask(page, max_tokens=30)
+    expect(page.locator(".message .facts")).to_have_count(1)
+    page.reload()
+    comes_true(lambda: step(page) > 0)
+    reached = []
+    for _ in range(14):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("() => document.activeElement.id"))
+    wanted = ["theme", "new_chat", "conversation", "question", "max_tokens", "temperature", "send", "cursor", "pause",
+              "back", "table"]  # fmt: skip
+    assert [name for name in reached if name in wanted][: len(wanted)] == wanted
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, textarea")]
+            .filter((one) => !(one.textContent || one.ariaLabel || one.labels?.length)).map((one) => one.id)"""
+    )
+    assert unnamed == []
+
+
+def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open_page):
+    with serving({"api_key": ("right",)}) as running:
+        page = open_page(running.url, allowed="401")
+        state(page, "API key needed")
+        key = page.locator("#key")
+        expect(page.locator("#key_text")).to_contain_text("asks for an API key")
+        key.fill("wrong")
+        key.press("Enter")
+        expect(page.locator("#key_text")).to_contain_text("does not accept this key")
+        key.fill("right")
+        page.get_by_role("button", name="Use it").click()
+        state(page, "live")
+        expect(page.locator("#key_dialog")).to_be_hidden()
+        ask(page, max_tokens=3)
+        expect(page.locator(".message .facts")).to_have_count(1)
+        assert "right" not in page.url
+        assert page.evaluate("() => [localStorage.length, document.cookie]") == [0, ""]
+        page.reload()
+        state(page, "live")
+        other = page.context.new_page()  # another tab does not have it
+        other.goto(running.url)
+        state(other, "API key needed")
+
+
+def test_what_the_model_says_is_shown_as_text_and_nothing_of_it_runs(running, open_page):
+    page = open_page(running.url)
+    evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
+    chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": evil}, "finish_reason": "stop"}]}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        ),
+    )
+    ask(page, "<b>bold?</b>")
+    expect(page.locator(".message.assistant .said")).to_have_text(evil)
+    expect(page.locator(".message.user .said")).to_have_text("<b>bold?</b>")
+    assert page.locator(".message img, .message script, .message b").count() == 0
+    assert page.title() == "nanovllm"
+
+
+def test_a_full_queue_and_a_refused_question_are_told_and_may_be_asked_again(open_page):
+    with serving(max_num_seqs=1, max_queue=0, max_model_len=1024) as running:
+        page = open_page(running.url, allowed="429|400")
+        state(page, "live")
+        with contextlib.closing(raw_stream(running, {"prompt": "x", "max_tokens": 1000, "ignore_eos": True})):
+            comes_true(lambda: running.stats().num_running == 1)
+            ask(page)
+            expect(page.locator(".message .failure")).to_have_text(re.compile("queue is full.*Try again in 1 s"))
+            expect(page.get_by_label("Message")).to_have_value(QUESTION)
+        comes_true(running.is_idle)
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".message .facts")).to_have_count(1)
+        ask(page, "long " * 3000)
+        expect(page.locator(".message .failure").nth(1)).to_contain_text("max_model_len")
+
+
+def test_a_dead_engine_and_a_server_that_is_gone_are_told(open_page):
+    with serving() as running:
+        page = open_page(running.url, allowed="503|ERR_|INCOMPLETE")
+        state(page, "live")
+        ask(page, max_tokens=400)
+        expect(page.locator(".message.assistant .said")).not_to_be_empty()
+        running.engine._engine_loop._engine.step = lambda: 1 / 0
+        state(page, "engine dead")
+        expect(page.locator("#notice")).to_contain_text("engine has died")
+        expect(page.locator(".message .failure")).not_to_be_empty()
+        running.thread.join(30.0)
+        expect(page.locator("#notice")).to_contain_text("and the server with it")
+        state(page, "engine dead")
+        page.get_by_role("button", name="Pause").click()  # what it did last can still be looked at
+        page.get_by_label("Step shown").press("ArrowLeft")
+        assert step(page) > 0
+
+
+def test_a_server_that_comes_back_is_found(open_page):
+    with serving() as first:
+        page = open_page(first.url, allowed="503|ERR_|INCOMPLETE")
+        state(page, "live")
+        port = first.address[1]
+    state(page, "not connected")
+    with serving({"port": port}) as second:
+        state(page, "live")
+        ask(page, max_tokens=3)
+        expect(page.locator(".message .facts")).to_have_count(1)
+        comes_true(second.is_idle)

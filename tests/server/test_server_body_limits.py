@@ -1,0 +1,145 @@
+"""Limits of what a body holds, and large bodies that stay possible."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.server import body_limits
+from nanovllm.server.errors import ApiError
+from nanovllm.server.settings import ServerSettings
+from tests.support.serving import OPTIONS, Serving, serving
+from tests.support.tiny_models import tiny_model
+
+EMPTY = {"role": "user", "content": ""}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving({"max_prompts": 8, "max_messages": 2000}) as running:
+        yield running
+
+
+def error_of(running: Serving, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    with running.http() as http:
+        answer = http.post(path, json=body)
+    return answer.status_code, answer.json()["error"]
+
+
+@pytest.mark.parametrize("spaces", [0, 3, 70_000])  # of strings with quotes, backslashes and commas
+def test_every_value_of_a_body_counts_and_no_text_does(running, spaces):
+    limits = running.app.state.body_limits
+    text = '"\\,[{' * 40_000 + "\\" * (spaces % 5)
+    limits.check_size(json.dumps({"prompt": text, "user": " " * spaces + text}).encode())
+    strings = json.dumps([text[:6]] * (limits.max_items + 1)).encode()
+    for body in (strings, b"[" * (limits.max_items + 1), b"[{}" + b",{}" * limits.max_items + b"]"):
+        with pytest.raises(ApiError, match=r"the body holds .* strings, arrays and objects; the server takes 65552"):
+            limits.check_size(body)
+    numbers = b"[1" + b",1" * limits.max_values + b"]"
+    with pytest.raises(ApiError, match=f"the server takes {limits.max_values}, enough for 8 prompts"):
+        limits.check_size(numbers)
+    limits.check_size(b"[1" + b",1" * (limits.max_values - 2) + b"]")
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, {"messages": [EMPTY] * 30_000}),
+        (CHAT, {"messages": [EMPTY], "tools": [TOOL] * 20_000}),
+        (COMPLETIONS, {"prompt": [5], "allowed_token_ids": [7] * 300_000}),
+        (COMPLETIONS, {"prompt": [5], "logit_bias": {str(number): 0 for number in range(70_000)}}),
+    ],
+    ids=["messages", "tools", "allowed_token_ids", "logit_bias"],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monkeypatch, path, body):
+    def loads(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr("nanovllm.server.body_limits.json", SimpleNamespace(loads=loads))
+    status, error = error_of(running, path, body)
+    assert (status, error["code"]) == (400, "too_many_values")
+    assert "max_body_items" in error["message"] or "max_prompts" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path, body, field, limit",
+    [
+        (CHAT, {"messages": [EMPTY] * 2001}, "messages", "2001 entries are too many; at most 2000"),
+        (CHAT, {"messages": [EMPTY], "tools": [TOOL] * 513}, "tools", "513 entries are too many; at most 512"),
+        (COMPLETIONS, {"prompt": [5], "allowed_token_ids": [7] * 2000}, "allowed_token_ids", "2000 entries"),
+        (COMPLETIONS, {"prompt": [5], "bad_words": ["ab"] * 200 + ["x" * 16_000]}, "bad_words", "16400 characters"),
+        (COMPLETIONS, {"prompt": [5], "stop": "x" * 16_385}, "stop", "16385 characters in all are too many"),
+        (COMPLETIONS, {"prompt": [5], "stop": ["x" * 8_000] * 3}, "stop", "max_word_chars"),
+    ],
+)
+def test_a_field_that_is_too_long_is_refused_by_name(running, path, body, field, limit):
+    status, error = error_of(running, path, body)
+    assert (status, error["param"]) == (400, field)
+    assert error["message"].startswith(f"{field}: ") and limit in error["message"]
+
+
+def test_the_largest_batch_of_token_ids_is_answered(running):
+    prompts = [[token % 200 for token in range(OPTIONS["max_model_len"] - 1)]] * 8
+    vocab_size = tiny_model().config.vocab_size
+    body = {"prompt": prompts, "max_tokens": 1, "allowed_token_ids": list(range(vocab_size))}
+    with running.http() as http:
+        answer = http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == 8 * (OPTIONS["max_model_len"] - 1)
+
+
+@pytest.mark.parametrize("num_spaces", [0, 20_000])
+def test_large_bodies_are_parsed_in_a_thread_to_the_same_answers(running, monkeypatch, num_spaces):
+    threads = set()
+    check = body_limits.BodyLimits.check_fields
+
+    def watched(self: Any, given: Any) -> None:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        check(self, given)
+
+    monkeypatch.setattr(body_limits.BodyLimits, "check_fields", watched)
+    padding = " " * num_spaces
+    bodies = [
+        '{"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}',
+        '{"prompt": [5], "n": 1.5}',
+        '{"prompt": [5, "x"]}',
+        '{"prompt": [5], "tempreature": 0}',
+        '{"prompt": [5], "suffix": "x"}',
+        '{"prompt": [5], "max_tokens": 0}',
+        '{"prompt": [5], ',
+        '[{"prompt": [5]}]',
+        '{"prompt": "\\ud800"}',
+        '{"n": 1' + "0" * 5000 + "}",
+    ]
+    expected = [200, 400, 400, 400, 400, 400, 400, 400, 400, 400]
+    answers = []
+    with running.http(headers={"content-type": "application/json"}) as http:
+        for body in bodies:
+            answer = http.post(COMPLETIONS, content=body + padding)
+            answers.append((answer.status_code, answer.json().get("error")))
+    assert [status for status, _ in answers] == expected
+    assert [error and error["param"] for _, error in answers][1:5] == ["n", "prompt", "tempreature", "suffix"]
+    assert "did you mean temperature?" in answers[3][1]["message"]
+    assert answers[6][1]["code"] == "invalid_json"
+    assert ("nanovllm-parse" in threads) == bool(num_spaces)
+
+
+def test_a_large_body_in_another_encoding_is_refused(running):
+    body = ('{"user": "' + '\\"' * 10_000 + '", "prompt": [5]}').encode("utf-16-le")
+    with running.http(headers={"content-type": "application/json"}) as http:
+        answer = http.post(COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert "utf-16-le; send UTF-8" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["max_body_items", "max_messages", "max_tools", "max_word_chars"])
+def test_limits_of_bodies_must_be_above_zero(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        ServerSettings(**{name: 0})

@@ -1,0 +1,119 @@
+"""`nanovllm serve`: its options, from flags, the environment and a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import EngineConfig
+from nanovllm.cli import serve as command
+from nanovllm.cli.main import main
+from nanovllm.server.settings import ServerSettings
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[tuple[Any, ...]]:
+    """What the command would serve: model, tokenizer, settings and engine options of each call."""
+    calls: list[tuple[Any, ...]] = []
+
+    def serve(*arguments: Any) -> int:
+        calls.append(arguments)
+        return 0
+
+    monkeypatch.setattr("nanovllm.server.running.serve", serve)
+    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
+    return calls
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["serve", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_flags_reach_server_and_engine(served):
+    assert main(["serve", "--port", "9", "--api-key", "a", "--api-key", "b", "--no-ui", "--max-queue", "7"]) == 0
+    ((_, _, settings, engine),) = served
+    assert settings == ServerSettings(port=9, api_key=("a", "b"), ui=False)
+    assert engine == {"max_queue": 7}
+
+
+def test_the_help_documents_every_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for options in (ServerSettings, EngineConfig):
+        for field in dataclasses.fields(options):
+            name = "engine-seed" if field.name == "seed" else field.name.replace("_", "-")
+            assert f"--{name}" in text
+
+
+def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'port = 9\nmodel = "m"\napi-key = ["a"]\nmax_queue = 5\nblock-size = 16\nui = false\nverbose = true\n'
+    )
+    assert main(["serve", "--config", str(file), "--port", "10", "--block-size", "32"]) == 0
+    ((model, _, settings, engine),) = served
+    assert (model, settings) == ("m", ServerSettings(port=10, api_key=("a",), ui=False))
+    assert engine == {"max_queue": 5, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot = 9", "prot"),
+        ("port = ", "TOML"),
+        ('port = "9"', "port must be a whole number"),
+        ("[server]\nport = 9", "server"),
+        ("max_queue = -1", "max_queue"),
+        ('api_key = "a"', "api_key"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_name(served, capsys, tmp_path, text, named):
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    assert named in refused(capsys, "--config", str(file))
+    assert not served
+
+
+def test_the_key_of_the_environment_counts_too(served, monkeypatch):
+    monkeypatch.setenv(command.KEY_VARIABLE, "secret")
+    assert main(["serve"]) == 0
+    assert served[0][2].api_key == ("secret",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--port", "70000"], "65535"),
+        (["--tool-format", "x"], "hermes"),
+        (["--drain-timeout", "-1"], "drain_timeout"),
+        (["--max-prompts", "0"], "max_prompts"),
+        (["--api-key-file", "/nowhere/keys"], "keys"),
+        (["--cache-salt-per-key"], "API key"),
+        (["--block-size", "17"], "block_size"),
+        (["--api-key", ""], "api_key"),
+    ],
+)
+def test_options_that_are_wrong_are_refused_before_a_model_is_loaded(served, capsys, arguments, named):
+    assert named in refused(capsys, *arguments)
+    assert not served
+
+
+def test_without_its_packages_the_command_says_what_to_install(served, capsys, monkeypatch):
+    monkeypatch.setattr(command, "NEEDS", ("fastapi", "no_such_package"))
+    assert "no_such_package: pip install 'nanovllm[serve]'" in refused(capsys)
+
+
+def test_other_commands_need_none_of_them():
+    """Nothing of the server's packages is imported with the package or its command line."""
+    import subprocess
+
+    script = "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
+    arguments = [sys.executable, "-c", script, *command.NEEDS, "pydantic", "starlette"]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "[]", done.stderr

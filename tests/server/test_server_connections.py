@@ -1,0 +1,214 @@
+"""Limits of connections: sockets, headers, and slow senders, with either HTTP parser."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import h11
+import pytest
+
+from nanovllm.server import connections
+from nanovllm.server.settings import ServerSettings
+from tests.support.serving import Serving, comes_true, serving
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+SMALL = {"max_header_bytes": 4096, "max_headers": 20}
+HASTY = {"header_timeout": 0.3, "body_timeout": 0.3}
+
+
+@pytest.fixture(params=["httptools", "h11"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    chosen = functools.partial(connections.protocol_class, name=request.param)
+    monkeypatch.setattr("nanovllm.server.running.protocol_class", chosen)
+    return request.param
+
+
+@contextlib.contextmanager
+def connected(running: Serving) -> Iterator[socket.socket]:
+    with socket.create_connection(running.address) as connection:
+        connection.settimeout(30.0)
+        yield connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All until the server closes."""
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    return received
+
+
+def refusal(connection: socket.socket, status: int) -> dict[str, Any]:
+    """The error of an answer behind which the connection was closed."""
+    head, _, body = answer(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), head
+    assert b"connection: close" in head.lower()
+    return json.loads(body)["error"]
+
+
+def send_until_refused(connection: socket.socket, piece: bytes, num_bytes: int) -> int:
+    """How many bytes were sent until the server answered; at most `num_bytes`."""
+    connection.setblocking(False)
+    num_sent = 0
+    while num_sent < num_bytes:
+        with contextlib.suppress(BlockingIOError):
+            if connection.recv(1, socket.MSG_PEEK):
+                break
+        with contextlib.suppress(BlockingIOError):
+            num_sent += connection.send(piece)
+    connection.settimeout(30.0)
+    return num_sent
+
+
+@pytest.mark.parametrize(
+    "begin, piece",
+    [
+        (HEAD, b"X-Filler: " + b"y" * 990 + b"\r\n"),
+        (HEAD + b"X-Filler: ", b"y" * 1000),
+        (HEAD, b"X: y\r\n"),
+        (b"GET /", b"y" * 1000),
+    ],
+    ids=["bytes", "one value", "count", "request line"],
+)
+def test_headers_without_end_are_431_while_they_are_read(parser, begin, piece):
+    with serving(SMALL | {"api_key": ("right",)}) as running:
+        with connected(running) as connection:
+            connection.sendall(begin)
+            assert send_until_refused(connection, piece, 30_000_000) < 30_000_000
+            error = refusal(connection, 431)
+            assert "4096 bytes (max_header_bytes)" in error["message"] and "20 headers" in error["message"]
+            assert error["code"] == "headers_too_large"
+        with running.http(headers={"Authorization": "Bearer right"}) as http:
+            assert http.get("/v1/models").status_code == 200
+
+
+def test_headers_that_are_complete_and_too_large_are_431(parser):
+    with serving(SMALL) as running:
+        for filler in (b"X: " + b"y" * 5000 + b"\r\n", b"X: y\r\n" * 30):
+            with connected(running) as connection:
+                connection.sendall(HEAD + filler + b"Content-Length: 0\r\n\r\n")
+                refusal(connection, 431)
+        with connected(running) as connection:  # within the limits
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"y" * 3900 + b"\r\n\r\n"
+            )
+            assert answer(connection).startswith(b"HTTP/1.1 200")
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+def test_trailers_that_are_too_large_are_431(parser):
+    with serving(SMALL) as running:
+        for trailers in (b"X: " + b"y" * 5000 + b"\r\n\r\n", b"X: y\r\n" * 30 + b"\r\n"):
+            with connected(running) as connection:
+                connection.sendall(CHUNKED + trailers)
+                refusal(connection, 431)
+
+
+def test_trailers_without_end_are_cut_off_behind_an_answer_too(parser):
+    with serving(SMALL | {"api_key": ("right",)}) as running, connected(running) as connection:
+        connection.sendall(CHUNKED)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            for _ in range(30_000):
+                connection.sendall(b"X: " + b"y" * 990 + b"\r\n")
+
+
+@pytest.mark.parametrize("begin, part", [(HEAD, "headers"), (HEAD + b"Content-Length: 10\r\n\r\n{", "body")])
+def test_a_request_that_is_never_finished_is_408(parser, begin, part):
+    with serving(HASTY) as running:
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(connected(running)) for _ in range(20)]
+            for connection in opened:
+                connection.sendall(begin)
+            for connection in opened:
+                error = refusal(connection, 408)
+                assert f"the request's {part} took more than 0.3 seconds" in error["message"]
+        comes_true(lambda: not running.server.server_state.connections)
+
+
+def test_a_connection_on_which_nothing_is_sent_is_closed(parser):
+    with serving(HASTY) as running, connected(running) as connection:
+        assert answer(connection) == b""
+
+
+def test_line_ends_do_not_keep_a_used_connection_open(parser):
+    with serving(HASTY) as running, connected(running) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        answer(connection)
+
+
+def test_answers_may_last_longer_than_requests(parser):
+    """Neither timer runs while an answer is made, also when another request waits behind it."""
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": true, "return_token_ids": true}'
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serving({"header_timeout": 0.05, "body_timeout": 0.05}) as running, connected(running) as connection:
+        connection.sendall(whole + b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        received = answer(connection)
+    assert received.count(b"HTTP/1.1 200") == 2 and b'"completion_tokens":400' in received
+
+
+def test_sockets_beyond_the_limit_get_503_and_leave_room_when_others_close(parser):
+    with serving({"max_connections": 3}) as running:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(connected(running))
+            comes_true(lambda: len(running.server.server_state.connections) == 3)
+            with connected(running) as further:
+                error = refusal(further, 503)
+            assert "3 connections (max_connections)" in error["message"]
+        comes_true(lambda: not running.server.server_state.connections)
+        with running.http() as http:
+            assert http.get("/health").status_code == 200
+
+
+def test_httptools_does_not_let_pipelined_requests_pile_up_behind_an_answer():
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 500, "stream": true, "ignore_eos": true}'
+    first = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serving() as running, connected(running) as connection:
+        connection.sendall(first + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            received = answer(connection)
+        assert b"[DONE]" not in received
+        comes_true(running.is_idle)
+
+
+def test_h11_does_not_let_pipelined_requests_pile_up_behind_an_answer():
+    parser = connections.BoundedH11Parser(ServerSettings())
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+    assert [type(parser.next_event()) for _ in range(2)] == [h11.Request, h11.EndOfMessage]
+    assert parser.next_event() is h11.PAUSED
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50_000)
+    with pytest.raises(h11.RemoteProtocolError):
+        parser.next_event()
+
+
+@pytest.mark.parametrize(
+    "soft, hard, raised, is_logged", [(1024, 9999, 4352, False), (1024, 2048, 2048, True), (9999, 9999, None, False)]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_may_be(monkeypatch, caplog, soft, hard, raised, is_logged):
+    given = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: given.append(limits))
+    connections.allow_open_files(4096)
+    assert given == ([] if raised is None else [(raised, hard)])
+    assert ("max_connections is 4096" in caplog.text) == is_logged
+
+
+@pytest.mark.parametrize(
+    "name", ["max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout"]
+)
+def test_limits_must_be_above_zero(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        ServerSettings(**{name: 0})
+    with pytest.raises(TypeError, match=name):
+        ServerSettings(**{name: "many"})

@@ -1,0 +1,81 @@
+"""docs/guide/server.md says what is so: its commands run, its file is read, its lists are whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.main import main
+from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
+from tests.support.serving import serving
+
+DOCS = Path(__file__).parents[2] / "docs" / "guide" / "server.md"
+TEXT = DOCS.read_text(encoding="utf-8")
+OPENAI_FIELDS = {
+    "model", "stream", "stream_options", "n", "temperature", "top_p", "frequency_penalty", "presence_penalty",
+    "logit_bias", "stop", "seed", "user",
+}  # fmt: skip
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_the_curl_commands_are_answered():
+    commands = [block for block in blocks("bash") if block.startswith("curl")]
+    assert len(commands) == 4
+    with serving() as running:
+        answers = []
+        for command in commands:
+            command = command.replace("http://127.0.0.1:8000", running.url)
+            done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            answers.append(done.stdout)
+    chat, stream, refused, tokens = answers
+    assert json.loads(chat)["usage"]["completion_tokens"] == 20
+    assert stream.endswith("data: [DONE]\n\n") and '"completion_tokens":8' in stream
+    assert json.loads(refused)["error"]["param"] == "prompt"
+    assert json.loads(tokens)["count"] == len(json.loads(tokens)["tokens"])
+
+
+def test_the_configuration_file_is_one(monkeypatch, tmp_path):
+    (text,) = blocks("toml")
+    (tmp_path / "keys").write_text("secret\n")
+    file = tmp_path / "serve.toml"
+    file.write_text(text.replace("/etc/nanovllm", str(tmp_path)))
+    calls = []
+    monkeypatch.setattr("nanovllm.server.running.serve", lambda *arguments: calls.append(arguments) or 0)
+    assert main(["serve", "--config", str(file)]) == 0
+    ((model, _, settings, engine),) = calls
+    written = tomllib.loads(file.read_text())
+    assert {name: ({"model": model} | engine).get(name, getattr(settings, name, None)) for name in written} == written
+
+
+def test_every_extension_and_every_refused_field_is_named():
+    for name in set(SamplingFields.model_fields) - OPENAI_FIELDS:
+        assert f"`{name}`" in TEXT, name
+    for model in (ChatRequest, CompletionRequest):
+        for name in model.refused:
+            assert f"`{name}`" in TEXT, name
+
+
+def test_every_endpoint_and_every_metric_is_named():
+    with serving() as running, running.http() as http:
+        http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
+        text = http.get("/metrics").text
+        paths = running.app.openapi()["paths"]
+    for path in paths:
+        assert path in TEXT, path
+    served = set(re.findall(r"^# TYPE nanovllm:(\w+) ", text, re.MULTILINE))
+    served = {name for name in served if not name.endswith("_created")}
+    table = TEXT[TEXT.index("## Metrics") : TEXT.index("## Deployment")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == served

@@ -1,0 +1,552 @@
+"""Clients that leave or do not read, full queues, a nearly full pool, a server told to stop, an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm import SamplingParams
+from nanovllm.cli.main import main
+from nanovllm.errors import DeviceError
+from nanovllm.model_runner import ModelRunner
+from tests.support.serving import MODEL, Serving, bounded, comes_true, offline, raw_stream, serving
+from tests.support.tiny_models import save_tiny
+
+ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0}
+SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
+
+
+def watch_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    """Call `before()` in the engine's thread before each execution."""
+    runner = running.engine._engine_loop._engine.model_runner
+    execute = runner.execute
+
+    def watched(batch: Any) -> Any:
+        before()
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", watched)
+
+
+def slow_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    watch_steps(running, monkeypatch, lambda: time.sleep(seconds))
+
+
+def tokens_of(running: Serving, body: dict[str, Any]) -> list[int]:
+    with running.http() as http:
+        answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def events_of(answer: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+
+
+# ------------------------------------------------------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch, stream):
+    may_go_on, is_held = threading.Event(), threading.Event()
+    may_go_on.set()
+
+    def wait() -> None:
+        if not may_go_on.is_set():
+            is_held.set()
+            may_go_on.wait(30.0)
+
+    with serving() as running:
+        watch_steps(running, monkeypatch, wait)
+        connections = [raw_stream(running, ENDLESS | {"stream": stream, "logprobs": 1}) for _ in range(3)]
+        comes_true(lambda: running.stats().num_running == 3)
+        may_go_on.clear()
+        assert is_held.wait(30.0)
+        for connection in connections:
+            connection.close()
+        comes_true(lambda: running.app.state.server.admission.num_open == 0)
+        may_go_on.set()
+        assert running.is_idle()  # asked between the step that was held and the next
+        assert running.stats().num_steps < 500  # the answers had not ended by themselves
+
+
+def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypatch):
+    with serving(max_num_seqs=1) as running:
+        slow_steps(running, monkeypatch, 0.02)
+        first = raw_stream(running, ENDLESS)
+        comes_true(lambda: running.stats().num_running == 1)
+        second = raw_stream(running, ENDLESS)
+        comes_true(lambda: running.stats().num_waiting == 1)
+        second.close()
+        comes_true(lambda: running.stats().num_waiting == 0)
+        assert running.stats().num_running == 1
+        first.close()
+        comes_true(running.is_idle)
+
+
+def test_a_client_that_stops_reading_stalls_nobody_and_loses_nothing(monkeypatch):
+    logprobs = {"logprobs": 5, "max_tokens": 450, "ignore_eos": True}
+    with serving(send_buffer=4096) as running:
+        slow = raw_stream_with_small_buffer(running, ENDLESS | logprobs)
+        for _ in range(5):
+            assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+        comes_true(running.is_idle)  # the engine did not wait for it either
+        slow.settimeout(30.0)
+        received = b""
+        while b"[DONE]" not in received:
+            received += slow.recv(65536)
+        slow.close()
+    assert received.count(b"data: ") < 400  # tokens came several in one chunk
+    lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+    tokens = [t for line in lines for t in json.loads(line[6:])["choices"][0]["token_ids"]]
+    assert tokens == offline_tokens(ENDLESS | {"max_tokens": 450})
+
+
+def test_a_client_that_never_reads_is_cut_off_and_its_request_ends_as_if_it_had_left(monkeypatch):
+    wordy = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with serving({"send_timeout": 0.2}, send_buffer=4096, max_model_len=2048) as running:
+        slow_steps(running, monkeypatch, 0.002)
+        connection = raw_stream_with_small_buffer(running, wordy)
+        comes_true(lambda: running.stats().num_running == 1)
+        comes_true(lambda: running.is_idle() and not running.server.server_state.connections)
+        assert running.stats().num_steps < 2000  # it had not ended by itself
+        assert running.app.state.server.admission.num_open == 0
+        assert outcomes(running) == {"abort": 1}
+        with contextlib.suppress(ConnectionResetError):
+            assert b"[DONE]" not in read_to_end(connection)
+        connection.close()
+
+
+def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
+    wordy = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with serving({"send_timeout": 1.0}, send_buffer=4096) as running:
+        connection = raw_stream_with_small_buffer(running, wordy)
+        received = b""
+        while b"[DONE]" not in received:
+            time.sleep(0.01)
+            received += connection.recv(4096)
+        connection.close()
+        assert outcomes(running) == {"length": 1}
+
+
+def outcomes(running: Serving) -> dict[str, float]:
+    """Of requests, as the metrics tell them."""
+    with running.http() as http:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+    return {
+        sample.labels["finished_reason"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "nanovllm:request_success_total"
+    }
+
+
+KEPT_ALIVE = {"keep_alive_interval": 0.03}
+
+
+def test_a_stream_that_waits_is_kept_alive_by_comments_that_the_official_client_skips(monkeypatch):
+    body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 4}
+    with serving(KEPT_ALIVE) as running, running.client() as client, running.http() as http:
+        slow_steps(running, monkeypatch, 0.15)
+        events = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+        assert events[0] == ": keep-alive"
+        first = next(number for number, event in enumerate(events) if event.startswith("data: "))
+        assert ": keep-alive" in events[first:]
+        assert {event[:12] for event in events} == {": keep-alive", 'data: {"id":', "data: [DONE]", ""}
+        chunks = client.completions.create(model=MODEL, stream=True, extra_body={"return_token_ids": True}, **body)
+        assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == offline_tokens(body)
+
+
+def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
+    may_fail = threading.Event()
+
+    def fail() -> None:
+        may_fail.wait(30.0)
+        raise RuntimeError("in /secret/place.py")
+
+    with serving(KEPT_ALIVE) as running, running.client() as client:
+        watch_steps(running, monkeypatch, fail)
+        stream = client.completions.create(model=MODEL, prompt=[5], stream=True)  # returns with the first comment
+        may_fail.set()
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+    assert failed.value.code == "request_failed"
+
+
+def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
+    may_prepare = threading.Event()
+    with serving(KEPT_ALIVE, max_num_seqs=4, max_queue=0) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.005)
+        others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
+        comes_true(lambda: running.stats().num_running == 4)
+        monkeypatch.setattr(running.engine._intake, "has_room", lambda _: True)  # there was when they came
+        running.engine._preparation.submit(lambda: may_prepare.wait(30.0), 0)
+        with ThreadPoolExecutor(2) as threads:
+            bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
+            refused = [threads.submit(http.post, "/v1/completions", json=body) for body in bodies]
+            comes_true(lambda: running.app.state.server.admission.num_open == 3)
+            time.sleep(0.1)  # comments would be due
+            may_prepare.set()
+            assert [future.result().status_code for future in refused] == [429, 400]
+        others.close()
+
+
+def raw_stream_with_small_buffer(running: Serving, body: dict[str, Any]) -> socket.socket:
+    """As `raw_stream`, of a client whose system takes little, so that its server feels soon that it does not read."""
+    data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(running.address)
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def offline_tokens(body: dict[str, Any]) -> list[int]:
+    params = SamplingParams(**{name: value for name, value in body.items() if name in ("max_tokens", "temperature")})
+    return offline().generate([body["prompt"]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypatch):
+    with serving(max_num_seqs=1, max_queue=1) as running:
+        slow_steps(running, monkeypatch, 0.02)
+        connections = [raw_stream(running, ENDLESS) for _ in range(2)]
+        comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 2)
+        with running.client() as client:
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError) as refused:
+                    client.completions.create(model=MODEL, prompt="x", stream=stream)
+                assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+                assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
+        for connection in connections:
+            connection.close()
+        comes_true(running.is_idle)
+        assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+
+
+def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind(monkeypatch):
+    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.02)
+        connection = raw_stream(running, ENDLESS | {"ignore_eos": True})
+        comes_true(lambda: running.stats().num_running == 1)
+        for stream in (False, True):
+            answer = http.post("/v1/completions", json=ENDLESS | {"prompt": [[5], [6], [7], [8]], "stream": stream})
+            assert answer.status_code == 429
+            assert running.stats().num_running + running.stats().num_waiting == 1
+        connection.close()
+        comes_true(running.is_idle)
+
+
+def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
+    with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
+        slow_steps(running, monkeypatch, 0.002)
+        tokenize = running.engine._intake.tokenize
+
+        def slowly(prompt: Any, **options: Any) -> list[int]:
+            time.sleep(0.03)  # steps run between one prompt and the next
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        body = ENDLESS | {"prompt": [[5], [6], [7]], "stream": True, "ignore_eos": True, "timeout": 0.8}
+        answers = list(threads.map(lambda _: http.post("/v1/completions", json=body), range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
+        for answer in answers:
+            if answer.status_code == 200:
+                assert ("error" in answer.text, answer.text.endswith("data: [DONE]\n\n")) == (False, True)
+            else:
+                assert answer.json()["error"]["code"] == "queue_full"
+        assert running.is_idle()
+
+
+def test_what_no_queue_will_ever_take_is_bad_input():
+    with serving(max_num_seqs=2, max_queue=2) as running, running.http() as http:
+        for body in ({"n": 6}, {"n": 3, "prompt": [[5], [6]]}):
+            answer = http.post("/v1/completions", json=SHORT | body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+            assert "at most 4" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json=SHORT | {"n": 4, "temperature": 1}).status_code == 200
+
+
+def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
+    may_go_on = threading.Event()
+    with serving(max_num_seqs=1, max_queue=0) as running, running.http() as http:
+        admission = running.app.state.server.admission
+        try:
+            running.engine._preparation.submit(may_go_on.wait, 30.0)
+            connections = [raw_stream(running, {"prompt": "x"}) for _ in range(2)]
+            comes_true(lambda: admission.num_open == 2)
+            for path in ("/v1/completions", "/tokenize"):
+                answer = http.post(path, json={"prompt": "x"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        finally:
+            may_go_on.set()
+        for connection in connections:
+            connection.close()
+        comes_true(lambda: admission.num_open == 0)
+
+
+def test_of_several_prompts_a_bad_one_is_told_before_the_stream_of_any_begins(monkeypatch):
+    with serving() as running, running.http() as http:
+        tokenize = running.engine._intake.tokenize
+
+        def slowly(prompt: str, **options: Any) -> list[int]:
+            if len(prompt) > 1:
+                time.sleep(0.5)  # the first prompt's answer could begin
+            return tokenize(prompt, **options)
+
+        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        answer = http.post("/v1/completions", json={"prompt": ["x", "no " * 2000], "stream": True})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith("prompt 1: ")
+        assert running.stats().num_steps == 0
+
+
+def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
+    with serving({"request_timeout": 0.5}) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.02)
+        choice = http.post("/v1/completions", json=ENDLESS).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+        with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "timeout": 0.2}) as answer:
+            events = events_of(answer)
+        last = json.loads(events[-2])["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"], events[-1]) == ("length", "timeout", "[DONE]")
+        assert running.is_idle()
+
+
+@bounded
+async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
+    """Sixty clients on a pool with room for about three of them, a third of whom vanish."""
+    prompts = [[5 + number, 6, 7] * 20 for number in range(60)]
+    wanted = await asyncio.to_thread(
+        offline().generate,
+        prompts,
+        [SamplingParams(seed=number, max_tokens=40) for number in range(60)],
+        use_tqdm=False,
+    )
+    with serving(num_kv_blocks=34, max_num_seqs=16) as running:
+        async with running.async_client() as client:
+
+            async def tokens(number: int) -> list[int] | None:
+                stream = await client.completions.create(
+                    model=MODEL, prompt=prompts[number], seed=number, max_tokens=40, stream=True,
+                    extra_body={"return_token_ids": True},
+                )  # fmt: skip
+                got = []
+                async for chunk in stream:
+                    got += chunk.choices[0].token_ids
+                    if number % 3 == 0 and len(got) > number % 20:
+                        await stream.close()
+                        return None
+                return got
+
+            answers = await asyncio.gather(*map(tokens, range(60)))
+        for number, (answer, output) in enumerate(zip(answers, wanted, strict=True)):
+            assert answer == (None if number % 3 == 0 else output.outputs[0].token_ids)
+        await asyncio.to_thread(comes_true, running.is_idle)
+        stats = await running.engine.stats()
+        assert stats.num_preemptions > 0
+        await running.engine._run(lambda engine: engine.check_integrity())
+
+
+@bounded
+async def test_five_hundred_streams_at_once_each_get_the_offline_engines_tokens():
+    prompts = [[5 + number % 400, 6, number % 97] for number in range(500)]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    wanted = await asyncio.to_thread(offline().generate, prompts, params, use_tqdm=False)
+    with serving(num_kv_blocks=600, max_num_seqs=500) as running:
+
+        async def tokens(number: int) -> list[int]:
+            body = {"prompt": prompts[number], "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+            data = json.dumps(body | {"stream": True}).encode()
+            head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: "
+            reader, writer = await asyncio.open_connection(*running.address)
+            writer.write(f"{head}{len(data)}\r\n\r\n".encode() + data)
+            got, is_done = [], False
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    got += json.loads(line[6:])["choices"][0]["token_ids"]
+                is_done = is_done or line == b"data: [DONE]\n"
+            writer.close()
+            assert is_done
+            return got
+
+        answers = await asyncio.gather(*map(tokens, range(500)))
+        assert answers == [output.outputs[0].token_ids for output in wanted]
+        await asyncio.to_thread(comes_true, running.is_idle)
+        assert (await running.engine.stats()).num_output_tokens == 4000
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_the_server_goes_on(monkeypatch):
+    with serving() as running, running.http() as http:
+
+        def fail() -> None:
+            raise RuntimeError("in /secret/place.py")
+
+        with monkeypatch.context() as patch:
+            watch_steps(running, patch, fail)
+            answer = http.post("/v1/completions", json=SHORT)
+            streamed = http.post("/v1/completions", json=SHORT | {"stream": True})
+        for failed in (answer, streamed):
+            assert (failed.status_code, failed.json()["error"]["code"]) == (500, "request_failed")
+            assert "secret" not in failed.text
+        assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+
+
+def test_the_words_of_an_error_do_not_make_it_the_clients(monkeypatch):
+    """Whose fault it is, is a field of the output: words may be anybody's, of a driver or of the client itself."""
+    with serving() as running, running.http() as http:
+
+        def fail() -> None:
+            raise RuntimeError("no token is left to draw, says a driver")
+
+        watch_steps(running, monkeypatch, fail)
+        answer = http.post("/v1/completions", json=SHORT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
+
+
+def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch):
+    with serving() as running, running.http() as http:
+        steps = iter(range(1000))
+
+        def fail_later() -> None:
+            if next(steps) > 5:
+                raise RuntimeError("in /secret/place.py")
+
+        watch_steps(running, monkeypatch, fail_later)
+        with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as answer:
+            *chunks, last = events_of(answer)
+        assert (answer.status_code, json.loads(last)["error"]["code"]) == (200, "request_failed")
+        assert chunks and all("choices" in json.loads(chunk) for chunk in chunks)
+        assert "secret" not in last
+
+
+def test_when_the_engine_dies_every_client_is_told_and_health_is_503_and_the_exit_code_is_1(monkeypatch):
+    with serving() as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.02)
+        connections = [raw_stream(running, ENDLESS) for _ in range(3)]
+        waiting = raw_stream(running, ENDLESS | {"stream": False})
+        comes_true(lambda: running.stats().num_running == 4)
+        comes_true(lambda: running.stats().num_steps > 8)
+
+        def die() -> None:
+            raise DeviceError("device at /secret/place")
+
+        watch_steps(running, monkeypatch, die)
+        comes_true(lambda: running.engine.is_dead)
+        assert http.get("/health").status_code == 503
+        late = http.post("/v1/completions", json=SHORT)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
+        assert http.get("/metrics").status_code == 200
+        for connection in connections:
+            received = read_to_end(connection)
+            assert b'"code":"engine_dead"' in received.split(b"data: ")[-1]
+            assert b"secret" not in received
+        received = read_to_end(waiting)
+        assert received.startswith(b"HTTP/1.1 503") and b"secret" not in received
+        running.thread.join(30.0)
+        assert running.server.exit_code == 1
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """What comes until the server closes, or has nothing more to say."""
+    connection.settimeout(30.0)
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    connection.close()
+    return received
+
+
+# ------------------------------------------------------------------------------------------------------------ stopping
+
+
+def test_told_to_stop_it_lets_open_answers_end_and_takes_no_new_ones(monkeypatch):
+    with serving({"drain_timeout": 30.0}) as running, running.http() as http:
+        slow_steps(running, monkeypatch, 0.02)
+        open_answer = raw_stream(running, ENDLESS | {"max_tokens": 40})
+        comes_true(lambda: running.stats().num_running == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        assert http.get("/health").status_code == 503
+        refused = http.post("/v1/completions", json=SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in refused.headers
+        assert b"data: [DONE]" in read_to_end(open_answer)
+        running.thread.join(30.0)
+        assert (running.thread.is_alive(), running.server.exit_code) == (False, 0)
+
+
+def start_command(folder: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """`nanovllm serve` in a process of its own; returns it and its URL."""
+    engine = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129", "--max-model-len", "2048"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanovllm.cli", "serve", "--model", str(folder), "--port", "0", *engine, *options],
+        stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    for line in process.stderr:
+        if "running on" in line:
+            return process, line.split("running on ")[1].split(" ")[0]
+    raise AssertionError(f"it ended with {process.wait()}")
+
+
+def test_a_process_that_is_told_to_stop_cuts_off_what_does_not_end_and_exits_with_0(tmp_path):
+    process, url = start_command(save_tiny(tmp_path / "tiny"), "--drain-timeout", "0.3")
+    try:
+        with httpx.Client(base_url=url, timeout=60.0) as http:
+            assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+            body = ENDLESS | {"max_tokens": 2000, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last = lines
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert process.wait(30.0) == 0
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_command_whose_engine_dies_ends_with_1(tmp_path, monkeypatch, caplog):
+    steps, execute = iter(range(10)), ModelRunner.execute
+
+    def dying(self: ModelRunner, batch: Any) -> Any:
+        if next(steps, None) is None:
+            raise DeviceError("gone")
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", dying)
+    folder = save_tiny(tmp_path / "tiny")
+    options = ["--port", "0", "--enforce-eager", "--block-size", "16", "--num-kv-blocks", "129"]
+    statuses: list[int] = []
+    command = threading.Thread(target=lambda: statuses.append(main(["serve", "--model", str(folder), *options])))
+    command.start()
+    comes_true(lambda: "running on" in caplog.text)
+    url = caplog.text.split("running on ")[1].split(" ")[0]
+    answer = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60.0)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    command.join(60.0)
+    assert statuses == [1]

@@ -1,0 +1,129 @@
+"""What monitoring and refused clients are told: figures at once, a stall by its name, and when to come again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
+from tests.server.test_server_metrics import figures
+from tests.support.serving import Serving, comes_true, raw_stream, serving
+
+ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
+
+
+@contextmanager
+def held_step(running: Serving) -> Iterator[None]:
+    """Within: a request runs, and a step of it does not end."""
+    holds, may_go_on = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        holds.set()
+        may_go_on.wait(60.0)
+
+    hooks = running.app.state.step_hooks
+    hooks.append(hold)
+    connection = raw_stream(running, ENDLESS)
+    try:
+        assert holds.wait(60.0)
+        yield
+    finally:
+        hooks.remove(hold)
+        may_go_on.set()
+        connection.close()
+
+
+def test_metrics_do_not_wait_for_a_step():
+    with serving() as running, held_step(running):
+        answer = httpx.get(f"{running.url}/metrics", timeout=5.0)
+        assert answer.status_code == 200
+        assert "nanovllm:num_requests_running" in answer.text
+        before = figures(running)["engine_step_age_seconds"]
+        comes_true(lambda: figures(running)["engine_step_age_seconds"] > before > 0)
+
+
+def test_a_step_that_does_not_end_is_unhealthy_and_health_comes_back_with_the_next():
+    with serving({"stall_timeout": 0.2}) as running, running.http() as http:
+        assert http.get("/health").status_code == 200
+        with held_step(running):
+            comes_true(lambda: http.get("/health").status_code == 503)
+            error = http.get("/health").json()["error"]
+            assert error["code"] == "engine_stalled"
+            assert "no step has ended" in error["message"] and "--stall-timeout" in error["message"]
+            assert figures(running)["engine_stalled"] == 1
+        comes_true(running.is_idle)
+        comes_true(lambda: http.get("/health").status_code == 200)
+        found = figures(running)
+        assert (found["engine_stalled"], found["engine_step_age_seconds"]) == (0, 0)
+
+
+def test_an_idle_engine_does_not_stall():
+    with serving({"stall_timeout": 0.01}) as running, running.http() as http:
+        assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 1}).status_code == 200
+        comes_true(lambda: running.engine.heartbeat().age == 0.0)
+        time.sleep(0.05)
+        assert http.get("/health").status_code == 200
+
+
+def test_figures_are_there_after_the_engine_has_died(monkeypatch):
+    with serving() as running, running.http() as http:
+        assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 2}).status_code == 200
+        before = figures(running)
+        monkeypatch.setattr(running.engine._engine_loop._engine, "step", lambda: 1 / 0)
+        http.post("/v1/completions", json=ENDLESS)
+        assert running.engine.is_dead
+        assert figures(running)["steps_total"] == before["steps_total"]
+
+
+# ------------------------------------------------------------------------------------------------------- retry-after
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "num_ended", "seconds", "expected"),
+    [
+        (0, 0, 0.0, 1.0),
+        (10, 30, 30.0, 10.0),
+        (20, 30, 30.0, 20.0),
+        (10, 300, 30.0, 1.0),
+        (10, 3, 30.0, 60.0),
+        (5, 0, 0.2, 5.0),
+        (5, 0, 30.0, 60.0),
+        (1000, 1, 1.0, 60.0),
+    ],
+)
+def test_the_wait_is_that_of_the_queue_at_the_rate_at_which_requests_end(num_waiting, num_ended, seconds, expected):
+    assert estimated_wait(num_waiting, num_ended, seconds) == expected
+
+
+def test_clients_that_are_refused_together_do_not_come_again_together():
+    now = 100.0
+    retry = RetryAfter(clock=lambda: now)
+    now = 110.0
+    for _ in range(5):  # one ends in two seconds
+        retry.note_ended(1)
+    assert [retry.seconds(4) for _ in range(5)] == [8, 10, 12, 14, 16]
+    assert max(retry.seconds(4) for _ in range(100)) == MAX_SECONDS
+    now = 500.0  # what ended then tells nothing now
+    retry.note_busy()
+    assert retry.seconds(4) == 4
+
+
+def test_the_time_to_wait_grows_with_the_queue():
+    def told(max_queue: int) -> int:
+        with serving(max_num_seqs=1, max_queue=max_queue, max_model_len=2048) as running, running.http() as http:
+            running.app.state.server.admission.retry_after = RetryAfter(clock=lambda: 0.0)
+            body = ENDLESS | {"max_tokens": 2000}
+            connections = [raw_stream(running, body) for _ in range(1 + max_queue)]
+            comes_true(lambda: running.stats().num_running + running.stats().num_waiting == 1 + max_queue)
+            answer = http.post("/v1/completions", json=body)
+            for connection in connections:
+                connection.close()
+            assert answer.status_code == 429
+            return int(answer.headers["retry-after"])
+
+    assert [told(3), told(12)] == [3, 12]

@@ -1,0 +1,122 @@
+"""Whatever the server's own description allows is answered with success, and nothing at all with a server error."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from nanovllm.sampling_params import MAX_SEED
+from tests.support.serving import Serving, serving
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+# As many as fit into some seconds; more with the environment's SCHEMA_EXAMPLES.
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "6"))
+OPERATIONS = [
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+    ("/version", "GET"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+]
+# What a description of fields one by one, by type and range, cannot tell. All else that it allows must succeed.
+NOT_TOLD = [
+    # one field and another
+    "stream_options is given, but stream is not true",
+    "top_logprobs is given, but logprobs is not true",
+    "max_tokens and max_completion_tokens differ",
+    "continue_final_message continues the last message; set add_generation_prompt to false",
+    "tool_choice is 'auto', but there are no tools",
+    "max_tokens is 0, so nothing would be answered; that goes with echo only",
+    r"n is \d+ and temperature 0: all samples would be the same",
+    r"n: \d+ completions are too many for one request",  # n for each prompt
+    r"min_tokens is \d+, above max_tokens",
+    r"min_tokens is \d+, but behind a prompt of",
+    "no token is left to draw",  # allowed_token_ids against stop_token_ids with min_tokens, or bad_words
+    # text and tokens, templates and texts that hold JSON
+    "which leaves no room for a new one within max_model_len",
+    r"bad_words holds .* no tokens",
+    r"tool_calls\[\d+\].function.arguments: those of .* are no JSON that can be read",
+    "half of a surrogate pair",
+    "it is nested too deeply",
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    limits = {"max_prompts": 4, "max_samples": 4, "max_logprobs": 5}
+    with serving(limits | {"request_timeout": 2.0}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def described(running):
+    return schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+
+
+def test_every_endpoint_is_described(described):
+    found = [operation.ok() for operation in described.get_all_operations()]
+    assert sorted((operation.path, operation.method.upper()) for operation in found) == sorted(OPERATIONS)
+
+
+def in_whole_numbers(value: Any) -> Any:
+    """JSON Schema calls 256.0 an integer, and no description can say otherwise; the server wants it written 256."""
+    match value:
+        case float() if value.is_integer():
+            return min(int(value), MAX_SEED)  # which no float can tell from the number behind it
+        case list():
+            return [in_whole_numbers(item) for item in value]
+        case dict():
+            return {name: in_whole_numbers(item) for name, item in value.items()}
+    return value
+
+
+def is_told(answer: Any) -> bool:
+    """Whether an error is one that the description could have told of."""
+    message = answer.json()["error"]["message"]
+    return answer.status_code != 400 or not any(re.search(reason, message) for reason in NOT_TOLD)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_what_the_description_allows_succeeds_and_nothing_is_a_server_error(described, path, method, mode):
+    operation = described[path][method]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        pytest.skip("it takes nothing that could be wrong")
+    statuses: Counter[int] = Counter()
+
+    @given(operation.as_strategy(generation_mode=mode))
+    @settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    def answers(case: schemathesis.Case) -> None:
+        if mode is GenerationMode.POSITIVE:
+            case.body = in_whole_numbers(case.body)
+        response = case.call(timeout=30.0)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+        if mode is GenerationMode.POSITIVE and response.status_code != 200:
+            assert not is_told(response), (response.text, case.body)
+
+    answers()
+    assert max(statuses) < 500
+    if mode is GenerationMode.POSITIVE:
+        assert statuses[200] > 0
+    print(path, mode, dict(statuses))

@@ -1,0 +1,300 @@
+"""Keys, limits, origins, and what answers and logs do not tell."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import ValidationError
+
+from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from nanovllm.server.security import ApiKeys
+from nanovllm.server.settings import ServerSettings, salt_of
+from tests.support.serving import MODEL, Serving, serving
+
+PROMPT = list(range(100, 148))
+BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_without_the_key_nothing_but_health_is_answered():
+    with serving({"api_key": ("right",)}) as running, running.http() as http:
+        assert http.get("/health").status_code == 200
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"Authorization": "Basic right"},
+            bearer("righ"),
+            bearer("right2"),
+        ):
+            for path in ("/v1/models", "/metrics", "/version", f"/v1/models/{MODEL}"):
+                assert http.get(path, headers=headers).status_code == 401
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                answer = http.post(path, json=BODY, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert http.post("/v1/completions", json=BODY, headers=bearer("right")).status_code == 200
+        with running.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with running.client("right") as client:
+            assert client.models.list().data[0].id == MODEL
+
+
+def test_every_key_of_a_file_is_accepted_and_an_empty_file_refused(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\nfirst\n  second  \n")
+    keys = ApiKeys(ServerSettings(api_key=("third",), api_key_file=str(file)).api_keys())
+    assert [keys.check(f"Bearer {key}") for key in ("first", "second", "third")] == ["first", "second", "third"]
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        ServerSettings(api_key_file=str(file)).api_keys()
+
+
+def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
+    """Each key is compared, by digests of one length, in constant time."""
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr("nanovllm.server.security.hmac.compare_digest", compare)
+    keys = ApiKeys(["a", "a much longer key", "c"])
+    keys.check("Bearer a")
+    assert compared == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize("key", ["sécret", " secret", "secret\t", "sec\nret"])
+def test_a_key_that_no_request_can_bring_is_refused_and_not_shown(key):
+    with pytest.raises(ValueError, match="API key 2") as refused:
+        ApiKeys(["right", key])
+    assert "ret" not in str(refused.value)
+    assert "ret" not in repr(ServerSettings(api_key=(key,)))
+
+
+def test_keys_are_kept_apart_from_what_they_were_given_in():
+    """Of an iterator too: a server whose keys were lost would be open to everybody."""
+    given = ["one", "two"]
+    settings = ServerSettings(api_key=given)
+    given.clear()
+    assert settings.api_key == ServerSettings(api_key=iter(["one", "two"])).api_key == ("one", "two")
+
+
+@pytest.mark.parametrize("keys", ["one", b"one", None, 5, [""], ["one", 5]])
+def test_keys_that_are_no_strings_are_refused(keys):
+    with pytest.raises(TypeError, match="api_key must hold strings"):
+        ServerSettings(api_key=keys)
+
+
+def test_without_the_key_a_body_is_not_even_read():
+    with serving({"api_key": ("right",)}) as running:
+        connection = socket.create_connection(running.address)
+        connection.settimeout(30.0)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+        )  # and no more
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401")
+        connection.close()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_beyond_the_limit_is_413(is_chunked):
+    with serving({"max_body_bytes": 10_000}) as running, running.http() as http:
+        data = b'{"prompt": "' + b"x" * 20_000 + b'"}'
+        content = iter([data[:9_000], data[9_000:]]) if is_chunked else data
+        answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert "10000" in answer.json()["error"]["message"]
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_with_a_salt_per_key_nobody_finds_the_prefixes_of_another():
+    def cached(http: httpx.Client, key: str, **body: str) -> int:
+        answer = http.post("/v1/completions", json=BODY | body, headers=bearer(key)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    keys = ("alice", "bob")
+    with serving({"api_key": keys, "cache_salt_per_key": True}) as running, running.http() as http:
+        assert [cached(http, "alice") for _ in range(2)] == [0, 32]
+        assert cached(http, "bob", cache_salt="") == 0
+        assert cached(http, "bob", cache_salt=salt_of("alice")) == 0  # nor by naming her salt
+        assert cached(http, "bob", cache_salt=f"{salt_of('alice')}:") == 0
+        assert cached(http, "alice") == 32
+    with serving({"api_key": keys}) as running, running.http() as http:
+        assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared unless told otherwise
+
+
+def test_a_salt_per_key_without_keys_is_refused():
+    with pytest.raises(ValueError, match="no API key"):
+        ServerSettings(cache_salt_per_key=True)
+
+
+def test_other_origins_are_let_in_only_when_named():
+    origin = {"Origin": "https://example.org"}
+    preflight = origin | {"Access-Control-Request-Method": "POST"}
+    with serving() as running, running.http() as http:
+        assert "access-control-allow-origin" not in http.get("/health", headers=origin).headers
+        assert http.options("/v1/completions", headers=preflight).status_code == 405
+    settings = {"cors_origin": ("https://example.org",), "api_key": ("right",)}
+    with serving(settings) as running, running.http() as http:
+        allowed = "access-control-allow-origin"
+        assert http.get("/health", headers=origin).headers[allowed] == "https://example.org"
+        assert http.options("/v1/completions", headers=preflight).status_code == 200
+        assert http.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"  # of a 401 too
+        assert allowed not in http.get("/health", headers={"Origin": "https://evil.org"}).headers
+
+
+def test_prompts_are_logged_only_when_asked_for(caplog):
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    body = {"prompt": "a secret thought", "max_tokens": 1}
+    for log_prompts in (False, True):
+        caplog.clear()
+        with serving({"log_prompts": log_prompts}) as running, running.http() as http:
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert http.post("/v1/completions", json=body | {"n": 0}).status_code == 400
+        assert ("secret" in caplog.text) == log_prompts
+
+
+def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
+    with serving() as running, running.http() as http:
+        monkeypatch.setattr("nanovllm.server.openai.models._model", lambda state: 1 / 0)
+        answer = http.get("/v1/models")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "Zero" not in answer.text and ".py" not in answer.text
+        counted = 'http_responses_total{endpoint="/v1/models",model_name="tiny",status="500"} 1.0'
+        assert counted in httpx.get(f"{running.url}/metrics").text  # the other connection was closed
+
+
+def test_the_model_is_not_named_by_its_path(tmp_path):
+    from nanovllm.server.state import served_name
+
+    (tmp_path / "my-model").mkdir()
+    assert served_name(ServerSettings(), tmp_path / "my-model") == "my-model"
+    assert served_name(ServerSettings(), "org/model") == "org/model"
+    assert served_name(ServerSettings(served_model_name="x"), tmp_path) == "x"
+
+
+def test_it_listens_on_the_loopback_unless_told_otherwise():
+    assert ServerSettings().host == "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving() as running:
+        yield running
+
+
+HI = [{"role": "user", "content": "Hi"}]
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY] * 2}),
+        (CompletionRequest, {"prompt": [1], "stop": [1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "bad_words": [1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "allowed_token_ids": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [1], "logit_bias": {str(number): "x" for number in range(MANY)}}),
+        (CompletionRequest, {"prompt": [1]} | {f"x{number}": 1 for number in range(MANY)}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
+        (ChatRequest, {"messages": HI, "tools": [{}] * MANY}),
+        (TokenizeRequest, {"messages": [{}] * MANY}),
+        (DetokenizeRequest, {"tokens": [-1] * MANY}),
+    ],
+)
+def test_a_body_with_many_faults_is_refused_at_the_first_ones(model, body):
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert 0 < refused.value.error_count() <= 4  # one for each form of a field
+
+
+LONG = "x" * 20_000
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"messages": [{"role": "assistant", "reasoning_content": LONG}]},
+        {"messages": [{"role": "user", "content": "x", "name": LONG}]},
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "function": {"name": "f", "arguments": f'{{"x": "{LONG}"}}'}}]}]},
+        {"chat_template_kwargs": {"x": LONG}},
+    ],
+)  # fmt: skip
+def test_all_that_the_chat_template_is_given_counts_for_the_longest_prompt(running, more):
+    with running.http() as http:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            if path == "/tokenize" and "chat_template_kwargs" in more:
+                continue
+            answer = http.post(path, json={"messages": HI} | more)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
+            assert str(32 * 512) in error["message"]
+
+
+def test_json_that_is_nested_too_deeply_is_bad_input(running):
+    call = {"id": "c", "function": {"name": "f", "arguments": "[" * 200_000}}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert (answer.status_code, "'c'" in answer.json()["error"]["message"]) == (400, True)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for number in range(depth):
+        value = {"a": value} if number % 2 else [value]
+    return {"a": value}
+
+
+PLACES = {
+    "chat_template_kwargs": lambda value: {"chat_template_kwargs": value},
+    "tools[0].function.parameters": lambda value: {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}], "tool_choice": "none",
+    },
+    "messages[0].tool_calls[0].function.arguments": lambda value: {
+        "messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "function": {"name": "f", "arguments": json.dumps(value)}}]}]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_json_is_taken_up_to_a_depth_that_templates_and_the_log_can_bear(place):
+    with serving({"log_prompts": True}) as running, running.http() as http:
+        for depth, status in ((98, 200), (100, 400), (500, 400), (900, 400)):
+            body = {"messages": HI, "max_tokens": 1} | PLACES[place](nested(depth))
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json().get("error", {}).get("param", place)) == (status, place)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "\ud800"}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop"),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}, "bad_words"),
+        ("/tokenize", {"prompt": "a\udfff"}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_text(running, path, body, param):
+    with running.http() as http:
+        answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    message = answer.json()["error"]["message"]
+    assert "surrogate" in message and "U+D" in message and "errors='replace'" in message
+    assert ("messages[0].content holds" in message) == (param == "messages")

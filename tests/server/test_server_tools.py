@@ -1,0 +1,246 @@
+"""Tool calls: told to the model through its template, read from its answer in the form of its family."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.server.openai.tool_calls import FORMATS, ToolStream, format_of
+from tests.support.serving import MODEL, serving
+from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+
+NAMES = {"weather", "time"}
+PARIS = {"city": "Paris"}
+ONE = [("weather", PARIS)]
+TWO = [("weather", PARIS), ("time", {})]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "time", "description": "What time it is."}},
+]
+
+ANSWERS = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", ONE),
+    ("hermes", 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+               '<tool_call>{"name": "time", "arguments": {}}</tool_call>', "Let me see.", TWO),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}', "", ONE),
+    ("hermes", "It is 3 < 4 and <tool> is no call.", "It is 3 < 4 and <tool> is no call.", []),
+    ("hermes", '<tool_call>{"name": "weather", "argu', '<tool_call>{"name": "weather", "argu', []),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+               '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', []),
+    ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    ("hermes", 'So. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\nAnd '
+               '<tool_call> {"name": "time", "arguments": {}}\n</tool_call> Done.', "So. \nAnd  Done.", TWO),
+    ("hermes", '\n<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n\n'
+               '<tool_call>{"name": "time", "arguments": {}}</tool_call>\nDone.\n', "Done.", TWO),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"}{<tool_call> \\\\"}}'
+               '</tool_call>x', "x", [("weather", {"city": '</tool_call> "}{<tool_call> \\'})]),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {}}<tool_call>{"name": "time", "arguments": {}} </tool',
+               "</tool", [("time", {}), ("time", {})]),
+    ("hermes", '<tool_call>{"name": "unknown"}</tool_call> <tool_call>{"name": "time", "arguments": "{}"}</tool_call>',
+               '<tool_call>{"name": "unknown"}</tool_call>', [("time", {})]),
+    ("hermes", '<tool_call>no<tool_call>{"name": "time"}</tool_call>\n', "<tool_call>no", [("time", {})]),
+    ("hermes", " Plain, with space at both ends <tool_call> ", " Plain, with space at both ends <tool_call> ", []),
+    ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}<|eot|>', "", ONE),
+    ("llama", '\n<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; '
+              '{"name": "time", "parameters": {}}', "", TWO),
+    ("llama", 'It is {"name": "weather", "parameters": {}}', 'It is {"name": "weather", "parameters": {}}', []),
+    ("llama", '{"city": "Paris"}', '{"city": "Paris"}', []),
+    ("llama", "Fine.<|eot|>", "Fine.", []),
+    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]',
+                "", TWO),
+    ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}', "", TWO),
+    ("mistral", "Just text<|eot|>", "Just text", []),
+    ("mistral", "[TOOL_CALLS]nonsense", "[TOOL_CALLS]nonsense", []),
+]  # fmt: skip
+
+
+def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    stream = ToolStream(FORMATS[form], NAMES, ["<|eot|>", "[TOOL_CALLS]"])
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        more, new = stream.add(part, is_last=number == len(parts) - 1)
+        content += more
+        calls += new
+    for call in calls:
+        assert call["type"] == "function" and call["id"].startswith("call_")
+    assert len({call["id"] for call in calls}) == len(calls)
+    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+def test_calls_and_content_are_told_apart_in_a_whole_answer(form, text, content, calls):
+    assert read(form, [text]) == (content, calls)
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
+def test_the_same_comes_of_an_answer_wherever_it_is_cut(form, text, content, calls):
+    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token comes in one piece
+    body = text.removesuffix("<|eot|>")
+    cuts = [[body[:at], body[at:]] for at in range(len(body) + 1)]
+    cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
+    for parts in cuts:
+        assert read(form, [*parts, *whole]) == (content, calls), parts
+
+
+def test_a_call_is_told_as_soon_as_it_has_ended_and_text_behind_it_as_it_comes():
+    stream = ToolStream(FORMATS["hermes"], NAMES)
+    assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ("Now:", [])
+    content, (call,) = stream.add("}</tool_call>", is_last=False)
+    assert (content, call["function"]) == ("", {"name": "time", "arguments": "{}"})
+    assert stream.add(" It is", is_last=False) == ("  It is", [])
+    assert stream.add(" late.", is_last=True) == (" late.", [])
+
+
+def test_text_that_cannot_become_a_marker_is_shown_at_once():
+    stream = ToolStream(FORMATS["hermes"], NAMES)
+    assert stream.add("Hello <", is_last=False) == ("Hello", [])
+    assert stream.add("b> you", is_last=False) == (" <b> you", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call> ...", "hermes"),
+        ("... [TOOL_CALLS] ...", "mistral"),
+        ("... <|python_tag|> ...", "llama"),
+        ("... Environment: ipython ...", "llama"),
+        (CHAT_TEMPLATE, "none"),
+        (None, "none"),
+    ],
+)
+def test_the_form_is_found_in_the_chat_template(template, form):
+    assert format_of(SimpleNamespace(chat_template=template)) == form
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+
+
+@pytest.fixture(scope="module")
+def running():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with serving({"tool_format": "hermes"}, tokenizer=tokenizer) as running:
+        yield running
+
+
+def test_the_template_is_told_of_the_tools_unless_none_is_to_be_called(running):
+    messages = [{"role": "user", "content": "Hello"}]
+    with running.client() as client:
+        for choice, begin in (("auto", "weather time "), ("none", "<|user|>")):
+            answer = client.chat.completions.create(
+                model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=2,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+            prompt = running.engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
+            assert prompt.startswith(begin)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["null", "3", '{"x": NaN}', "[" * 100_000, '{"x": ' * 5_000], ids=lambda text: text[:8]
+)
+def test_arguments_that_are_no_object_of_json_are_no_call(arguments):
+    for text in (f'<tool_call>{{"name": "time", "arguments": {arguments}}}</tool_call>', f"<tool_call>{arguments}"):
+        assert read("hermes", [text]) == (text, [])
+
+
+CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+MIXED = (
+    CALL + ' Then <tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}} </tool_call>'
+    '\n<tool_call>{"name": "time", "argu}</tool_call> ends.'
+)
+MIXED_CONTENT = 'Well.  Then \n<tool_call>{"name": "time", "argu}</tool_call> ends.'
+MIXED_CITIES = ["Paris", "</tool_call>"]
+
+
+@pytest.fixture
+def stop_id(running, monkeypatch, request) -> int:
+    """The engine's next answers are CALL, or the parameter, and a stop token: what its sampler draws is replaced."""
+    runner = running.engine._engine_loop._engine.model_runner
+    execute = runner.execute
+    stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")
+    token_ids = [*running.engine.tokenizer(getattr(request, "param", CALL))["input_ids"], stop_id]
+
+    def says_call(batch: Any) -> Any:
+        said = [token_ids[sequence.num_output_tokens] for sequence in batch.sampling]
+        return replace(execute(batch), token_ids=torch.tensor(said))
+
+    monkeypatch.setattr(runner, "execute", says_call)
+    return stop_id
+
+
+def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
+    monkeypatch.setattr("nanovllm.server.openai.chat.ToolStream.add", lambda *_, **__: ("", [{"arguments": "\ud800"}]))
+    with running.http() as http:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}
+        answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["arguments"] == "\ud800"
+
+
+def ask(client: Any, stop_id: int, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
+        extra_body={"stop_token_ids": [stop_id]}, **options,
+    )  # fmt: skip
+
+
+def test_a_call_in_the_answer_is_returned_as_one(running, stop_id):
+    with running.client() as client:
+        (choice,) = ask(client, stop_id).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", PARIS)
+        text = ask(client, stop_id, tool_choice="none").choices[0]
+        assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(running, stop_id):
+    with running.client() as client:
+        deltas = [chunk.choices[0] for chunk in ask(client, stop_id, stream=True)]
+    assert "".join(choice.delta.content or "" for choice in deltas) == "Well."
+    ((call,),) = [choice.delta.tool_calls for choice in deltas if choice.delta.tool_calls]
+    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "weather", PARIS)
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stop_id", [MIXED], indirect=True, ids=["mixed"])
+def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(running, stop_id):
+    with running.client() as client:
+        (choice,) = ask(client, stop_id).choices
+        with client.chat.completions.stream(
+            model=MODEL, messages=[{"role": "user", "content": "Hello"}], tools=TOOLS,
+            extra_body={"stop_token_ids": [stop_id]},
+        ) as stream:  # fmt: skip
+            (joined,) = stream.get_final_completion().choices
+    for answer in (choice, joined):
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", MIXED_CONTENT)
+        cities = [json.loads(call.function.arguments)["city"] for call in answer.message.tool_calls]
+        assert cities == MIXED_CITIES
+
+
+def test_an_answered_call_goes_back_through_the_template_as_an_object(running):
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    template = "{% for m in messages %}" + calls + "{% endfor %}"
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rain"},
+    ]
+    tokenizer = running.engine.tokenizer
+    with running.http() as http, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", template)
+        tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        call["function"]["arguments"] = "{"
+        refused = http.post("/tokenize", json={"messages": messages})
+    assert tokenizer.decode(tokens) == "Paris"
+    assert (refused.status_code, "c1" in refused.json()["error"]["message"]) == (400, True)

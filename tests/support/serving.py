@@ -1,0 +1,146 @@
+"""A server on a free loopback port, in a thread of this process, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+from nanovllm import LLM, AsyncLLM
+from nanovllm.observability.step_hooks import StepHooks
+from nanovllm.outputs import EngineStats
+from nanovllm.server.app import create_app
+from nanovllm.server.lifecycle import DrainingServer
+from nanovllm.server.running import server_of
+from nanovllm.server.settings import ServerSettings
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512,
+}  # fmt: skip
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server that runs, its engine, and where it is."""
+
+    engine: AsyncLLM
+    app: Any
+    server: DrainingServer
+    thread: threading.Thread
+    url: str
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.server.servers[0].sockets[0].getsockname()[:2]
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60.0, **options)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        limits = httpx.Limits(max_connections=None)
+        http = httpx.AsyncClient(limits=limits, timeout=60.0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http)
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0, **options)
+
+    def stats(self) -> EngineStats:
+        return run_apart(self.engine.stats())
+
+    def stop(self) -> int:
+        """As a signal would; returns the exit code."""
+        self.server.handle_exit(15, None)
+        self.thread.join(60.0)
+        assert not self.thread.is_alive()
+        return self.server.exit_code
+
+    def is_idle(self) -> bool:
+        stats = self.stats()
+        return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+@contextlib.contextmanager
+def serving(
+    settings: dict[str, Any] | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    send_buffer: int | None = None,
+    **options: Any,
+) -> Iterator[Serving]:
+    """A server of a tiny model; it is stopped at the end, and must end.
+
+    Args:
+        send_buffer: bytes that the system keeps of what a client has not read.
+    """
+    hooks = StepHooks()
+    model = tiny_model() if model is None else model
+    engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), on_step=hooks, **(OPTIONS | options))
+    own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
+    app = create_app(engine, own, hooks)
+    server = server_of(app, engine, own)
+    listeners = None
+    if send_buffer is not None:  # which connections inherit
+        listeners = [socket.create_server(("127.0.0.1", 0))]
+        listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    thread = threading.Thread(target=server.run, args=(listeners,), daemon=True)
+    thread.start()
+    comes_true(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    running = Serving(engine, app, server, thread, f"http://127.0.0.1:{port}")
+    try:
+        yield running
+    finally:
+        running.stop()  # closes the engine too
+
+
+def run_apart(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work` from a thread of its own, since this one may have an event loop that runs (playwright's)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+@functools.cache
+def offline() -> LLM:
+    """The offline engine over the same model."""
+    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+
+
+def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An async test as one that pytest runs; two minutes are far more than any of them needs."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 120.0))
+
+    return run
+
+
+def raw_stream(running: Serving, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A socket on which a request was sent whose answer nobody has read."""
+    data = json.dumps({"stream": True} | body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(running.address)
+    connection.sendall(head.encode() + data)
+    return connection

@@ -1,0 +1,376 @@
+"""`nanovllm bench`: requests are played when they are due, figures add up, and two results compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from nanovllm.cli.main import main
+from nanovllm.observability import timeline
+from nanovllm.observability.percentiles import spread
+from nanovllm.tools.bench import processes, report
+from nanovllm.tools.bench.child import run_job
+from nanovllm.tools.bench.play import Finished, figures, play
+from nanovllm.tools.bench.players import check_takes, open_player
+from nanovllm.tools.bench.processes import EngineSpec
+from nanovllm.tools.bench.step_profile import _TIMED, StepProfile
+from nanovllm.tools.workloads.files import read_trace, write_trace
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, random_requests
+from tests.support.tiny_models import save_tiny
+
+ENGINE = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+FLAGS = ["--block-size", "16", "--num-kv-blocks", "129", "--max-model-len", "512"]
+SMALL = "random:requests=5,prompt=40,shared=32,output=6,vocab=512"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("models") / "model"))
+
+
+# ------------------------------------------------------------------------------------------------------------- play
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+class OneTokenASecond:
+    """An engine on a clock of its own making: each step takes a second and gives every request a token."""
+
+    takes_arrivals = True
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.added: dict[int, float] = {}
+        self.running: dict[int, tuple[TimedRequest, list[float]]] = {}
+
+    def add(self, number: int, request: TimedRequest) -> None:
+        self.added[number] = self.clock.now - 1000.0
+        self.running[number] = request, []
+
+    def step(self) -> list[Finished]:
+        self.clock.now += 1.0
+        for _, times in self.running.values():
+            times.append(self.clock.now)
+        ended = [number for number, (request, times) in self.running.items() if len(times) == request.num_output_tokens]
+        return [Finished(number, self.running.pop(number)[1]) for number in ended]
+
+
+def play_on_a_fake_clock(requests: list[TimedRequest]):
+    clock = Clock()
+    player = OneTokenASecond(clock)
+    workload = Workload("test", requests)
+    played = play(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
+    return clock, player, played, figures(workload, played)
+
+
+def test_a_request_is_handed_over_when_it_is_due_and_not_before():
+    requests = [TimedRequest(0.0, [1], 1), TimedRequest(5.25, [1], 2), TimedRequest(5.5, [1], 1)]
+    clock, player, played, told = play_on_a_fake_clock(requests)
+    assert player.added == {0: 0.0, 1: 5.25, 2: 6.25}  # the third falls due within a step
+    assert clock.slept == [4.25]
+    assert [arrival - 1000.0 for arrival in played.arrivals] == [0.0, 5.25, 5.5]
+    assert told["seconds"] == 7.25 and told["output_tokens_per_second"] == 4 / 7.25
+    # The third waited for the end of a step: its first token came 1.75 s after it was due.
+    assert told["ttft"]["max"] == 1.75 and told["ttft"]["p50"] == 1.0
+    assert told["itl"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
+
+
+def test_a_turn_comes_so_long_after_the_end_of_the_last():
+    requests = [TimedRequest(1.0, [1], 3), TimedRequest(2.5, [1], 1, after=0), TimedRequest(0.0, [1], 1, after=1)]
+    _, player, _, _ = play_on_a_fake_clock(requests)
+    assert player.added == {0: 1.0, 1: 1.0 + 3 + 2.5, 2: 6.5 + 1.0}
+
+
+def test_the_order_of_waiting_requests_does_not_matter():
+    requests = [TimedRequest(0.0, [1], 4), TimedRequest(0.0, [1], 1), TimedRequest(9.0, [1], 1, after=0),
+                TimedRequest(0.5, [1], 1, after=1)]  # fmt: skip
+    _, player, _, _ = play_on_a_fake_clock(requests)
+    assert player.added == {0: 0.0, 1: 0.0, 3: 2.0, 2: 13.0}
+
+
+def test_an_output_of_another_length_is_no_result():
+    workload = random_requests(requests=1, prompt=1, output=3)
+    clock = Clock()
+    player = OneTokenASecond(clock)
+    played = play(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
+    played.finished[0].token_times.pop()
+    with pytest.raises(RuntimeError, match="request 0 got 2 tokens instead of 3"):
+        figures(workload, played)
+
+
+def test_a_spread_tells_mean_median_and_tails():
+    told = spread(float(value) for value in range(101))
+    assert told == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    assert spread([]) is None
+
+
+# ------------------------------------------------------------------------------------------------------ this engine
+
+
+def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
+    workload = chat(conversations=2, turns=3, system=0, user=24, answer=12, think=0.0, vocab=512)
+    player = open_player("nanovllm", folder, dict(ENGINE), 512)
+    try:
+        player.prepare(workload)
+        finished = play(player, workload).finished
+        player.prepare(workload)
+        again = play(player, workload).finished
+    finally:
+        player.close()
+    for place, request in enumerate(workload.requests):
+        # At least the whole blocks of the last prompt; the answer behind it is drawn, so the engine's own differs.
+        last = 0 if request.after is None else len(workload.requests[request.after].prompt_token_ids)
+        assert finished[place].num_cached_tokens == again[place].num_cached_tokens == last // 16 * 16
+    assert sum(ended.num_cached_tokens for ended in finished) == 2 * (16 + 48)
+
+
+def test_token_times_are_of_each_token_and_in_order(folder):
+    workload = random_requests(requests=2, prompt=8, output=7, vocab=512)
+    player = open_player("nanovllm", folder, dict(ENGINE), 512)
+    try:
+        player.prepare(workload)
+        played = play(player, workload)
+    finally:
+        player.close()
+    for arrival, ended in zip(played.arrivals, played.finished, strict=True):
+        assert len(ended.token_times) == 7
+        assert arrival < ended.token_times[0] and ended.token_times == sorted(ended.token_times)
+        assert ended.token_times[-1] - arrival < played.seconds
+
+
+def test_an_engine_that_must_not_tell_token_times_cannot_be_measured(folder):
+    with pytest.raises(ValueError, match="record_itl is False"):
+        open_player("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
+
+
+def job_of(folder: str, workload: Workload, path, **changes) -> dict:
+    write_trace(workload, path)
+    job = {"engine": "nanovllm", "label": "nanovllm", "model": folder, "options": ENGINE, "traces": [str(path)],
+           "warm_ups": 1, "profile": False, "record": None}  # fmt: skip
+    return job | changes
+
+
+def test_a_job_counts_steps_tokens_and_hits_of_the_measured_run_only(folder, tmp_path):
+    workload = random_requests(requests=5, prompt=40, shared=32, output=6, vocab=512)
+    (run,) = run_job(job_of(folder, workload, tmp_path / "small.jsonl", profile=True))
+    assert run["cached_tokens"] == 4 * 32  # four of the five find the prefix that the first computes
+    assert run["steps"] == 6
+    assert run["computed_tokens"] == 5 * 40 - 4 * 32 + 5 * 5
+    assert run["tokens_per_step"] == run["computed_tokens"] / 6
+    assert run["config"]["block_size"] == 16 and run["environment"]["torch"]
+    assert run["peak_memory_mib"] > 100
+    assert run["ttft"]["p50"] < run["seconds"]
+    for part in ("schedule", "build inputs", "dense", "attention", "sampling", "update"):
+        assert run["parts"][part] > 0, part
+    assert sum(run["parts"].values()) <= run["seconds"]
+
+
+def test_transformers_gives_every_token_its_time(folder, tmp_path):
+    workload = random_requests(requests=3, prompt=(4, 9), output=(2, 5), vocab=512)
+    job = job_of(folder, workload, tmp_path / "t.jsonl", engine="transformers", options={"batch_size": 2}, warm_ups=0)
+    (run,) = run_job(job)
+    assert run["output_tokens_per_second"] == pytest.approx(workload.num_output_tokens / run["seconds"])
+    assert 0 < run["itl"]["p50"] <= run["itl"]["max"] < run["seconds"]
+    assert run["ttft"]["max"] > run["ttft"]["p50"]  # the second batch waits for the first
+
+
+# --------------------------------------------------------------------------------------------------------- profiles
+
+
+def test_the_engine_is_as_it_was_after_a_profile():
+    before = [getattr(owner, name) for owner, name, _ in _TIMED]
+    with pytest.raises(KeyError), StepProfile().recording():
+        assert [getattr(owner, name) for owner, name, _ in _TIMED] != before
+        raise KeyError
+    assert [getattr(owner, name) for owner, name, _ in _TIMED] == before
+
+
+def test_a_call_within_a_call_of_the_same_part_counts_once():
+    profile = StepProfile()
+    inner = profile._timed(lambda: None, "attention")
+    profile._timed(lambda: (inner(), inner()), "attention")()
+    assert profile.calls == {"attention": 1}
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
+    ran = []
+
+    def run_apart(engine, traces, settings, folder):
+        ran.append((engine.label, [len(read_trace(trace).requests) for trace in traces]))
+        (run,) = result_of([10.0 * len(ran)])["runs"]
+        return [run | {"engine": engine.label, "workload": SMALL}]
+
+    monkeypatch.setattr(processes, "run_apart", run_apart)
+    path = tmp_path / "result.json"
+    arguments = ["--workload", SMALL, "--engines", "nanovllm", "transformers:batch_size=8", "--json", str(path)]
+    assert main(["bench", "--model", folder, "--repeats", "2", *arguments]) == 0
+    assert ran == [("nanovllm", [5]), ("transformers:batch_size=8", [5])] * 2
+    assert [run["repeat"] for run in json.loads(path.read_text())["runs"]] == [0, 0, 1, 1]
+    told = capsys.readouterr()
+    assert told.err.count("tokens/s") == 4
+    header, ours, theirs = told.out.splitlines()
+    assert header.split()[0] == "workload" and ours.split()[2:4] == ["20", "(10-30)"] and ours.split()[-1] == "1.00"
+    assert theirs.split()[1:4] == ["transformers:batch_size=8", "30", "(20-40)"] and theirs.split()[-1] == "0.67"
+
+
+def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, capsys):
+    path, record = tmp_path / "result.json", tmp_path / "trace.json"
+    arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--json", str(path), "--record", str(record)]
+    assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == [SMALL, "nanovllm"]
+    assert lines[-1].split()[0] == "step" and lines[-1].split()[-1] == "100.0%"
+    result = json.loads(path.read_text())
+    about = result["workloads"][SMALL]
+    assert about["parameters"]["seed"] == 0 and about["prompt_tokens"] == 200 and about["output_tokens"] == 30
+    (run,) = result["runs"]
+    assert run["config"]["dtype"] == "float32" and run["config"]["num_kv_blocks"] == 129
+    assert run["environment"]["cores"] and run["environment"]["nanovllm"]
+    assert run["cached_tokens"] == 4 * 32
+    recorded = timeline.read_trace(record)
+    assert len(recorded.lanes) == 5 and len(recorded.steps) == run["steps"]  # without the warm-up before
+    assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
+
+
+def test_what_an_engine_refuses_is_told_with_its_name(folder, capsys):
+    arguments = ["--workload", "random:requests=2,prompt=500,output=13,vocab=512"]
+    assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 2
+    error = capsys.readouterr().err
+    assert "error: nanovllm: " in error and "500 tokens" in error and "Traceback" not in error
+
+
+def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
+    path = str(tmp_path / "out.jsonl")
+    arguments = ["--workload", SMALL, "--rate", "2", "--arrivals", "bursty", "--burst", "2", "--seed", "4"]
+    assert main(["bench", *arguments, "--export", path]) == 0
+    requests = read_trace(path).requests
+    assert len(requests) == 5
+    assert requests[0].arrival == requests[1].arrival < requests[2].arrival
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--workload", "Q"], "there is no workload 'Q'"),
+        (["--workload", "random:requests=0"], "random:requests is 0"),
+        (["--workload", "random:prompt=8,shared=9"], "shared is 9"),
+        (["--workload", "W", "--workload", "W"], "the same name"),
+        (["--engines", "nanovllm", "transformers", "nanovllm"], "two of the engines are nanovllm"),
+        (["--engines", "tgi"], "there is no engine 'tgi'; there are nanovllm, vllm"),
+        (["--engines", "nanovllm:block_size"], "'block_size' in 'nanovllm:block_size' is not of the form"),
+        (["--engines", "transformers", "--profile"], "--profile looks into this engine"),
+        (["--engines", "transformers", "--record", "x"], "--record is of one run of this engine"),
+        (["--repeats", "2", "--record", "x"], "--record is of one run of this engine"),
+        (["--engines", "transformers", "--rate", "3"], "transformers generates for static batches"),
+        (["--engines", "transformers", "--workload", "chat"], "requests of 'chat' arrive over time"),
+        (["--rate", "0"], "the rate is 0"),
+        (["--seed", "-1", "--workload", "chat"], "chat:seed is -1"),
+        (["--arrivals", "bursty"], "--arrivals is bursty, but without --rate"),
+        (["--rate", "1", "--burst", "4"], "--burst is 4, but only --arrivals bursty"),
+        (["--workload", "W", "--workload", "P", "--export", "x"], "--export writes one workload"),
+        (["--trace", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["--block-size", "17"], "block_size is 17"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_before_anything_runs(capsys, arguments, named):
+    assert main(["bench", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--repeats", "0"], "0 is too few"),
+        (["--warm-ups", "-1"], "-1 is no count"),
+        (["--arrivals", "weekly"], "'weekly'"),
+        (["compare", "a.json"], "FILE"),
+    ],
+)
+def test_flags_of_the_wrong_kind_are_refused(capsys, arguments, named):
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments])
+    assert named in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_needs_an_interpreter(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"vllm is not installed here .* vllm:python=PATH"):
+        EngineSpec.parse("vllm:max_num_seqs=64", {})
+    spec = EngineSpec.parse("vllm:max_num_seqs=64,python=/some/python", {"dtype": "float32", "block_size": 16})
+    assert (spec.label, spec.python) == ("vllm:max_num_seqs=64", "/some/python")
+    assert spec.options == {"max_num_seqs": 64, "dtype": "float32"}  # options of this engine are not a peer's
+
+
+def test_only_static_batches_are_refused_for_arrivals():
+    timed = chat(conversations=1, turns=2)
+    for engine in ("nanovllm", "vllm", "transformers-continuous", "llama.cpp"):
+        check_takes(engine, timed)
+    check_takes("transformers", timed.first(1))
+    with pytest.raises(ValueError, match="transformers generates for static batches"):
+        check_takes("transformers", timed)
+
+
+# --------------------------------------------------------------------------------------------------- two results
+
+
+def result_of(rates: list[float], **changes) -> dict:
+    run = {
+        "workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0}, "itl": {"p50": 0.01, "p99": 0.02},
+        "peak_memory_mib": 100.0, "load_seconds": 1.0, "environment": {"torch": "2.13.0"}, "config": {"block_size": 64},
+    }  # fmt: skip
+    runs = [run | changes | {"output_tokens_per_second": rate} for rate in rates]
+    return {"model": "m", "warm_ups": 1, "workloads": {"W": {"requests": 64}}, "runs": runs}
+
+
+def compared(tmp_path, a: dict, b: dict) -> list[list[str]]:
+    for name, result in (("a.json", a), ("b.json", b)):
+        (tmp_path / name).write_text(json.dumps(result))
+    return report.compare(str(tmp_path / "a.json"), str(tmp_path / "b.json")).splitlines()
+
+
+def test_compare_gives_the_second_over_the_first_by_medians(tmp_path):
+    a = result_of([100.0, 300.0, 200.0])
+    b = result_of([500.0], ttft={"p50": 1.0, "p99": 4.0})
+    told = {" ".join(line.split()[2:-3]): line.split()[-3:] for line in compared(tmp_path, a, b)[1:]}
+    assert told["tokens/s"] == ["200", "500", "2.500"]
+    assert told["TTFT p50, s"] == ["2", "1", "0.500"]
+    assert told["ITL p99, ms"] == ["20", "20", "1.000"]
+
+
+def test_compare_says_what_differs_in_hardware_and_config(tmp_path):
+    a, b = result_of([1.0]), result_of([1.0], environment={"torch": "2.11.0"}, config={"block_size": 16})
+    b["runs"].append(b["runs"][0] | {"engine": "vllm"})
+    lines = compared(tmp_path, a, b)
+    assert "differs: nanovllm: torch: 2.13.0 | 2.11.0" in lines
+    assert "differs: nanovllm: block_size: 64 | 16" in lines
+    assert any(line.startswith("only in") and "vllm on W" in line for line in lines)
+    assert not any(line.startswith("differs") for line in compared(tmp_path, a, result_of([2.0])))
+
+
+def test_compare_refuses_what_is_no_result_or_has_nothing_in_common(tmp_path):
+    with pytest.raises(ValueError, match="no workload and engine in common"):
+        compared(tmp_path, result_of([1.0]), result_of([1.0], engine="vllm"))
+    with pytest.raises(ValueError, match=r"b\.json is no result"):
+        compared(tmp_path, result_of([1.0]), {"runs": []})
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(ValueError, match=r"c\.json is no result"):
+        report.load(str(tmp_path / "c.json"))
+
+
+def test_compare_is_a_command(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(result_of([2.0])))
+    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "tokens/s" in capsys.readouterr().out

@@ -1,0 +1,357 @@
+"""Calibration on disk and from a real engine, and the commands that make and use one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nanovllm import EngineConfig
+from nanovllm.attention.kv_cache import KVCaches
+from nanovllm.build import open_engine
+from nanovllm.cli.main import main
+from nanovllm.execution.buckets import RowSizes
+from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepShapes, calibrate, residuals, scenarios
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepShape
+from tests.support.scheduling import make_config
+from tests.support.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
+
+COST = CostModel(
+    HostCost(1e-4, 1e-6),
+    DeviceCost(knee=16, fixed=0.01, per_token_above=1e-4),
+    HostCost(1e-4),
+    intake=IntakeCost(2e-4, 1e-6),
+)
+CALIBRATION = Calibration(
+    model="a-model",
+    dtype="bfloat16",
+    device="cpu",
+    attention_backend="cpp",
+    enforce_eager=False,
+    cuda_graphs=False,
+    block_size=64,
+    max_position_embeddings=2048,
+    kv_token_bytes=1000,
+    kv_cache_bytes=100 * 64 * 1000,
+    hardware={"processor": "a processor"},
+    versions={"torch": "2"},
+    num_samples=12,
+    residuals={"median": 0.01, "p90": 0.02, "max": 0.03},
+    cost_model=COST,
+)
+
+
+@pytest.fixture
+def stored(tmp_path) -> str:
+    CALIBRATION.save(tmp_path / "calibration.json")
+    return str(tmp_path / "calibration.json")
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(arguments)
+        except SystemExit as exit_:  # argparse's way to refuse
+            status = exit_.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def refused(result: tuple[int, str, str], *named: str) -> None:
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    for part in named:
+        assert part in err
+
+
+# --------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_a_calibration_is_read_as_it_was_written(stored):
+    assert Calibration.load(stored) == CALIBRATION
+
+
+def test_options_resolve_as_on_the_measured_engine():
+    config = CALIBRATION.resolve(EngineConfig())
+    assert (config.dtype, config.device, config.attention_backend) == ("bfloat16", "cpu", "cpp")
+    assert (config.max_model_len, config.block_size, config.num_kv_blocks) == (2048, 64, 100)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.overlap) == (1024, 64, False)
+
+
+def test_options_that_were_given_count():
+    config = CALIBRATION.resolve(EngineConfig(block_size=32, max_num_seqs=7, max_model_len=500, overlap=True))
+    assert (config.block_size, config.max_num_seqs, config.max_model_len, config.overlap) == (32, 7, 500, True)
+    assert config.num_kv_blocks == 7 * 16 + 1  # more cannot be used; the measured pool would hold 200
+
+
+def test_a_pool_that_is_too_small_is_refused_as_the_engine_refuses_it():
+    with pytest.raises(ValueError, match="max_model_len is 2048"):
+        CALIBRATION.resolve(EngineConfig(num_kv_blocks=10, max_model_len=2048))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"device": "cuda:0"}, "device='cuda'"),
+        ({"attention_backend": "sdpa"}, "attention_backend='sdpa'"),
+        ({"enforce_eager": True}, "enforce_eager=True"),
+        ({"cuda_graphs": True}, "cuda_graphs=True"),
+    ],
+)
+def test_what_was_not_measured_is_refused(options, named):
+    with pytest.raises(ValueError, match="this calibration is of") as refusal:
+        CALIBRATION.resolve(EngineConfig(**options))
+    assert named in str(refusal.value)
+
+
+def test_another_model_is_refused_and_the_same_is_not():
+    with pytest.raises(ValueError, match="of model='a-model', and model='b-model'"):
+        CALIBRATION.resolve(EngineConfig(), model="b-model")
+    assert CALIBRATION.resolve(EngineConfig(), model="a-model") == CALIBRATION.resolve(EngineConfig())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "no JSON",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"format": 4', '"format": 3'),
+        lambda text: text.replace('"knee"', '"knees"'),
+        lambda text: text.replace('"dtype"', '"type"'),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused(stored, spoil):
+    path = Path(stored)
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(ValueError, match="is no calibration"):
+        Calibration.load(path)
+
+
+# ----------------------------------------------------------------------------------------------------- measurement
+
+
+def test_scenarios_respect_the_limits_of_the_engine():
+    config = make_config(max_model_len=300, max_num_seqs=8, num_kv_blocks=101, device="cpu", block_size=16)
+    plan = scenarios(config)
+    for groups in plan:
+        assert sum(group.num_requests for group in groups) <= 8
+        assert max(group.num_prompt_tokens + group.num_output_tokens for group in groups) <= 300
+        assert sum(g.num_requests * -(-(g.num_prompt_tokens + g.num_output_tokens) // 16) for g in groups) <= 100
+    assert {group.num_requests for groups in plan for group in groups} >= {1, 2, 4, 8}
+    assert any(len(groups) == 2 for groups in plan)
+
+
+def test_scenarios_with_a_shared_beginning_share_it():
+    shapes = _StepShapes()
+    engine = open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True}, tracer=shapes)
+    with closing(engine):
+        shapes.begin(engine.config, "cpu")
+        _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
+    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes.by_step.values()]
+    assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
+
+
+def test_shared_beginnings_are_among_the_scenarios():
+    plan = scenarios(make_config(max_model_len=2048, max_num_seqs=16, num_kv_blocks=1001, device="cpu", block_size=16))
+    shared = [group for groups in plan for group in groups if group.num_shared_tokens]
+    assert {(group.num_requests, group.num_shared_tokens) for group in shared} == {
+        (4, 512), (4, 1024), (16, 512)
+    }  # fmt: skip
+
+
+def test_residuals_are_relative_errors():
+    shape = StepShape(16, 16, 0, 0, 0, 0, 16)
+    samples = [StepSample(shape, 0.0, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
+    assert residuals(samples, COST) == pytest.approx({"median": 0.2, "p90": 0.2, "max": 0.5})
+
+
+class CountingClock:
+    """Each look takes a millisecond, so that every step takes the same time, whatever it computes."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+def test_a_real_engine_is_measured_on_its_clock():
+    calibration = calibrate(
+        tiny_model(), repeats=1, clock=CountingClock(), enforce_eager=True, max_model_len=128, max_num_seqs=4
+    )
+    assert (calibration.model, calibration.dtype, calibration.device) == ("LlamaForCausalLM", "float32", "cpu")
+    assert (calibration.attention_backend, calibration.enforce_eager) == ("sdpa", True)
+    assert calibration.max_position_embeddings == MAX_POSITIONS
+    assert calibration.num_samples >= 20
+    cost = calibration.cost_model
+    assert cost.launch_blocks
+    # A launch and a wait are two looks; scheduling is one.
+    assert cost.device.seconds(StepShape(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
+    assert cost.schedule.seconds(4) == pytest.approx(1e-3, rel=0.05)
+    # Adding a request is a look more than those before and after it: the one that its arrival is taken from.
+    assert cost.intake.seconds(50) == pytest.approx(2e-3)
+    assert calibration.residuals["max"] < 0.1
+    config = calibration.resolve(EngineConfig(max_model_len=128, max_num_seqs=4))
+    assert config.num_kv_blocks * config.block_size * calibration.kv_token_bytes == calibration.kv_cache_bytes
+
+
+def test_an_engine_that_is_measured_keeps_its_one_scheduler(monkeypatch):
+    """Its output processor ends requests in the scheduler that the engine was built with."""
+    schedulers = []
+
+    def run(engine, *_, **__):
+        schedulers.append((engine.scheduler, engine._output_processor._scheduler))
+        return []
+
+    monkeypatch.setattr("nanovllm.tools.simulate.calibrate._run", run)
+    with pytest.raises(StopIteration):
+        monkeypatch.setattr("nanovllm.tools.simulate.calibrate._samples", lambda *_, **__: next(iter(())))
+        calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    assert all(one is other for one, other in schedulers) and schedulers
+
+
+def test_of_a_device_of_its_own_the_launch_counts_apart():
+    records, clock, shapes = [], CountingClock(), _StepShapes()
+    options = {"max_model_len": 128, "enforce_eager": True, "overlap": False}
+    with closing(open_engine(tiny_model(), None, records.append, options, tracer=shapes, clock=clock)) as engine:
+        shapes.begin(engine.config, "cpu")
+        _run(engine, (Group(4, 20, 3),), seed=1)
+        samples = list(_samples(records, shapes.by_step, launch_blocks=False))
+    assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
+    for sample, record in zip(samples, records, strict=True):
+        # Launching is two looks, and so is waiting.
+        assert sample.launch_time == pytest.approx(1e-3)
+        assert sample.launch_time + sample.device_time == pytest.approx(record.execute_time) == pytest.approx(2e-3)
+
+
+def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
+    sizes, taken, fitted = RowSizes(4, 512), [], []
+    monkeypatch.setattr(RowSizes, "of", lambda config: sizes if config.device == "cpu" else None)
+    monkeypatch.setattr(KVCaches, "take_memory", lambda caches: taken.append(len(caches.of_layers)))
+    monkeypatch.setattr("nanovllm.tools.simulate.calibrate.fit", lambda *samples, **_: fitted.append(samples) or COST)
+    calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    [(samples, intakes)] = fitted
+    assert taken == [tiny_model().config.num_hidden_layers]
+    assert {sample.shape.num_tokens for sample in samples} <= {*sizes.decodes, *sizes.mixed_rows}
+    assert any(sample.shape.num_tokens > sample.shape.num_sequences > 2 for sample in samples)
+    assert {8, 16, 64} <= {size for size, _ in intakes} and min(seconds for _, seconds in intakes) > 0.0
+
+
+def test_taking_memory_leaves_zeros():
+    with closing(open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})) as engine:
+        caches = engine.model_runner.binding.caches
+        for cache in caches.of_layers:
+            cache.fill_(1.0)
+        caches.take_memory()
+        assert not any(cache.any() for cache in caches.of_layers)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="leave overlap out"):
+        calibrate(tiny_model(), overlap=True)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        calibrate(tiny_model(), repeats=0)
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def test_calibrate_writes_what_simulate_reads(run, tmp_path):
+    folder, path = save_tiny(tmp_path / "tiny"), str(tmp_path / "out.json")
+    limits = ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "2"]
+    status, out, _ = run("calibrate", "--model", str(folder), "--output", path, "--repeats", "1", *limits)
+    assert status == 0
+    assert "relative errors of the fit: median" in out
+    status, out, _ = run(
+        "simulate", "--calibration", path, "--model", str(folder), "--workload", "random:requests=3,prompt=20,output=5"
+    )  # fmt: skip
+    assert status == 0
+    assert "3 requests, 60 tokens in, 15 out" in out
+
+
+def test_simulate_prints_a_table_of_what_follows_from_the_costs(run, stored):
+    # A prompt and 3 tokens: 0.3 ms to take it in, and 3 steps of 10 ms, each with 0.2 ms of the host's and 1 us for its
+    # sequence, and 84 of the prompt's 100 tokens behind the knee.
+    status, out, _ = run("simulate", "--calibration", stored, "--workload", "random:requests=1,prompt=100,output=3")
+    assert status == 0
+    assert "1 requests, 100 tokens in, 3 out\n76 output tokens/s; 3 steps in 0.04 s" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("to the", "between"))] == ["18.9", "10.2"]
+
+
+def test_simulate_writes_requests_and_steps_as_json(run, stored, tmp_path):
+    status, out, _ = run(
+        "simulate", "--calibration", stored, "--requests", "4", "--rate", "5", "--replicas", "2", "--routing",
+        "least-loaded", "--max-num-seqs", "1", "--json", "-",
+    )  # fmt: skip
+    assert status == 0
+    result = json.loads(out)
+    assert (result["model"], result["replicas"], result["config"]["max_num_seqs"]) == ("a-model", 2, 1)
+    assert len(result["requests"]) == 4
+    assert {request["replica"] for request in result["requests"]} == {0, 1}
+    assert sum(len(records) for records in result["steps"]) == result["figures"]["steps"]
+    assert all(len(request["itls"]) == 63 for request in result["requests"])
+    assert all(record["num_running"] <= 1 for records in result["steps"] for record in records)
+
+
+def test_simulate_replays_a_trace(run, stored, tmp_path):
+    trace = tmp_path / "two turns.jsonl"
+    prompt = list(range(130))
+    lines = [
+        {"prompt": prompt, "output_tokens": 2, "arrival": 1.5, "priority": 1},
+        {"prompt": [*prompt, 7], "output_tokens": 1, "arrival": 0.5, "after": 0},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    status, out, _ = run("simulate", "--calibration", stored, "--trace", str(trace), "--json", str(tmp_path / "r.json"))
+    assert status == 0
+    assert out.startswith("two turns on 1 x a-model")
+    first, second = json.loads((tmp_path / "r.json").read_text())["requests"]
+    assert first["arrival_time"] == 1.5
+    assert second["arrival_time"] == first["finished_time"] + 0.5
+    assert second["num_cached_tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--rate", "0"], "the rate is 0.0"),
+        (["--burst", "2"], "--burst is 2"),
+        (["--requests", "0"], "0 is too few"),
+        (["--workload", "random:shared=200"], "more than a prompt may have (128)"),
+        (["--workload", "random:prompt=3000"], "request 0 has 3000 prompt tokens"),
+        (["--workload", "W", "--trace", "x.jsonl"], "W and x.jsonl are 2"),
+        (["--replicas", "0"], "num_replicas is 0"),
+        (["--routing", "best"], "invalid choice: 'best'"),
+        (["--model", "b-model"], "model='b-model'"),
+        (["--dtype", "float16"], "dtype='float16'"),
+        (["--max-queue", "5"], "max_queue is 5"),
+        (["--block-size", "17"], "block_size is 17"),
+        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_simulate_refuses_in_one_line(run, stored, arguments, named):
+    refused(run("simulate", "--calibration", stored, *arguments), named)
+
+
+def test_a_trace_that_cannot_be_read_is_refused_with_its_line(run, stored, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [1], "output_tokens": 1}\n{"prompt": "text", "output_tokens": 1}\n')
+    arguments = ["simulate", "--calibration", stored, "--trace", str(trace)]
+    refused(run(*arguments), "line 2: the prompt is text; --model says whose tokenizer reads it")
+    trace.write_text('{"prompt": [1]}')
+    refused(run(*arguments), "line 1: the field 'output_tokens' is missing")
+
+
+def test_commands_say_what_is_missing(run, tmp_path):
+    refused(run("simulate"), "--calibration")
+    refused(run("simulate", "--calibration", str(tmp_path / "none.json")), "none.json")
+    refused(run("calibrate"), "--output")
+    refused(run("calibrate", "--output", str(tmp_path / "no folder" / "x.json")), "there is no folder")

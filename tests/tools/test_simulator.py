@@ -1,0 +1,317 @@
+"""The simulator: virtual times equal a computation by hand, decisions equal the real engine's, nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, EngineConfig, SamplingParams, StepRecord
+from nanovllm.cli.main import main
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
+from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support.scheduling import make_config
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+
+# Times in seconds that add up exactly in binary.
+PER_TOKEN = CostModel(HostCost(), DeviceCost(knee=4, fixed=1.0, per_token_below=0.5, per_token_above=0.5), HostCost())
+
+
+def config(**limits: Any) -> EngineConfig:
+    return make_config(**({"block_size": 16, "max_model_len": 512, "overlap": False} | limits))
+
+
+def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.0, **options: Any) -> TimedRequest:
+    """A prompt of so many tokens that no other request has, or these tokens."""
+    request.counter += 1000
+    prompt_token_ids = list(range(request.counter, request.counter + prompt)) if isinstance(prompt, int) else prompt
+    return TimedRequest(arrival, prompt_token_ids, num_output_tokens, **options)
+
+
+request.counter = 0
+
+
+def run(requests: list[TimedRequest], cost: CostModel = PER_TOKEN, **limits: Any) -> Simulation:
+    return simulate(Workload("test", requests), config(**limits), cost, keep_steps=True)
+
+
+def times(simulation: Simulation) -> list[tuple[float, list[float]]]:
+    return [(m.ttft, m.itls) for m in simulation.requests]
+
+
+def random_workload(count: int, *, seed: int = 0, vocab_size: int = 1000, rate: float | None = None) -> Workload:
+    """Half of the prompts begin alike; arrivals all at once, or of a Poisson process."""
+    r = random.Random(seed)
+    shared = r.choices(range(vocab_size), k=64)
+    requests, now = [], 0.0
+    for number in range(count):
+        prompt = (shared if number % 2 else []) + r.choices(range(vocab_size), k=r.randint(1, 120))
+        requests.append(TimedRequest(now, prompt, r.randint(1, 24)))
+        now += r.expovariate(rate) if rate else 0.0
+    return Workload(f"random-{count}", requests)
+
+
+# ------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_one_request_takes_the_time_of_its_prompt_and_of_each_token():
+    # Prompt of 10: 1 + 10 / 2 = 6 s; then each token 1 + 1 / 2 s.
+    assert times(run([request(10, 3)])) == [(6.0, [1.5, 1.5])]
+
+
+def test_a_request_that_arrives_in_a_step_waits_for_its_end():
+    # Step 1 (10 tokens) ends at 6; the second came at 2 and joins: 1 decode + 4 tokens = 3.5 s, to 9.5; then 2 decodes.
+    simulation = run([request(10, 3), request(4, 2, arrival=2.0)])
+    assert times(simulation) == [(6.0, [3.5, 2.0]), (7.5, [2.0])]
+    assert [m.scheduled_time for m in simulation.requests] == [0.0, 6.0]
+
+
+def test_time_passes_while_nothing_is_there_to_do():
+    simulation = run([request(2, 1, arrival=1.0), request(2, 1, arrival=100.0)])
+    assert [m.finished_time for m in simulation.requests] == [3.0, 102.0]
+
+
+def test_a_request_that_waits_for_another_arrives_so_long_after_its_end():
+    simulation = run([request(2, 2), request(2, 1, arrival=5.0, after=0)])
+    assert [m.arrival_time for m in simulation.requests] == [0.0, 2.0 + 1.5 + 5.0]
+
+
+def test_a_step_costs_what_it_computes_and_not_what_it_finds():
+    prompt = list(range(1, 41))
+    simulation = run([request(prompt, 1), request(prompt, 1, arrival=50.0)])
+    assert times(simulation) == [(21.0, []), (1.0 + (40 - 32) / 2, [])]
+    assert [m.num_cached_tokens for m in simulation.requests] == [0, 32]
+
+
+def test_decodes_cost_their_context_and_chunks_their_pairs():
+    cost = CostModel(HostCost(), DeviceCost(knee=4, per_context_token=1.0, per_chunk_pair=100.0), HostCost())
+    # Two chunks of a prompt of 48, 32 and 16 tokens long: pairs with 0 and 32 tokens before; the decode reads 49.
+    simulation = run([request(48, 2)], cost, max_num_batched_tokens=32, long_prefill_token_threshold=32)
+    first = 100.0 * (32 * 33 / 2 + 16 * 32 + 16 * 17 / 2)
+    assert times(simulation) == [(first, [49.0])]
+
+
+def test_without_overlap_host_and_device_take_turns():
+    cost = CostModel(HostCost(0.25, 0.25), DeviceCost(knee=4, fixed=2.0), HostCost(0.5, 0.5), launch_blocks=False)
+    assert times(run([request(8, 3)], cost)) == [(3.5, [3.5, 3.5])]
+
+
+def test_a_device_of_its_own_begins_once_a_step_is_launched():
+    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5, 0.5), False)
+    assert times(run([request(8, 3)], cost)) == [(3.75, [3.75, 3.75])]
+    # Launched at 1.5, the device computes until 3.5 and goes on at once with what was launched at 3.0.
+    assert times(run([request(8, 3)], cost, overlap=True)) == [(3.75, [2.0, 2.0])]
+    record, *_ = run([request(8, 3)], cost).steps[0]
+    assert (record.schedule_time, record.execute_time, record.update_time) == (0.5, 3.0, 0.25)
+
+
+def test_with_overlap_the_host_works_while_the_device_does():
+    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=False)
+    # Launched at 0.5, the device computes without a pause until 2.5, 4.5, 6.5; each is read 0.25 s later.
+    assert times(run([request(8, 3)], cost, overlap=True)) == [(2.75, [2.0, 2.0])]
+
+
+def test_with_overlap_a_slow_host_is_what_counts():
+    cost = CostModel(HostCost(4.0), DeviceCost(knee=4, fixed=2.0), HostCost(1.0), launch_blocks=False)
+    # Schedules end at 4, 8; step 1 was ready at 6 and is read at 9; then each step is 4 + 1. The last one, launched at
+    # 18, is waited for until 20 with nothing to schedule.
+    assert times(run([request(8, 4)], cost, overlap=True))[0] == (9.0, [5.0, 5.0, 2.0])
+
+
+def test_overlap_hides_nothing_where_the_host_computes_the_step_itself():
+    cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=True)
+    # Two steps are launched, one after the other, before the first is read.
+    assert times(run([request(8, 3)], cost, overlap=True))[0] == (5.25, [2.75, 0.25])
+
+
+def test_requests_are_taken_in_one_after_the_other_between_steps():
+    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.25, 0.125))
+    simulation = run([request(2, 2), request(6, 2), request(2, 1, arrival=2.5)], cost)
+    # The first two before the first step, 0.5 and 1.0; the third during the first step, 0.5 before the second.
+    assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
+
+
+def test_who_arrives_while_others_are_taken_in_waits_for_the_next_step():
+    cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.5))
+    # An idle engine: the second request arrives while the first is taken in, and the first step ends at 2.5.
+    simulation = run([request(2, 1), request(2, 1, arrival=0.25)], cost)
+    assert [m.scheduled_time for m in simulation.requests] == [0.5, 3.0]
+    # A busy one: the second is taken in from 2.5 to 3.0, the third arrives meanwhile, and the second step ends at 5.0.
+    simulation = run([request(2, 3), request(2, 1, arrival=1.0), request(2, 1, arrival=2.75)], cost)
+    assert [m.scheduled_time for m in simulation.requests] == [0.5, 3.0, 5.5]
+
+
+def test_a_step_on_a_gpu_costs_what_it_is_rounded_up_to():
+    on_gpu = {"device": "cuda", "attention_backend": "flex", "max_num_batched_tokens": 256}
+    simulation = run([request(33, 2)], PER_TOKEN, **on_gpu)
+    assert times(simulation) == [(1.0 + 0.5 * 64, [1.0 + 0.5 * 4])]
+
+
+# ---------------------------------------------------------------------------------- the real engine's decisions
+
+TINY = {"block_size": 16, "max_model_len": 512}
+POOLS = {
+    "roomy pool": {"num_kv_blocks": 129, "max_num_seqs": 16, "max_num_batched_tokens": 128},
+    "tiny pool": {"num_kv_blocks": 25, "max_num_seqs": 16, "max_num_batched_tokens": 80, "max_model_len": 200},
+}
+
+
+def composition(record: StepRecord) -> StepRecord:
+    """Without its times; of first tokens and of gaps between tokens, how many there were."""
+    firsts, gaps = (0.0,) * len(record.ttfts), ((0.0, sum(count for _, count in record.itls)),)
+    times = dict.fromkeys(("time", "start_time", "schedule_time", "launch_time", "execute_time", "update_time"), 0.0)
+    return replace(record, **times, ttfts=firsts, request_ttfts=firsts, itls=gaps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_steps_are_the_real_engines(pool, overlap):
+    workload = random_workload(24, vocab_size=VOCAB_SIZE)
+    real: list[StepRecord] = []
+    with LLM(tiny_model(), enforce_eager=True, overlap=overlap, on_step=real.append, **(TINY | pool)) as llm:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=r.num_output_tokens, ignore_eos=True) for r in workload.requests
+        ]
+        outputs = llm.generate([r.prompt_token_ids for r in workload.requests], params, use_tqdm=False)
+        resolved, stats = llm.config, llm.stats()
+    simulation = simulate(workload, resolved, PER_TOKEN, keep_steps=True)
+    assert [composition(r) for r in simulation.steps[0]] == [composition(r) for r in real]
+    assert [m.num_cached_tokens for m in simulation.requests] == [o.num_cached_tokens for o in outputs]
+    assert [m.num_preemptions for m in simulation.requests] == [o.metrics.num_preemptions for o in outputs]
+    assert simulation.stats == [stats]
+    assert stats.prefix_cache_hits > 0
+    if pool is POOLS["tiny pool"]:
+        assert stats.num_preemptions > 0
+
+
+# --------------------------------------------------------------------------------------------------- conservation
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("launch_blocks", [False, True])
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_every_request_gets_its_tokens_and_every_block_comes_back(pool, overlap, launch_blocks):
+    workload = random_workload(60, rate=0.1)
+    cost = replace(PER_TOKEN, launch_blocks=launch_blocks)
+    simulation = simulate(workload, config(overlap=overlap, **pool), cost, num_replicas=3, keep_steps=True)
+    for metrics, of_request in zip(simulation.requests, workload.requests, strict=True):
+        assert metrics.num_output_tokens == of_request.num_output_tokens == len(metrics.itls) + 1
+        assert metrics.num_prompt_tokens == len(of_request.prompt_token_ids)
+        assert of_request.arrival == metrics.arrival_time <= metrics.scheduled_time < metrics.first_token_time
+        assert min(metrics.itls, default=0.0) >= 0.0
+        assert metrics.first_token_time + sum(metrics.itls) == pytest.approx(metrics.finished_time)
+    assert [s.num_used_blocks for s in simulation.stats] == [0, 0, 0]
+    assert sum(s.num_output_tokens for s in simulation.stats) == workload.num_output_tokens
+    for records, stats in zip(simulation.steps, simulation.stats, strict=True):
+        assert sum(r.num_decode_tokens + r.num_prefill_tokens for r in records) == stats.num_scheduled_tokens
+        assert all(before.time <= after.time for before, after in pairwise(records))
+
+
+def test_a_run_repeats_itself():
+    workload = random_workload(40, rate=0.5)
+    runs = [simulate(workload, config(**POOLS["tiny pool"]), PER_TOKEN, num_replicas=2) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_priorities_go_first():
+    simulation = run([request(8, 2), request(8, 2, priority=-1)], max_num_seqs=1)
+    assert simulation.requests[1].finished_time < simulation.requests[0].first_token_time
+
+
+def test_salted_prompts_share_no_prefix():
+    prompt = list(range(100))
+    simulation = run([request(prompt, 1), request(prompt, 1, cache_salt="a"), request(prompt, 1)])
+    assert [m.num_cached_tokens for m in simulation.requests] == [0, 0, 96]
+
+
+# ---------------------------------------------------------------------------------------------------- monotonicity
+
+
+def seconds(workload: Workload, cost: CostModel = PER_TOKEN, num_replicas: int = 1, **limits: Any) -> float:
+    return simulate(workload, config(**limits), cost, num_replicas=num_replicas).figures()["seconds"]
+
+
+def test_more_replicas_a_faster_device_and_a_prefix_cache_save_time():
+    workload = random_workload(40)
+    alone = seconds(workload, **POOLS["roomy pool"])
+    assert seconds(workload, num_replicas=2, **POOLS["roomy pool"]) < alone
+    assert seconds(workload, enable_prefix_caching=False, **POOLS["roomy pool"]) > alone
+    faster = replace(PER_TOKEN, device=replace(PER_TOKEN.device, fixed=0.5))
+    assert seconds(workload, faster, **POOLS["roomy pool"]) < alone
+
+
+def test_overlap_saves_time_on_a_device_of_its_own():
+    cost = CostModel(HostCost(0.5), PER_TOKEN.device, HostCost(0.5), launch_blocks=False)
+    workload = random_workload(40)
+    assert seconds(workload, cost, overlap=True) < seconds(workload, cost, overlap=False)
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_are_those_of_the_requests():
+    simulation = run([request(10, 3), request(4, 2, arrival=2.0)])
+    result = simulation.figures()
+    assert (result["seconds"], result["num_output_tokens"], result["steps"]) == (11.5, 5, 3)
+    assert result["output_tokens_per_second"] == 5 / 11.5
+    # Percentiles lie between the values, as a benchmark's do: of 6 and 7.5, and of 2, 2 and 3.5.
+    assert result["ttft"] == pytest.approx({"mean": 6.75, "p50": 6.75, "p90": 7.35, "p99": 7.485, "max": 7.5})
+    assert result["itl"] == pytest.approx({"mean": 2.5, "p50": 2.0, "p90": 3.2, "p99": 3.47, "max": 3.5})
+    assert (result["cached_tokens"], result["hit_rate"], result["preemptions"]) == (0, 0.0, 0)
+    assert "3 steps in 11.50 s" in report(result)
+
+
+def test_requests_of_one_token_have_no_gaps_to_report():
+    result = figures(run([request(4, 1)]).requests, run([request(4, 1)]).stats)
+    assert result["itl"] is None
+    assert "between two tokens" not in report(result)
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (request([], 1), "request 1 has 0 prompt tokens"),
+        (request(4, 0), "0 output tokens"),
+        (request(500, 13), r"max_model_len \(512\)"),
+        (request([-1], 1), "token id outside"),
+        (request([2**24], 1), "token id outside"),
+        (request(4, 1, arrival=-1.0), "arrives at -1.0"),
+        (request(4, 1, arrival=float("nan")), "arrives at nan"),
+        (request(4, 1, after=1), "waits for request 1"),
+        (request(4, 1, after=-1), "waits for request -1"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_by_its_place(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        run([request(4, 1), wrong])
+
+
+def test_what_is_not_simulated_is_refused():
+    with pytest.raises(ValueError, match="max_queue is 3"):
+        run([request(4, 1)], max_queue=3)
+    with pytest.raises(ValueError, match="num_replicas is 0"):
+        simulate(Workload("test", [request(4, 1)]), config(), PER_TOKEN, num_replicas=0)
+    with pytest.raises(ValueError, match="no requests"):
+        run([])
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory-utilization=0.5", "--record-itl", "--engine-seed=1", "--revision=a"])
+def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--calibration", "costs.json", option])
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+def test_the_simulator_does_without_torch():
+    modules = "nanovllm.tools.simulate.simulator, nanovllm.tools.simulate.routing"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
