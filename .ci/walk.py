@@ -1,0 +1,111 @@
+"""Counts the walk of a request: the package's files and functions that run for construction and for one new token.
+
+    python .ci/walk.py [--list]
+
+A tiny Llama on `sdpa` answers one prompt with one new token, for the second time in the process. A room is a folder or
+a top-level module of the package; a room change is a call into another room than the caller's. Where a thread begins
+there is no caller. Lambdas, comprehensions and modules' own code are not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+
+PACKAGE = f"{Path(nanovllm.__file__).parent}/"
+
+
+@dataclass
+class Walk:
+    """Counts calls while `is_counting`; installed before any engine starts a thread, which then is counted too."""
+
+    is_counting: bool = False
+    functions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (file, name)
+    num_room_changes: int = 0
+
+    def install(self) -> None:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def remove(self) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    @contextmanager
+    def report(self, name: str, *, with_list: bool) -> Iterator[None]:
+        self.is_counting = True
+        yield
+        self.is_counting = False
+        files = sorted({file for file, _ in self.functions})
+        print(
+            f"walk, {name}: {len(files)} files, {len(self.functions)} functions, {self.functions.total()} calls, "
+            f"{self.num_room_changes} room changes"
+        )
+        for file in files if with_list else ():
+            calls = (f"{function} {n}" for (where, function), n in sorted(self.functions.items()) if where == file)
+            print(f"    {file}: {', '.join(calls)}")
+        self.functions.clear()
+        self.num_room_changes = 0
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not self.is_counting or frame.f_code.co_name.startswith("<"):
+            return
+        file = _file_in_package(frame)
+        if file is None:
+            return
+        self.functions[file, frame.f_code.co_name] += 1
+        caller = frame.f_back
+        while caller is not None and _file_in_package(caller) is None:
+            caller = caller.f_back
+        if caller is not None and _room(_file_in_package(caller)) != _room(file):
+            self.num_room_changes += 1
+
+
+def _file_in_package(frame: FrameType) -> str | None:
+    path = frame.f_code.co_filename
+    return path.removeprefix(PACKAGE) if path.startswith(PACKAGE) else None
+
+
+def _room(file: str | None) -> str | None:
+    return file and file.split("/", 1)[0]
+
+
+def main() -> None:
+    with_list = "--list" in sys.argv[1:]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config).eval()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    walk = Walk()
+    walk.install()
+    with walk.report("construction", with_list=with_list):
+        llm = LLM(model, attention_backend="sdpa", max_model_len=64, num_kv_blocks=16, block_size=16)
+    llm.generate([[1, 2, 3, 4, 5, 6]], params, use_tqdm=False)
+    with walk.report("one token", with_list=with_list):
+        llm.generate([[7, 8, 9, 4, 5, 6]], params, use_tqdm=False)
+    walk.remove()
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
