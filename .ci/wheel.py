@@ -1,0 +1,177 @@
+"""Builds the wheel, installs it outside of the checkout, and runs it there: generate, serve and a kernel build.
+
+    python .ci/wheel.py
+
+The second environment borrows the dependencies of the one that runs this file, so it is made in a second. The model is
+tiny, random and on disk; all caches begin empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT = "Once upon a time there was"
+MAX_TOKENS = 8
+DEADLINE_S = 300.0  # for each command; generous, since they compile
+ANSWER_S = 60.0
+LAST_LINES = 20  # of a server that failed
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        wheel = build_wheel(work / "wheel")
+        check_contents(wheel)
+        scripts = install(wheel, work / "environment")
+        model = save_model(work / "model")
+        environ = clean_environ(work / "cache")
+        text = generate(scripts, model, work, environ)
+        libraries = list((work / "cache").glob("nanovllm/kernels/*.so"))
+        if len(libraries) != 1:
+            raise SystemExit(f"generate left {len(libraries)} kernel libraries in an empty cache; it must build one.")
+        served = serve(scripts, model, work, environ)
+    if served != text:
+        raise SystemExit(f"the server answers {served!r} where generate prints {text!r}.")
+    print(f"wheel: {wheel.name} installed, built its kernels, generated and served the same {MAX_TOKENS} tokens")
+
+
+def build_wheel(folder: Path) -> Path:
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
+    (wheel,) = folder.glob("nanovllm-*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """Every file of the package is in the wheel: pages, C++ sources and py.typed too."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "nanovllm").rglob("*") if path.is_file()}
+    missing = sorted(file for file in files - packed if "__pycache__" not in file)
+    if missing:
+        raise SystemExit(f"{wheel.name} lacks {', '.join(missing)}.")
+    for pattern in ("nanovllm/py.typed", "nanovllm/pages/", "nanovllm/kernels/csrc/"):
+        if not any(name.startswith(pattern) for name in packed):
+            raise SystemExit(f"{wheel.name} has nothing under {pattern}.")
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    """A new environment with the wheel and, behind it on the path, this one's packages; returns its scripts' folder."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)])
+    variables = {"base": str(environment), "platbase": str(environment)}
+    own = Path(sysconfig.get_path("purelib", "venv", variables))
+    borrowed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (own / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed), encoding="utf-8")
+    environ = clean_environ(environment)
+    where = run([str(python), "-c", "import nanovllm; print(nanovllm.__file__)"], cwd=environment, environ=environ)
+    if not Path(where.strip()).is_relative_to(own):
+        raise SystemExit(f"nanovllm is imported from {where.strip()}, not from {own}.")
+    return environment / "bin"
+
+
+def clean_environ(cache: Path) -> dict[str, str]:
+    """The environment's variables without a way back into the checkout, or to any cache or hub."""
+    dropped = ("PYTHONPATH", "NANOVLLM_CACHE", "NANOVLLM_API_KEY")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+
+
+def save_model(folder: Path) -> Path:
+    sys.path.insert(0, str(ROOT))
+    from tests.support.tiny_models import save_tiny
+
+    return save_tiny(folder)
+
+
+def generate(scripts: Path, model: Path, work: Path, environ: dict[str, str]) -> str:
+    """The text that `nanovllm generate` prints, on the C++ kernels."""
+    command = [str(scripts / "nanovllm"), "generate", PROMPT, "--model", str(model), "--max-tokens", str(MAX_TOKENS)]
+    printed = run([*command, "--attention-backend", "cpp", "--device", "cpu", "--json"], cwd=work, environ=environ)
+    answer = json.loads(printed)
+    if len(answer["token_ids"]) != MAX_TOKENS or answer["finish_reason"] != "length":
+        raise SystemExit(f"generate answered {answer}, not {MAX_TOKENS} tokens.")
+    return answer["text"]
+
+
+def serve(scripts: Path, model: Path, work: Path, environ: dict[str, str]) -> str:
+    """What `nanovllm serve` answers, on a free port; its page is fetched too, and SIGTERM ends it with status 0."""
+    command = [str(scripts / "nanovllm"), "serve", "--model", str(model), "--port", "0", "--served-model-name", "tiny"]
+    command += ["--attention-backend", "cpp", "--device", "cpu"]
+    server = subprocess.Popen(command, cwd=work, env=environ, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=collect_lines, args=(server.stderr, lines), daemon=True).start()
+    try:
+        url = wait_for_url(lines)
+        page = fetch(url)
+        if b"<html" not in page:
+            raise SystemExit(f"the page at {url} begins with {page[:80]!r}.")
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
+        answer = json.loads(fetch(f"{url}/v1/completions", body))
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(ANSWER_S)
+    finally:
+        server.kill()
+        server.wait()
+    if status != 0:
+        raise SystemExit(f"the server ended with status {status} after SIGTERM.")
+    return answer["choices"][0]["text"]
+
+
+def collect_lines(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def wait_for_url(lines: queue.Queue[str | None]) -> str:
+    """The address that the server logs once it listens."""
+    seen = []
+    deadline = time.monotonic() + DEADLINE_S
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            line = lines.get(timeout=left)
+        except queue.Empty:
+            break
+        if line is None:
+            break
+        seen.append(line)
+        if "running on " in line:
+            return line.split("running on ")[1].split()[0]
+    raise SystemExit("the server did not start. Its last lines:\n" + "".join(seen[-LAST_LINES:]))
+
+
+def fetch(url: str, body: object = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=ANSWER_S) as response:
+        return response.read()
+
+
+def run(command: list[str], *, cwd: Path | None = None, environ: dict[str, str] | None = None) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
