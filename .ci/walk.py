@@ -42,7 +42,7 @@ class Walk:
 
     def remove(self) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     @contextmanager
     def report(self, name: str, *, with_list: bool) -> Iterator[None]:
