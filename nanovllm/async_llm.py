@@ -14,19 +14,20 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.requests.input_processor import Intake, Message, PreparedRequest, Prompt, num_samples, words_of
+from nanovllm.requests.input_processor import Message, Prompt, num_samples, words_of
 from nanovllm.requests.preparation import Preparation, text_size
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.streaming.engine_thread import EngineLoop
+from nanovllm.sequence import NewRequest
+from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.heartbeat import Heartbeat
-from nanovllm.streaming.streams import Mailroom, Outputs, Stream
+from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream
 
 Result = TypeVar("Result")
 
@@ -56,17 +57,19 @@ class AsyncLLM:
         prepares_when_idle: bool = False,
         **options: Any,
     ) -> None:
-        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
+        engine = build_engine(model, tokenizer, on_step, options, trace=trace)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
-        self.vocab_size = engine.vocab_size  # token ids lie below it
-        self._intake = Intake(engine)
-        self._mailroom = Mailroom()
-        self._engine_loop = EngineLoop(engine, self._mailroom, prepares_when_idle=prepares_when_idle)
+        self.vocab_size = engine.input_processor.limits.vocab_size  # token ids lie below it
+        self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
+        self._input_processor = engine.input_processor
+        self._router = OutputRouter()
+        self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
+        self._has_room = engine.has_room
         self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
         self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
-        weakref.finalize(self, self._engine_loop.stop).atexit = False  # if it is forgotten without being closed
+        weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
     async def generate(
         self,
@@ -138,7 +141,7 @@ class AsyncLLM:
         request_ids: SequenceABC[str] | None = None,
         output_kind: OutputKind | str = OutputKind.CUMULATIVE,
         **options: Any,
-    ) -> Outputs:
+    ) -> OutputStream:
         """Queue prompts, all of them together or none, and return once they are queued.
 
         Args:
@@ -153,7 +156,7 @@ class AsyncLLM:
             request_ids = [uuid.uuid4().hex for _ in prompts]
         if not prompts or len(request_ids) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(request_ids)} request ids; give one for each.")
-        prepare = partial(self._intake.prepare_each, list(prompts), sampling_params, **options)
+        prepare = partial(self._input_processor.process_each, list(prompts), sampling_params, **options)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         return await self._submit(prepare, request_ids, output_kind, sampling_params, texts)
 
@@ -167,26 +170,26 @@ class AsyncLLM:
         request_id: str | None = None,
         output_kind: OutputKind | str = OutputKind.CUMULATIVE,
         **options: Any,
-    ) -> Outputs:
+    ) -> OutputStream:
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
 
-        def prepare(*, arrival_time: float) -> list[PreparedRequest]:
-            token_ids = self._intake.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
-            return self._intake.prepare_each([token_ids], sampling_params, arrival_time=arrival_time, **options)
+        def prepare(**given: Any) -> list[NewRequest]:
+            token_ids = self._input_processor.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
+            return self._input_processor.process_each([token_ids], sampling_params, **given, **options)
 
         request_ids = [uuid.uuid4().hex if request_id is None else request_id]
         return await self._submit(prepare, request_ids, output_kind, sampling_params, (messages, tools))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
-        work = partial(self._intake.tokenize, prompt, add_special_tokens=add_special_tokens)
+        work = partial(self._input_processor.tokenize, prompt, add_special_tokens=add_special_tokens)
         return await self._prepare(work, prompt)
 
     async def apply_chat_template(
         self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
-        work = partial(self._intake.apply_chat_template_to, messages, tools=tools, **template_options)
+        work = partial(self._input_processor.apply_chat_template_to, messages, tools=tools, **template_options)
         return await self._prepare(work, (messages, tools))
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
@@ -195,13 +198,13 @@ class AsyncLLM:
 
     async def _submit(
         self,
-        prepare: Callable[..., list[PreparedRequest]],
+        prepare: Callable[..., list[NewRequest]],
         request_ids: SequenceABC[str],
         output_kind: OutputKind | str,
         sampling_params: Any,
         texts: Any,
-    ) -> Outputs:
-        """Queue what `prepare` makes of `texts`."""
+    ) -> OutputStream:
+        """Queue the requests that `prepare` makes of `texts`."""
         arrival_time = self._clock()
         seen: set[str] = set()
         for request_id in request_ids:
@@ -217,19 +220,18 @@ class AsyncLLM:
         stream = Stream(kind)
 
         def add(engine: Engine) -> None:
-            _add_all(engine, dict(zip(request_ids, requests, strict=True)), kind)
+            engine.add(*requests)
             for request_id in request_ids:
-                self._mailroom.open(request_id, stream)
+                self._router.open(request_id, stream)
                 if self._preparing.get(request_id):
                     self._abort_in(engine, request_id)
 
         self._preparing |= dict.fromkeys(request_ids, False)
         try:
             count = num_samples(sampling_params, len(request_ids))
-            if not self.is_dead and not self._intake.has_room(count):  # unless an abort is on its way to the engine
-                await self._run(lambda engine: engine.check_queue(count))
-            words = words_of(sampling_params)
-            requests = await self._prepare(partial(prepare, arrival_time=arrival_time), (texts, words))
+            await self._check_queue(count)
+            given = {"request_ids": request_ids, "output_kind": kind, "arrival_time": arrival_time}
+            requests = await self._prepare(partial(prepare, **given), (texts, words_of(sampling_params)))
             await self._run(add)
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
@@ -237,15 +239,23 @@ class AsyncLLM:
         finally:
             for request_id in request_ids:
                 del self._preparing[request_id]
-        return Outputs(stream, request_ids, self._abandon)
+        return OutputStream(stream, request_ids, self._abandon)
+
+    async def _check_queue(self, count: int) -> None:
+        """Refuse samples that have no room before their texts are tokenised.
+
+        The queue's length may be a step old, so a refusal is confirmed between two steps: an abort may be on its way.
+        """
+        if not self.is_dead and not self._has_room(count):
+            await self._run(lambda engine: engine.check_queue(count))
 
     async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
-        """What `prepare` returns; `texts` is what it tokenises."""
-        self._engine_loop.process.check()
+        """The result of `prepare`, which tokenises `texts`."""
+        self._engine_thread.process.check()
         try:
             future = self._preparation.submit(prepare, text_size(texts))
         except RuntimeError:  # it is shut down
-            raise self._engine_loop.refusal() from None
+            raise self._engine_thread.refusal() from None
         return await asyncio.wrap_future(future)
 
     def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
@@ -254,17 +264,17 @@ class AsyncLLM:
 
         def abort(engine: Engine) -> None:
             for request_id in request_ids:
-                if self._mailroom.close(request_id, stream):
+                if self._router.close(request_id, stream):
                     engine.abort(request_id)
 
         try:
-            self._engine_loop.submit(abort)
+            self._engine_thread.submit(abort)
         except RuntimeError:
             return  # closed or dead, and the requests with it
 
     async def _run(self, call: Callable[[Engine], Result]) -> Result:
         """In the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self._engine_loop.submit(call))
+        return await asyncio.wrap_future(self._engine_thread.submit(call))
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -285,7 +295,7 @@ class AsyncLLM:
         """From the engine's thread."""
         output = engine.abort(request_id)
         if output is not None:
-            self._mailroom.deliver([output])
+            self._router.deliver([output])
         return output is not None
 
     # ------------------------------------------------------------------------------------------------------- state
@@ -293,7 +303,7 @@ class AsyncLLM:
     @property
     def is_dead(self) -> bool:
         """Whether an error ended the engine; calls raise it as the cause of an EngineDeadError."""
-        return self._engine_loop.is_dead
+        return self._engine_thread.is_dead
 
     async def stats(self) -> EngineStats:
         return await self._run(Engine.stats)
@@ -301,7 +311,7 @@ class AsyncLLM:
     def heartbeat(self) -> Heartbeat:
         """The statistics as of the last moment between two steps, and their age: for monitoring, since it never waits
         and works after a failure too."""
-        return self._engine_loop.heartbeat()
+        return self._engine_thread.heartbeat()
 
     async def inspect(self, look: Callable[[Engine], Result]) -> Result:
         """What look(engine) returns; called between two steps in the engine's thread, which waits for it meanwhile.
@@ -323,28 +333,14 @@ class AsyncLLM:
 
         A live module is its owner's again. Waits for the step that runs; does nothing again, or in a forked child.
         """
-        if self._engine_loop.process.is_elsewhere:
+        if self._engine_thread.process.is_elsewhere:
             return
         self._preparation.shutdown()
-        self._engine_loop.stop()
-        await asyncio.to_thread(self._engine_loop.join)
+        self._engine_thread.stop()
+        await asyncio.to_thread(self._engine_thread.join)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _add_all(engine: Engine, requests: dict[str, PreparedRequest], kind: OutputKind) -> None:
-    """Queue all of them or none."""
-    engine.check_queue(sum(request.params.n for request in requests.values()))
-    added: list[str] = []
-    try:
-        for request_id, request in requests.items():
-            request.add_to(engine, request_id, kind)
-            added.append(request_id)
-    except Exception:
-        for request_id in added:
-            engine.abort(request_id)
-        raise

@@ -18,55 +18,71 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
 from nanovllm.model.probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
-from nanovllm.observability.step_records import StepHook, Tracer
+from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 
 
-def open_engine(
+def build_engine(
     model: str | os.PathLike[str] | nn.Module,
     tokenizer: Any,
     on_step: StepHook | None,
     options: dict[str, Any],
     *,
     trace: TraceWriter | None = None,
-    tracer: Tracer | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Load, hook and warm up a model.
-
-    Arguments and errors are those of `LLM`; `tracer` (where there is no trace) and `clock` are those of `Engine`.
-    """
-    if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
-    if trace is not None:
-        if not isinstance(trace, TraceWriter):
-            raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
-        trace.check_unused()
+    """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
+    observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
     with collector_paused():
         loaded = loader.load(model, tokenizer, config)
     binding = ModelBinding(loaded.model, is_live=loaded.is_live)
-    limits = config.resolve_limits(
+    config_with_limits = config.resolve_limits(
         binding.device.type, loaded.max_position_embeddings, block_size=preferred_block_size(binding, config)
     )
-    if binding.window is not None and limits.max_model_len > binding.window:
+    if binding.window is not None and config_with_limits.max_model_len > binding.window:
         raise UnsupportedModelError(
             f"{type(loaded.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
             f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
         )
     check_row_counted_scales(
-        loaded.model, max_num_batched_tokens=limits.max_num_batched_tokens, max_model_len=limits.max_model_len
+        loaded.model,
+        max_num_batched_tokens=config_with_limits.max_num_batched_tokens,
+        max_model_len=config_with_limits.max_model_len,
     )
-    model_runner = ModelRunner(binding, limits, max_model_len_is_set=config.max_model_len is not None)
+    model_runner = ModelRunner(binding, config_with_limits, max_model_len_is_set=config.max_model_len is not None)
     if trace is not None:
         trace.begin(model_runner.config)
+    limits = RequestLimits(
+        vocab_size=loaded.vocab_size,
+        num_logits=binding.vocab_size,
+        max_model_len=model_runner.config.max_model_len,
+        model_name=type(loaded.model).__name__,
+        has_base_model=binding.has_base_model,
+        allow_control_tokens=config.allow_control_tokens_in_messages,
+    )
     return Engine(
         model_runner,
+        InputProcessor(loaded.tokenizer, limits, clock),
         tokenizer=loaded.tokenizer,
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        model_identity=loaded.identity,
-        on_step=on_step,
-        tracer=tracer if trace is None else trace,
+        # A config may name an EOS that embedding or head do not have; it can never be sampled.
+        eos_token_ids=tuple(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < binding.vocab_size),
+        hash_seed=f"{loaded.identity}:{binding.dtype}",
+        observers=observers,
         clock=clock,
     )
+
+
+def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:
+    observers = StepObservers()
+    if on_step is not None:
+        if not callable(on_step):
+            raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
+        observers.append(OnStep(on_step))
+    if trace is not None:
+        if not isinstance(trace, TraceWriter):
+            raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
+        trace.check_unused()
+        observers.append(trace)
+    return observers

@@ -9,23 +9,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
+from nanovllm.errors import EngineClosedError
 from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.interrupts import InterruptsHeld
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
 from nanovllm.own_process import OwnProcess
-from nanovllm.requests.input_processor import Intake, Message, PreparedRequest, Prompt
+from nanovllm.requests.input_processor import Message, Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
 
 
 class LLM:
@@ -57,16 +60,15 @@ class LLM:
         trace: TraceWriter | None = None,
         **options: Any,
     ) -> None:
-        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
+        engine = build_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._process = OwnProcess("LLM")
         self._engine: Engine | None = engine
-        self._intake: Intake | None = Intake(engine)
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
-        self._request_numbers = itertools.count()
+        self._request_ids: Iterator[str] = map(str, itertools.count())
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: where its call looks
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
-        self._inboxes: dict[str, list[RequestOutput]] = {}  # by request id: where the call that waits for it looks
 
     # ----------------------------------------------------------------------------------------------- generation
 
@@ -95,19 +97,24 @@ class LLM:
         (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
         them all and raises.
         """
-        prepared = self._open_intake().prepare(
-            prompts, sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
+        engine = self._open_engine()
+        requests = engine.input_processor.process(
+            prompts,
+            sampling_params,
+            request_ids=self._request_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
         )
-        requests = {str(next(self._request_numbers)): request for request in prepared}
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        show_rate = _rate_display(bar, self._open_engine())
-        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in prepared)
+        show_rate = _rate_display(bar, engine) if use_tqdm else None
+        reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
         with bar, OldObjectsFrozen(keeps_results=reports):
-            for output in self._run(requests, OutputKind.FINAL, after_step=show_rate):
+            for output in self._run(requests, after_step=show_rate):
                 outputs[output.request_id] = output
                 bar.update()
-        return [outputs[request_id] for request_id in requests]
+        return [outputs[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -136,10 +143,16 @@ class LLM:
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        (request,) = self._open_intake().prepare_each(
-            [prompt], sampling_params, priority=priority, cache_salt=cache_salt, timeout=timeout
+        request = self._open_engine().input_processor.process_one(
+            next(self._request_ids),
+            prompt,
+            sampling_params,
+            output_kind=OutputKind.CUMULATIVE,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
         )
-        return self._run({str(next(self._request_numbers)): request}, OutputKind.CUMULATIVE)
+        return self._run([request])
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -148,47 +161,42 @@ class LLM:
 
         Texts that spell a control token are encoded as plain text, see `allow_control_tokens_in_messages`.
         """
-        return self._open_intake().apply_chat_template(messages)
+        return self._open_engine().input_processor.apply_chat_template(messages)
 
     def _run(
-        self,
-        requests: dict[str, PreparedRequest],
-        output_kind: OutputKind,
-        *,
-        after_step: Callable[[Engine], None] = lambda _: None,
+        self, requests: list[NewRequest], *, after_step: Callable[[Engine], None] | None = None
     ) -> Iterator[RequestOutput]:
-        """Queue requests and yield what comes of them; leaving early, or by an exception, ends them.
+        """Queue requests and yield their outputs; leaving early, or by an exception, ends them.
 
-        Whoever holds the lock steps for all, and leaves the outputs of other calls in their inboxes.
+        The thread that holds the lock steps for all calls, and puts the outputs of the others into their inboxes.
         """
-        inbox: list[RequestOutput] = []
-        unfinished = set(requests)
+        inbox: deque[RequestOutput] = deque()
+        unfinished = {request.request_id for request in requests}
         try:
             with self._turn() as engine:
-                engine.check_queue(sum(request.params.n for request in requests.values()))
-                for request_id, request in requests.items():
-                    self._inboxes[request_id] = inbox
-                    request.add_to(engine, request_id, output_kind)
+                engine.add(*requests)
+                self._inboxes |= dict.fromkeys(unfinished, inbox)
             while unfinished:
                 with self._turn() as engine:
                     if not inbox:
                         self._step(engine)
-                        after_step(engine)
-                    arrived = inbox[:]
-                    inbox.clear()
-                for output in arrived:
+                        if after_step is not None:
+                            after_step(engine)
+                while inbox:
+                    output = inbox.popleft()
                     if output.finished:
                         unfinished.discard(output.request_id)
                     yield output
         finally:
             # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
-            # the lock is taken, and whoever takes it next does the rest. In a forked child it is nobody's request.
-            self._abandoned.extend(requests)
-            if not self._process.is_elsewhere and self._lock.acquire(blocking=False):
-                try:
-                    self._abort_abandoned()
-                finally:
-                    self._lock.release()
+            # the lock is taken, and whoever takes it next aborts. In a forked child it is nobody's request.
+            self._abandoned.extend(unfinished)
+            with InterruptsHeld():
+                if not self._process.is_elsewhere and self._lock.acquire(blocking=False):
+                    try:
+                        self._abort_abandoned()
+                    finally:
+                        self._lock.release()
 
     def _step(self, engine: Engine) -> None:
         """One step for everybody's requests; each output goes to the call that waits for it."""
@@ -197,41 +205,36 @@ class LLM:
                 raise RuntimeError("the engine has lost a request that a call still waits for; please report this.")
             engine.step()
         while engine.outputs:
-            output = engine.outputs[0]
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:  # else its call was interrupted, and the request is about to be aborted
+            output = engine.outputs.popleft()
+            finished = output.finished
+            inbox = self._inboxes.pop(output.request_id, None) if finished else self._inboxes.get(output.request_id)
+            if inbox is not None:  # else its call has ended, and the request is about to be aborted
                 inbox.append(output)
-            engine.outputs.popleft()
 
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
-        """The engine, for this thread alone."""
-        with self._own_lock():
-            engine = self._open_engine()
-            self._abort_abandoned()
-            yield engine
-
-    @contextmanager
-    def _own_lock(self) -> Iterator[None]:
+        """The engine for this thread alone; Ctrl-C waits for the end of the turn."""
         self._process.check()
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from within one of its own steps, by on_step or a logits processor, and would "
                 "wait for itself for ever. Take note of what is wanted there, and call it after the step."
             )
-        with self._lock:
+        with InterruptsHeld() as interrupts, self._lock:
+            interrupts.check()
             self._owner = threading.get_ident()
             try:
-                yield
+                self._abort_abandoned()
+                yield self._open_engine()
             finally:
                 self._owner = None
 
     def _abort_abandoned(self) -> None:
-        """End the requests that nobody waits for any more; nothing to do for those that have ended."""
+        """End the requests whose calls have ended."""
         while self._abandoned:
             request_id = self._abandoned.popleft()
             self._inboxes.pop(request_id, None)
-            if self._engine is not None:
+            if self._engine is not None and not self._engine.is_dead:
                 self._engine.abort(request_id)
 
     # ---------------------------------------------------------------------------------------------------- state
@@ -264,10 +267,9 @@ class LLM:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
         if self._process.is_elsewhere:
             return
-        with self._own_lock():
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = self._intake = None
+        with suppress(EngineClosedError), self._turn() as engine:
+            engine.close()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -278,13 +280,8 @@ class LLM:
     def _open_engine(self) -> Engine:
         self._process.check()
         if self._engine is None:
-            raise RuntimeError("this LLM is closed; build a new one.")
+            raise EngineClosedError("this LLM is closed; build a new one.")
         return self._engine
-
-    def _open_intake(self) -> Intake:
-        self._open_engine()
-        assert self._intake is not None
-        return self._intake
 
 
 def _rate_display(bar: tqdm, engine: Engine) -> Callable[[Engine], None]:

@@ -31,7 +31,7 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import PromptRows, StepReport
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 logger = logging.getLogger("nanovllm")
 
@@ -214,7 +214,7 @@ class ModelRunner:
         end = start + num_tokens
         vocab_size = self.binding.model.get_input_embeddings().num_embeddings
         tokens = [position % vocab_size for position in range(end)]
-        sequence = Sequence("dummy", tokens, SamplingParams(top_p=0.9), arrival=0, max_model_len=end + 1)
+        sequence = Sequence(NewRequest("dummy", tokens, SamplingParams(top_p=0.9)), arrival=0, max_model_len=end + 1)
         table = [1] * -(-end // self.config.block_size)
         return ScheduledSequence(sequence, start, num_tokens, True, table, 0)
 

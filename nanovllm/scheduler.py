@@ -80,6 +80,14 @@ class Scheduler:
     def num_batches_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def oldest_in_flight(self) -> ScheduledBatch | None:
+        return self._in_flight[0] if self._in_flight else None
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; with ageing it gains one level of priority for every `priority_ageing_s` since its arrival.
 

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 
-from nanovllm.outputs import ErrorKind, TokenLogprobs
+from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A checked request, as the input processor hands it to `Engine.add`.
+
+    prompt: the prompt as text, if it was given as text.
+    prompt_token_ids: what is to be computed of the prompt, at least one token.
+    bad_words: the token ids that spell each of the bad words.
+    priority: lower runs first.
+    cache_salt: requests share cached prefixes only within one salt.
+    timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
+    arrival_time: seconds, on the engine's clock.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    arrival_time: float = 0.0
+    output_kind: OutputKind = OutputKind.FINAL
 
 
 class SequenceStatus(IntEnum):
@@ -57,6 +83,7 @@ class Sequence:
         "priority",
         "prompt_logprobs",
         "request_id",
+        "scheduled_time",
         "seed",
         "status",
         "stop_reason",
@@ -66,33 +93,31 @@ class Sequence:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams,
+        request: NewRequest,
         *,
         arrival: int,
         max_model_len: int,
-        arrival_time: float = 0.0,
-        priority: int = 0,
-        cache_salt: str = "",
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         index: int = 0,
-        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        self.request_id = request_id
+        params = request.params
+        self.request_id = request.request_id
         self.index = index  # which of the request's samples
         self.params = params
-        self.priority = priority
+        self.priority = request.priority
         self.arrival = arrival  # a counter, so that no two sequences are equally old
-        self.arrival_time = arrival_time  # seconds, on the engine's clock
-        # The order in which everything is shared out: smaller first. The scheduler sets it anew if priorities age.
-        self.key: tuple[float, int] = (priority, arrival)
-        self.cache_salt = cache_salt
+        self.arrival_time = request.arrival_time  # seconds, on the engine's clock
+        self.scheduled_time: float | None = None  # when the first step that computes some of it began
+        # The order of scheduling: smaller first. The scheduler sets it anew if priorities age.
+        self.key: tuple[float, int] = (request.priority, arrival)
+        self.cache_salt = request.cache_salt
         self.seed = seed
-        self.bad_words = bad_words  # token ids that must never follow one another
+        self.bad_words = request.bad_words  # token ids that must never follow one another
 
-        self.token_ids = array("i", prompt_token_ids)  # int32: a block's tokens are hashed and compared as bytes
+        self.token_ids = array(
+            "i", request.prompt_token_ids
+        )  # int32: a block's tokens are hashed and compared as bytes
         self.num_prompt_tokens = len(self.token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + min(params.max_tokens or room, room)
@@ -118,17 +143,6 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         reports_prompt = params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if reports_prompt else None
-
-    def start_over(self, num_output_tokens: int) -> None:
-        """Back to waiting with nothing computed and this many of the generated tokens, whatever state it was in."""
-        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
-        if self.logprobs is not None:
-            del self.logprobs[num_output_tokens:]
-        self.num_computed_tokens = self.num_in_flight_tokens = 0
-        self.block_table, self.block_hashes = [], []
-        self.status = SequenceStatus.WAITING
-        self.placed_in_step = -1
-        self.finish_reason = self.stop_reason = self.error = self.error_kind = None
 
     @property
     def num_tokens(self) -> int:

@@ -34,13 +34,13 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
     from nanovllm.batch_layout import build_layout
     from nanovllm.kernels.cpp import load_kernels
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.sequence import Sequence
+    from nanovllm.sequence import NewRequest, Sequence
 
     entries, num_blocks = [], 1
     for number, (start, count) in enumerate(spans):
         end = start + count
         blocks = -(-end // block_size)
-        sequence = Sequence(str(number), [0] * end, SamplingParams(), arrival=number, max_model_len=end + 1)
+        sequence = Sequence(NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=end + 1)
         table = list(range(num_blocks, num_blocks + blocks))
         entries.append(ScheduledSequence(sequence, start, count, True, table, start))
         num_blocks += blocks

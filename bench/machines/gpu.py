@@ -242,14 +242,14 @@ def stage_w4() -> dict[str, Any]:
 
 
 def _whales(llm: LLM) -> dict[str, float]:
-    engine = llm._open_engine()
+    engine = llm._build_engine()
     llm.reset_prefix_cache()
     small = random_requests(requests=64, prompt=512, output=600)
     whales = random_requests(requests=8, prompt=8192, output=4, seed=1)
 
     def add(workload: Workload, name: str) -> None:
         for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-            engine.add_request(f"{name}{number}", prompt, params)
+            engine.add(engine.input_processor.process_one(f"{name}{number}", prompt, params))
 
     add(small, "small")
     for _ in range(100):
@@ -321,20 +321,20 @@ def stage_pool() -> dict[str, Any]:
 
 def _step_seconds(llm: LLM, count: int, context: int) -> float:
     """The median of decode steps."""
-    engine = llm._open_engine()
+    engine = llm._build_engine()
     workload = random_requests(requests=count, prompt=context, output=100)
     for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-        engine.add_request(str(number), prompt, params)
+        engine.add(engine.input_processor.process_one(str(number), prompt, params))
     while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
         engine.step()
     return statistics.median(_gaps(engine.step, lambda n: n < 60))
 
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
-    engine = llm._open_engine()
+    engine = llm._build_engine()
     workload = random_requests(requests=count, prompt=context, output=200)
     for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
-        engine.add_request(str(number), prompt, params)
+        engine.add(engine.input_processor.process_one(str(number), prompt, params))
     engine.step()
     if count * context > 40_000:
         prompts = _trace(engine, 3, f"{count} prompts")

@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.machines.async_streams import model_and_tokenizer
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.observability.step_hooks import StepHooks
 from nanovllm.server.app import create_app
 from nanovllm.server.running import server_of
 from nanovllm.server.settings import ServerSettings
@@ -107,12 +106,11 @@ def step_times(records: list[StepRecord], count: int) -> list[float]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     records: list[StepRecord] = []
-    hooks = StepHooks([records.append])
     model, tokenizer = model_and_tokenizer(arguments.model)
     limits = {"max_num_seqs": arguments.clients, "max_model_len": 512, "kv_cache_memory_bytes": 4 * 2**30}
-    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, record_itl=True, **limits)
+    engine = AsyncLLM(model, tokenizer=tokenizer, on_step=records.append, record_itl=True, **limits)
     settings = ServerSettings(port=0, access_log=False, served_model_name="model")
-    app = create_app(engine, settings, hooks)
+    app = create_app(engine, settings)
     server = server_of(app, engine, settings)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.gc_control import OldObjectsFrozen
@@ -99,7 +99,11 @@ def run_for_real(engine: Engine, workload: Workload, clock: Clock) -> dict[str, 
             now = clock() - start
             while due and due[0][0] <= now:
                 _, number = heapq.heappop(due)
-                engine.add_request(str(number), workload.requests[number].prompt_token_ids, params[number])
+                engine.add(
+                    engine.input_processor.process_one(
+                        str(number), workload.requests[number].prompt_token_ids, params[number]
+                    )
+                )
             if engine.has_unfinished:
                 engine.step()
             elif due:
@@ -141,7 +145,7 @@ def opened(options: argparse.Namespace, clock: Clock) -> tuple[Calibration, Engi
         calibration = calibrate(model, tokenizer=tokenizer, repeats=options.repeats, clock=clock, **given)
         print(f"relative errors of the fit: {calibration.residuals}; {calibration.cost_model}", flush=True)
     calibration.resolve(EngineConfig.from_options(**given), model=model)
-    engine = open_engine(model, tokenizer, None, given | {"record_itl": True}, clock=clock)
+    engine = build_engine(model, tokenizer, None, given | {"record_itl": True}, clock=clock)
     engine.model_runner.binding.caches.take_memory()
     while engine.model_runner.capture_ahead():
         pass  # as a server does while it is idle

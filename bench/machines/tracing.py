@@ -12,8 +12,9 @@ from typing import Any
 
 from bench.micro.test_bench_scheduler import decoding
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
+from nanovllm.batch import ScheduledBatch
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.observability.step_records import News, StepRecorder
+from nanovllm.observability.step_records import StepObservers, StepTimes
 
 STEP_SECONDS = 0.002  # of a steady decode; decides how many steps are written at once
 
@@ -23,9 +24,9 @@ class TimedWriter(TraceWriter):
 
     seconds = 0.0
 
-    def follow(self, news: News) -> None:
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         start = time.perf_counter()
-        super().follow(news)
+        super().step_ended(record, batch)
         self.seconds += time.perf_counter() - start
 
 
@@ -34,15 +35,15 @@ def steady(path: Path, num_running: int, *, rounds: int = 5, num_steps: int = 10
     scheduler, now, took = decoding(num_running), 0.0, []
     with TraceWriter(path) as trace:
         trace.begin(scheduler.config)
-        recorder = StepRecorder(None, trace)
-        recorder.note_added([*scheduler.running])
+        observers = StepObservers([trace])
+        observers.request_added([*scheduler.running])
         batch = scheduler.schedule()
         for _ in range(rounds):
             start = time.process_time()
             for _ in range(num_steps):
                 now += STEP_SECONDS
-                recorder.record(scheduler, batch, now, now - STEP_SECONDS, 1e-4, 0.0, STEP_SECONDS - 2e-4, 1e-4)
-                recorder.tell()
+                times = StepTimes(now - STEP_SECONDS, 1e-4, 0.0, STEP_SECONDS - 2e-4, now - 1e-4, now)
+                observers.step_ended(scheduler, batch, times, now, [])
             took.append((time.process_time() - start) / num_steps)
     return min(took) * 1e6
 

@@ -14,7 +14,7 @@ from nanovllm.attention.flex_cpu import FlexAttention
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 8192
@@ -33,7 +33,9 @@ def entries_of(step: str) -> list[ScheduledSequence]:
         for _ in range(count):
             tokens = list(range(start + num_new_tokens))
             sequence = Sequence(
-                str(len(entries)), tokens, SamplingParams(), arrival=len(entries), max_model_len=len(tokens) + 1
+                NewRequest(str(len(entries)), tokens, SamplingParams()),
+                arrival=len(entries),
+                max_model_len=len(tokens) + 1,
             )
             num_pages = -(-len(tokens) // BLOCK_SIZE)
             table = list(range(next_block, next_block + num_pages))

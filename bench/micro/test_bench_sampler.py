@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from nanovllm.sampling.logprobs import StepReport
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 152_000
 NUM_OUTPUT_TOKENS = 200
@@ -46,13 +46,10 @@ def requests(options: dict[str, Any]) -> list[Sequence]:
         prompt, output = torch.randint(VOCAB_SIZE, (2, NUM_OUTPUT_TOKENS), generator=generator).tolist()
         words = ((prompt[0],), (prompt[1], prompt[2])) if "bad_words" in options else ()
         sequence = Sequence(
-            str(number),
-            prompt,
-            SamplingParams(**options),
+            NewRequest(str(number), prompt, SamplingParams(**options), bad_words=words),
             arrival=number,
             max_model_len=4096,
             seed=number,
-            bad_words=words,
         )
         sequence.token_ids.extend(output)
         sequences.append(sequence)

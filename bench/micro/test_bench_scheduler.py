@@ -16,11 +16,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.observability.step_records import StepHook, StepRecorder
+from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096
@@ -28,7 +28,7 @@ NUM_RUNNING = [64, 256, 1024]
 
 
 def make_sequence(arrival: int, prompt: list[int]) -> Sequence:
-    return Sequence(str(arrival), prompt, SamplingParams(), arrival=arrival, max_model_len=MAX_MODEL_LEN)
+    return Sequence(NewRequest(str(arrival), prompt, SamplingParams()), arrival=arrival, max_model_len=MAX_MODEL_LEN)
 
 
 def make_scheduler(num_seqs: int, num_kv_blocks: int) -> Scheduler:
@@ -90,12 +90,11 @@ def test_steady_decode_read_one_step_late(benchmark: BenchmarkFixture, num_runni
 @pytest.mark.parametrize("num_running", NUM_RUNNING)
 def test_record_of_a_step(benchmark: BenchmarkFixture, num_running: int, hook: StepHook | None):
     """What `on_step` costs besides itself: the record is built and handed over."""
-    scheduler, recorder = decoding(num_running), StepRecorder(hook)
+    scheduler, observers = decoding(num_running), StepObservers([] if hook is None else [OnStep(hook)])
     batch = scheduler.schedule()
 
     def record() -> None:
-        recorder.record(scheduler, batch, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        recorder.tell()
+        observers.step_ended(scheduler, batch, StepTimes(0.0), 0.0, [])
 
     report_per(benchmark, "step", 1, record)
 
@@ -107,9 +106,8 @@ def test_trace_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, num_runnin
     scheduler = decoding(num_running, num_waiting=1100 if changes else 0)
     with TraceWriter(tmp_path / "out.json") as trace:
         trace.begin(scheduler.config)
-        recorder = StepRecorder(None, trace)
-        recorder.note_added([*scheduler.running, *scheduler.waiting])
-        recorder.tell()
+        observers = StepObservers([trace])
+        observers.request_added([*scheduler.running, *scheduler.waiting])
         times = itertools.count(1)
 
         def prepare() -> tuple[tuple[ScheduledBatch, list[Sequence]], dict[str, object]]:
@@ -122,9 +120,8 @@ def test_trace_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, num_runnin
 
         def record(batch: ScheduledBatch, ended: list[Sequence]) -> None:
             time = next(times) * 0.01
-            recorder.note_ended(ended, time)
-            recorder.record(scheduler, batch, time, time - 0.01, 0.0001, 0.0, 0.009, 0.0001)
-            recorder.tell()
+            step_times = StepTimes(time - 0.01, 0.0001, 0.0, 0.009, time - 0.0001, time)
+            observers.step_ended(scheduler, batch, step_times, time, ended)
 
         benchmark.pedantic(record, setup=prepare, rounds=1000, warmup_rounds=0)
     benchmark.extra_info["us per step"] = round(benchmark.stats.stats.median * 1e6, 3)

@@ -1,15 +1,16 @@
-"""What each step did: told to whoever listens, and kept for a while for the engine's statistics."""
+"""What each step did: a record for every observer, and counters of recent steps for the engine's statistics."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.outputs import EngineStats
+from nanovllm.requests.output_processor import TokenTimes
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 
@@ -32,8 +33,7 @@ class StepRecord:
     schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
         overlap, what the host does in between is not counted.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
-    request_ttfts: as ttfts, but of several samples of a request only the first one's.
-    itls: seconds since a sequence's token before, each with the number of its tokens for which it is so.
+    request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
     """
 
     step_id: int
@@ -58,58 +58,79 @@ class StepRecord:
 StepHook = Callable[[StepRecord], None]
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """What a tracer has not heard of yet: sequences that came, steps, and sequences that ended with their times."""
+@dataclass(slots=True)
+class StepTimes:
+    """When a step's scheduling began, was read and delivered, on the engine's clock; seconds of its parts."""
 
-    added: deque[Sequence] = field(default_factory=deque)
-    steps: deque[tuple[StepRecord, ScheduledBatch]] = field(default_factory=deque)
-    ended: deque[tuple[Sequence, float]] = field(default_factory=deque)
-
-
-class Tracer(Protocol):
-    """Follows every sequence of an engine; `TraceWriter` is one."""
-
-    def follow(self, news: News) -> None:
-        """Take from the news what was taken note of, so that an interrupt loses nothing."""
+    start_time: float
+    schedule_time: float = 0.0
+    launch_time: float = 0.0
+    wait_time: float = 0.0
+    read_time: float = 0.0
+    delivered_time: float = 0.0  # what the metrics of requests say
+    tokens: TokenTimes = field(default_factory=TokenTimes)
 
 
-class StepRecorder:
-    """Knows the counters of recent steps, and calls those who watch.
+class Observer:
+    """Follows an engine, called in the thread that steps it; a subclass overrides what it wants to hear of."""
 
-    One that raises is logged with its traceback and not called again, since a tool that watches must not end the
-    requests that it watches; `EngineStats.hook_error` goes on saying so.
+    def request_added(self, sequences: list[Sequence]) -> None:
+        """A request was queued; its samples' sequences."""
 
-    Args:
-        hook: is given each step's record.
-        tracer: is told of every sequence too.
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        """A step was read, and the books are up to date."""
+
+    def request_ended(self, sequence: Sequence, time: float) -> None:
+        """A sample of a request ended, for whatever reason; `time` on the engine's clock."""
+
+
+class OnStep(Observer):
+    """Calls a function with each step's record."""
+
+    def __init__(self, hook: StepHook) -> None:
+        self._hook = hook
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        self._hook(record)
+
+    def __str__(self) -> str:
+        return "on_step"
+
+
+class StepObservers:
+    """The observers of one engine, and the counters of its recent steps.
+
+    An observer that raises is logged with its traceback and dropped, since a tool that watches must not end the
+    requests that it watches; `EngineStats.hook_error` goes on naming the error.
     """
 
-    def __init__(self, hook: StepHook | None, tracer: Tracer | None = None) -> None:
-        self._hook = hook
-        self._tracer = tracer
-        self._untold: deque[StepRecord] = deque()
-        self._news = News()
-        self._hook_error: str | None = None
-        # Of the step that is being read. Sequences that decode together share their gap, so there are few of these.
-        self._ttfts: list[float] = []
-        self._request_ttfts: list[float] = []
-        self._itls: dict[float, int] = {}
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self._error: str | None = None
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
-    def record(
-        self,
-        scheduler: Scheduler,
-        batch: ScheduledBatch,
-        time: float,
-        start_time: float,
-        schedule_time: float,
-        launch_time: float,
-        wait_time: float,
-        update_time: float,
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    def append(self, observer: Observer) -> None:
+        """Add an observer, from any thread."""
+        self._observers.append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Drop an observer, from any thread."""
+        self._observers.remove(observer)
+
+    def request_added(self, sequences: list[Sequence]) -> None:
+        self._notify("request_added", sequences)
+
+    def request_ended(self, sequence: Sequence, time: float) -> None:
+        self._notify("request_ended", sequence, time)
+
+    def step_ended(
+        self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
     ) -> None:
-        """Take note of a step that was just read; `tell` passes it on."""
+        """Record a step that was read at `time`; advanced: the sequences that got a token or an error from it."""
         counters, manager = scheduler.stats, scheduler.block_manager
         self._recent.append(
             (
@@ -119,13 +140,13 @@ class StepRecorder:
                 counters.prefix_cache_hits,
             )
         )
-        if self._hook is None and self._tracer is None:
+        if not self._observers:
             return
-        prefills = batch.prefills
+        prefills, tokens = batch.prefills, times.tokens
         record = StepRecord(
             batch.step_id,
             time,
-            start_time,
+            times.start_time,
             len(batch.entries),
             batch.num_decodes,
             sum([entry.num_new_tokens for entry in prefills]),
@@ -133,62 +154,27 @@ class StepRecorder:
             len(scheduler.running),
             len(scheduler.waiting),
             manager.num_blocks - 1 - manager.num_free_blocks,
-            schedule_time,
-            launch_time,
-            launch_time + wait_time,
-            update_time,
-            tuple(self._ttfts),
-            tuple(self._request_ttfts),
-            tuple(self._itls.items()),
+            times.schedule_time,
+            times.launch_time,
+            times.launch_time + times.wait_time,
+            time - times.read_time,
+            tuple(tokens.ttfts),
+            tuple(tokens.request_ttfts),
+            tuple(tokens.itls.items()),
         )
-        if self._hook is not None:
-            self._untold.append(record)
-        if self._tracer is not None:
-            self._news.steps.append((record, batch))
-        for kept in (self._ttfts, self._request_ttfts, self._itls):
-            kept.clear()  # only now, so that an interrupt loses none
+        self._notify("step_ended", record, batch)
+        for sequence in advanced:
+            if sequence.is_finished:
+                self._notify("request_ended", sequence, times.delivered_time)
 
-    def note_added(self, sequences: list[Sequence]) -> None:
-        """Take note of sequences that begin to wait; `tell` passes them on."""
-        if self._tracer is not None:
-            self._news.added.extend(sequences)
-
-    def note_ended(self, sequences: list[Sequence], time: float) -> None:
-        """Take note of those among the sequences that have ended by this time; `tell` passes them on."""
-        if self._tracer is not None:
-            self._news.ended.extend([(sequence, time) for sequence in sequences if sequence.is_finished])
-
-    def note_first_token(self, ttft: float, is_requests_first: bool) -> None:
-        """A sequence got its first token from the step that is being read, so many seconds after its arrival."""
-        if self._hook is not None:
-            self._ttfts.append(ttft)
-            if is_requests_first:
-                self._request_ttfts.append(ttft)
-
-    def note_itl(self, itl: float) -> None:
-        """A sequence got a token from the step that is being read, so many seconds after the one before."""
-        if self._hook is not None:
-            self._itls[itl] = self._itls.get(itl, 0) + 1
-
-    def tell(self) -> None:
-        """Call hook and tracer with what they have not heard of."""
-        if self._tracer is not None:
+    def _notify(self, event: str, *arguments: Any) -> None:
+        for observer in tuple(self._observers):
             try:
-                self._tracer.follow(self._news)
+                getattr(observer, event)(*arguments)
             except Exception as error:
-                self._tracer, self._news = None, News()
-                self._note_error(error, "the trace could not be written; it ends here")
-        while self._untold and self._hook is not None:
-            record = self._untold.popleft()
-            try:
-                self._hook(record)
-            except Exception as error:
-                self._hook = None
-                self._note_error(error, f"on_step raised after step {record.step_id}; it is not called again")
-
-    def _note_error(self, error: Exception, message: str) -> None:
-        self._hook_error = f"{type(error).__name__}: {error}"
-        logger.exception(message)
+                self._observers.remove(observer)
+                self._error = f"{type(error).__name__}: {error}"
+                logger.exception("%s raised in %s; it is not called again", observer, event)
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """A snapshot of the engine."""
@@ -213,5 +199,5 @@ class StepRecorder:
             num_output_tokens=counters.num_output_tokens,
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
-            hook_error=self._hook_error,
+            hook_error=self._error,
         )

@@ -17,16 +17,15 @@ counts from the moment at which the one before it was read.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
-from nanovllm.observability.step_records import News, StepRecord
+from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.own_process import OwnProcess
 from nanovllm.sequence import Sequence, SequenceStatus
 
@@ -76,18 +75,11 @@ _Events = list[dict[str, Any]]
 _Step = tuple[StepRecord, float]
 
 
-class _Output(NamedTuple):
-    """What is to stand behind the first `size` bytes of the file."""
-
-    size: int
-    items: list[_Events | _Step]
-
-
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-class TraceWriter:
+class TraceWriter(Observer):
     """Traces the run of one engine: `with TraceWriter("out.json") as trace, LLM(model, trace=trace) as llm: ...`.
 
     Args:
@@ -102,7 +94,8 @@ class TraceWriter:
         self._file = self.path.open("wb", buffering=0)
         self._process = OwnProcess("TraceWriter")
         self._lock = threading.Lock()  # whoever closes it may not be the thread that steps
-        self._output = _Output(0, [])
+        self._items: list[_Events | _Step] = []  # not written yet
+        self._is_begun = False  # whether the file has its first event
         self._budget = self._num_blocks = 0  # those of the engine that it belongs to
         self._lanes: dict[Sequence, _Lane] = {}  # of the unfinished
         self._num_lanes = self._num_steps = 0
@@ -127,24 +120,28 @@ class TraceWriter:
         """Belong to an engine of this configuration, in which nothing is left open."""
         self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
 
-    def follow(self, news: News) -> None:
-        """Write what happened since the last call; after `close`, nothing."""
+    def request_added(self, sequences: list[Sequence]) -> None:
+        with self._lock:
+            if not self._file.closed:
+                for sequence in sequences:
+                    self._add(sequence)
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         with self._lock:
             if self._file.closed:
                 return
-            while news.added:
-                self._add(news.added[0])
-                news.added.popleft()
-            while news.steps:
-                record, batch = news.steps[0]
-                self._end_all(news, before=record.time - record.update_time)
-                if record.time > self._last_end:  # else an interrupt came when it was all but done
-                    self._step(record, batch)
-                news.steps.popleft()
-            self._end_all(news, before=math.inf)
-            if self._now - self._last_flush > _FLUSH_SECONDS or len(self._output.items) > _FLUSH_ITEMS:
+            self._step(record, batch)
+            if self._now - self._last_flush > _FLUSH_SECONDS or len(self._items) > _FLUSH_ITEMS:
                 self._last_flush = self._now
                 self._flush()
+
+    def request_ended(self, sequence: Sequence, time: float) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._end(sequence, time)
+
+    def __str__(self) -> str:
+        return f"the trace {str(self.path)!r}"
 
     def close(self) -> None:
         """End what is open, and the file; does nothing again, or in a forked child, which has the same file."""
@@ -156,7 +153,8 @@ class TraceWriter:
             with self._file:
                 for sequence in list(self._lanes):
                     self._end(sequence, self._now)
-                self._flush(b"\n]\n")
+                self._flush()
+                self._write_all(b"\n]\n")
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -167,8 +165,6 @@ class TraceWriter:
     # -------------------------------------------------------------------------------------------------- requests
 
     def _add(self, sequence: Sequence) -> _Lane:
-        if sequence in self._lanes:
-            return self._lanes[sequence]  # an interrupt may have it come twice
         self._num_lanes += 1
         number = self._num_lanes
         lane = _Lane(number, WAITING)
@@ -184,15 +180,8 @@ class TraceWriter:
         self._lanes[sequence] = lane
         return lane
 
-    def _end_all(self, news: News, before: float) -> None:
-        while news.ended and news.ended[0][1] < before:
-            self._end(*news.ended[0])
-            news.ended.popleft()
-
     def _end(self, sequence: Sequence, time: float) -> None:
-        lane = self._lanes.get(sequence)
-        if lane is None:
-            return  # an interrupt may have it end twice
+        lane = self._lanes.pop(sequence)
         self._now = max(self._now, time)
         arguments = {
             "reason": sequence.finish_reason or "unfinished",
@@ -201,12 +190,9 @@ class TraceWriter:
             "preemptions": sequence.num_preemptions,
         }
         self._write(self._leave(lane, time, arguments))
-        del self._lanes[sequence]
 
     def _enter(self, lane: _Lane, state: str, time: float, arguments: dict[str, Any]) -> None:
-        """Let the lane's state end and the next begin, unless it did already and an interrupt came after that."""
-        if lane.state is state and lane.num_steps_before == self._num_steps:
-            return
+        """End the lane's state and begin the next."""
         self._write(self._leave(lane, time, {}), _begin(lane, state, time, arguments))
         lane.state, lane.num_steps_before = state, self._num_steps
 
@@ -226,7 +212,7 @@ class TraceWriter:
         self._decoding = decoding
         self._num_steps += 1
         self._now = self._last_end = record.time
-        self._output.items.append((record, begin))
+        self._items.append((record, begin))
 
     def _change_states(self, begin: float, step_id: int, batch: ScheduledBatch) -> None:
         lanes = self._lanes
@@ -245,7 +231,7 @@ class TraceWriter:
                 self._enter(lane, state, begin, {})
         has_chunks = bool(stalled)
         for number, (sequence, start, num_tokens, _, _, before) in enumerate(batch.entries):
-            lane = lanes.get(sequence) or self._lane_of(sequence)
+            lane = lanes.get(sequence)  # None for one that has ended, whose last step runs for nothing
             if lane is None or (number < batch.num_decodes and lane.state is DECODE):
                 continue
             if number < batch.num_decodes and start >= sequence.num_prompt_tokens:
@@ -256,11 +242,6 @@ class TraceWriter:
                 has_chunks = True
         self._active = placed | stalled
         self._has_chunks = has_chunks
-
-    def _lane_of(self, sequence: Sequence) -> _Lane | None:
-        """None for one that has ended, whose last step runs for nothing; new if an interrupt had it forgotten."""
-        lane = self._lanes.get(sequence)
-        return self._add(sequence) if lane is None and not sequence.is_finished else lane
 
     def _step_lines(self, record: StepRecord, begin: float) -> str:
         num_blocks, budget = self._num_blocks, self._budget
@@ -298,19 +279,21 @@ class TraceWriter:
     # ------------------------------------------------------------------------------------------------------ file
 
     def _write(self, *events: dict[str, Any]) -> None:
-        """All of the events or, if an interrupt comes, none."""
-        self._output.items.append([*events])
+        self._items.append([*events])
 
-    def _flush(self, end: bytes = b"") -> None:
-        """Write whole lines. An interrupt before the last statement lets the next call write the same again."""
-        size, items = self._output
+    def _flush(self) -> None:
+        """Write whole events, so that a process that is killed leaves a file that lacks only the end."""
+        items, self._items = self._items, []
         lines = [_event_lines(item) if isinstance(item, list) else self._step_lines(*item) for item in items]
-        data = b"".join([(b",\n" if size or number else b"[\n") + line.encode() for number, line in enumerate(lines)])
-        self._file.seek(size)
-        written = memoryview(data + end)
-        while written:
-            written = written[self._file.write(written) :]
-        self._output = _Output(size + len(data), [])
+        data = "".join([",\n" + line for line in lines]).encode()
+        if not self._is_begun:
+            data, self._is_begun = b"[\n" + data[2:], True
+        self._write_all(data)
+
+    def _write_all(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 def _event_lines(events: _Events) -> str:

@@ -4,96 +4,96 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.engine import Engine
-from nanovllm.errors import PromptTooLongError, QueueFullError
+from nanovllm.errors import PromptTooLongError
 from nanovllm.outputs import OutputKind
-from nanovllm.requests.bad_words import Spellings
+from nanovllm.requests.checks import RequestLimits, check_params, check_prompt, truncated
 from nanovllm.requests.control_tokens import ChatEncoder
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
 from nanovllm.validation import MAX_PRIORITY, text, texts
 
 Prompt = str | SequenceABC[int]
 Message = Mapping[str, Any]
+Spellings = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A checked request, ready to be queued."""
+class InputProcessor:
+    """Makes `NewRequest`s for one engine; changes nothing, so that any thread may call it.
 
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    bad_words: Spellings
-    priority: int
-    cache_salt: str
-    timeout: float | None  # seconds
-    arrival_time: float  # on the engine's clock
+    Args:
+        tokenizer: None if prompts come as token ids only.
+        clock: the engine's, in seconds.
+    """
 
-    def add_to(self, engine: Engine, request_id: str, output_kind: OutputKind) -> None:
-        engine.add_request(
-            request_id,
-            self.token_ids,
-            self.params,
-            prompt=self.prompt,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            timeout=self.timeout,
-            arrival_time=self.arrival_time,
-            output_kind=output_kind,
-            bad_words=self.bad_words,
-        )
+    def __init__(self, tokenizer: Any, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self.clock = clock
+        self._tokenizer = tokenizer
+        self._chat_encoder = ChatEncoder(tokenizer)
 
+    def process(
+        self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
+    ) -> list[NewRequest]:
+        """The requests of one call, all of them checked; arguments as in `LLM.generate`.
 
-class Intake:
-    """Prepares requests for one engine; changes nothing, so that any thread may."""
+        Args:
+            request_ids: at least as many as there are prompts.
+        """
+        return self.process_each(_as_prompts(prompts), sampling_params, request_ids=request_ids, **options)
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._tokenizer = engine.tokenizer
-        self._chat_encoder = ChatEncoder(engine.tokenizer)
+    def process_one(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> NewRequest:
+        """One request; options as in `process_each`."""
+        return self.process_each([prompt], sampling_params, request_ids=[request_id], **options)[0]
 
-    def prepare(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[PreparedRequest]:
-        """The requests of one call, all of them checked; arguments as in `LLM.generate`."""
-        return self.prepare_each(_as_prompts(prompts), sampling_params, **options)
-
-    def prepare_each(
+    def process_each(
         self,
         prompts: list[Any],
         sampling_params: Any = None,
         *,
+        request_ids: Iterable[str],
+        output_kind: OutputKind = OutputKind.FINAL,
         priority: Any = 0,
         cache_salt: Any = "",
         timeout: Any = None,
         arrival_time: float | None = None,
-    ) -> list[PreparedRequest]:
+    ) -> list[NewRequest]:
         """The same for a list of prompts, which arrived at `arrival_time` on the engine's clock (None for now).
 
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
-        arrival_time = self._engine.clock() if arrival_time is None else arrival_time
+        arrival_time = self.clock() if arrival_time is None else arrival_time
         count = len(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
-        params = _one_each("sampling_params", sampling_params, SamplingParams, count)
-        priorities = [int(value) for value in _one_each("priority", priority, numbers.Integral, count)]
-        salts = _one_each("cache_salt", cache_salt, str, count)
-        timeouts = _one_each("timeout", timeout, numbers.Real | None, count)
-        requests = []
+        each = zip(
+            prompts,
+            request_ids,
+            _one_each("sampling_params", sampling_params, SamplingParams, count),
+            _one_each("priority", priority, numbers.Integral, count),
+            _one_each("cache_salt", cache_salt, str, count),
+            _one_each("timeout", timeout, numbers.Real | None, count),
+            strict=False,  # there may be more ids
+        )
+        requests: list[NewRequest] = []
         spellings: dict[int, Spellings] = {}  # by the id of parameters, which prompts may share
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, request_id, params, own_priority, salt, own_timeout) in enumerate(each):
             try:
-                _check_priority(priorities[number])
-                _check_timeout(timeouts[number])
-                token_ids = self.tokenize(prompt)
-                shared = spellings.get(id(params[number]))
-                spellings[id(params[number])] = self._engine.check_request(token_ids, params[number], shared)
+                _check_priority(own_priority)
+                _check_timeout(own_timeout)
+                token_ids = truncated(self.tokenize(prompt), params)
+                check_prompt(token_ids, params, self.limits)
+                if id(params) not in spellings:
+                    check_params(params, self.limits, has_tokenizer=self._tokenizer is not None)
+                    spellings[id(params)] = spellings_of(params.bad_words, self._tokenizer)
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
@@ -101,9 +101,20 @@ class Intake:
                 kinds = PromptTooLongError, TypeError, ValueError
                 kind = next(kind for kind in kinds if isinstance(error, kind))
                 raise kind(f"prompt {number}: {error}") from error
-            as_text = prompt if isinstance(prompt, str) else None
-            own = params[number], spellings[id(params[number])], priorities[number], salts[number], timeouts[number]
-            requests.append(PreparedRequest(as_text, token_ids, *own, arrival_time))
+            requests.append(
+                NewRequest(
+                    request_id,
+                    token_ids,
+                    params,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    bad_words=spellings[id(params)],
+                    priority=int(own_priority),
+                    cache_salt=salt,
+                    timeout=own_timeout,
+                    arrival_time=arrival_time,
+                    output_kind=output_kind,
+                )
+            )
         return requests
 
     def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
@@ -117,14 +128,6 @@ class Intake:
         text("the prompt", prompt)
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
         return list(self._tokenizer(prompt, **options)["input_ids"])
-
-    def has_room(self, count: int) -> bool:
-        """Whether the queue takes this many more samples; reads lengths alone, which may be a step old."""
-        try:
-            self._engine.check_queue(count)
-        except QueueFullError:
-            return False
-        return True
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -155,7 +158,7 @@ class Intake:
         texts("template_options", template_options)
         template_options = {"add_generation_prompt": True} | template_options
         try:
-            if not self._engine.config.allow_control_tokens_in_messages:
+            if not self.limits.allow_control_tokens:
                 return self._chat_encoder.encode(conversation, tools, template_options)
             return list(
                 self._tokenizer.apply_chat_template(
@@ -176,6 +179,21 @@ def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
     """The bad words of parameters, which are tokenised too."""
     params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
     return [one.bad_words for one in params if isinstance(one, SamplingParams)]
+
+
+def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
+    """The token ids of each word as it stands at the beginning of a text and behind a space, each sequence once.
+
+    Raises ValueError for a word that the tokenizer has no tokens for.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        for spelling in (word.lstrip(), " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            if not token_ids:
+                raise ValueError(f"bad_words holds {word!r}, for which the tokenizer has no tokens. Remove it.")
+            found[token_ids] = None
+    return tuple(found)
 
 
 def _check_conversation(conversation: Any) -> None:

@@ -1,77 +1,80 @@
-"""Turns the tokens that a step gave into outputs: text, stop strings, and who is to be told."""
+"""Turns the tokens that a step gave into outputs: text, stop strings, and which requests have something to show."""
 
 from __future__ import annotations
 
-from nanovllm.observability.step_records import StepRecorder
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
 from nanovllm.outputs import RequestOutput
-from nanovllm.requests.request_table import RequestTable
-from nanovllm.requests.sample import Request, merged
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.requests.request import Request
+from nanovllm.sequence import Sequence
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """How long the tokens of one step were awaited, in seconds.
+
+    ttfts: of the sequences that got their first token, since their arrival.
+    request_ttfts: likewise, but of several samples of a request only the first one's.
+    itls: since a sequence's token before, with the number of tokens; sequences that decode together share a gap.
+    """
+
+    ttfts: list[float] = field(default_factory=list)
+    request_ttfts: list[float] = field(default_factory=list)
+    itls: dict[float, int] = field(default_factory=dict)
+
+    def add_first(self, ttft: float, *, is_of_request: bool) -> None:
+        self.ttfts.append(ttft)
+        if is_of_request:
+            self.request_ttfts.append(ttft)
+
+    def add_next(self, itl: float) -> None:
+        self.itls[itl] = self.itls.get(itl, 0) + 1
 
 
 class OutputProcessor:
-    """Lets requests read their new tokens, and ends in the scheduler those that end by their text.
+    """Reads the new tokens of an engine's requests.
 
     Args:
-        recorder: counts the seconds before each token.
+        requests: by id; the engine's own table, which it fills and empties.
     """
 
-    def __init__(self, requests: RequestTable, scheduler: Scheduler, recorder: StepRecorder) -> None:
-        self._requests, self._scheduler, self._recorder = requests, scheduler, recorder
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        self._requests = requests
 
-    def collect(self, advanced: list[Sequence], now: float) -> list[RequestOutput]:
-        """Outputs of the requests that ended, and of those that stream, among the owners of some sequences."""
-        requests: dict[str, list[Request]] = {}  # those that somebody may have to be told of
-        for sequence in advanced:
-            sample = self._requests.sample_of(sequence)
-            try:
-                self._advance(sample, now)
-            except Exception as error:
-                self._give_up_text(sample, error)
-            if sample.is_streamed or sequence.status is SequenceStatus.FINISHED:
-                requests[sequence.request_id] = self._requests[sequence.request_id]
-        return [
-            self.output_of(samples, now)
-            for samples in requests.values()
-            if samples[0].is_streamed or all(sample.sequence.is_finished for sample in samples)
-        ]
+    def advance(self, sequences: Iterable[Sequence], now: float, times: TokenTimes) -> list[tuple[Sequence, str]]:
+        """Detokenise the new tokens; returns the unfinished sequences that end by their text, with the reason.
 
-    def output_of(self, samples: list[Request], now: float) -> RequestOutput:
-        """What there is to tell of a request."""
-        return merged([self._output_of_sample(sample, now) for sample in samples])
-
-    def _output_of_sample(self, sample: Request, now: float) -> RequestOutput:
-        try:
-            return sample.output(now)
-        except Exception as error:
-            self._give_up_text(sample, error)
-            return sample.output(now)
-
-    def _give_up_text(self, sample: Request, error: Exception) -> None:
-        """A tokenizer that cannot decode ends the sample that it cannot decode, not its neighbours."""
-        sample.give_up_text(error)
-        if not sample.sequence.is_finished:
-            self._scheduler.finish(sample.sequence, "error")
-        sample.sequence.finish_reason = "error"
-
-    def _advance(self, sample: Request, now: float) -> None:
-        """Let a sample read its new token, if it got one, and end it if that completes a stop string."""
-        sequence = sample.sequence
-        num_tokens = sequence.num_output_tokens
-        if sample.num_seen_tokens == num_tokens:
-            return
-        if sample.last_token_time is not None:
-            self._recorder.note_itl(now - sample.last_token_time)
-        else:
-            samples = self._requests[sequence.request_id]
-            is_requests_first = all(other.last_token_time is None for other in samples)
-            self._recorder.note_first_token(now - sequence.arrival_time, is_requests_first)
-        stop = sample.advance(now)
-        if stop is not None:
-            sequence.stop_reason = stop
-            if sequence.is_finished:  # its last token by length, or a stop token, completed the string
-                sequence.finish_reason = "stop"
+        Args:
+            times: takes how long each token was awaited.
+        """
+        ended = []
+        for sequence in sequences:
+            request = self._requests[sequence.request_id]
+            sample = request.samples[sequence.index]
+            if not sample.has_new_token:  # it failed
+                continue
+            if sample.last_token_time is None:
+                times.add_first(now - sequence.arrival_time, is_of_request=not request.has_token)
+                request.has_token = True
             else:
-                self._scheduler.finish(sequence, "stop")
-        sample.num_seen_tokens = num_tokens
+                times.add_next(now - sample.last_token_time)
+            try:
+                stop = sample.advance(now)
+            except Exception as error:  # it ends the sample that cannot be decoded, not its neighbours
+                sample.fail_text(error)
+                reason = "error"
+            else:
+                if stop is None:
+                    continue
+                sequence.stop_reason, reason = stop, "stop"
+            if sequence.is_finished:  # its last token by length, or a stop token, completed the string
+                sequence.finish_reason = reason
+            else:
+                ended.append((sequence, reason))
+        return ended
+
+    def outputs(self, sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
+        """Outputs of the requests, among the owners of these sequences, that stream or have finished."""
+        requests = dict.fromkeys(self._requests[sequence.request_id] for sequence in sequences)
+        return [request.output(now) for request in requests if request.is_streamed or request.is_finished]

@@ -1,77 +1,54 @@
-"""A request as its owner sees it, or one of its samples: the sequence that computes it, its text, its times."""
+"""One sampled continuation of a request: the sequence that computes it, its text, its times."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 
-class Request:
-    """Follows one sequence: detokenises it when somebody reads along or a stop string may end it, else at the end.
+class Sample:
+    """Detokenises a sequence as it grows if its request streams or has stop strings, else once at the end.
 
     Args:
-        deadline: when to end it, on the clock of `sequence.arrival_time`; None for never.
-        record_itl: keep the time between each two tokens.
+        tokenizer: None leaves the text empty.
+        record_itl: keep the seconds between tokens, one by one.
     """
 
     def __init__(
-        self,
-        sequence: Sequence,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        tokenizer: Any,
-        *,
-        output_kind: OutputKind = OutputKind.FINAL,
-        deadline: float | None = None,
-        record_itl: bool = False,
+        self, request: NewRequest, sequence: Sequence, tokenizer: Any = None, *, record_itl: bool = False
     ) -> None:
         self.sequence = sequence
-        self.prompt = prompt
-        self.output_kind = output_kind
-        self.is_streamed = output_kind is not OutputKind.FINAL
-        self.deadline = deadline
-        self.scheduled_time: float | None = None
-        self.num_seen_tokens = 0  # generated tokens of which all was taken note
-        self._prompt_token_ids = prompt_token_ids  # one list for all samples and outputs
+        self.is_streamed = request.output_kind is not OutputKind.FINAL
+        self._request = request
+        self._num_seen_tokens = 0  # generated tokens that `advance` has taken
         self._tokenizer = tokenizer
         self._skips_special = sequence.params.skip_special_tokens
         self._stop = sequence.params.stop
         self._shows_stop = sequence.params.include_stop_str_in_output
         self._incremental: IncrementalDetokenizer | None = None
+        if tokenizer is not None and (self.is_streamed or self._stop):
+            self._incremental = IncrementalDetokenizer(tokenizer, skip_special_tokens=self._skips_special)
         # Text behind this may be the beginning of a stop string that the next tokens complete.
         self._hold_back = 0 if self._shows_stop else max((len(stop) for stop in self._stop), default=1) - 1
         self._stopped_at: int | None = None
         self._text_given_up = ""
         self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
-        self._first_token_time: float | None = None
         self.last_token_time: float | None = None
+        self._first_token_time: float | None = None
         self._finished_time: float | None = None
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
-        self._read(0)
 
-    def _read(self, num_tokens: int) -> None:
-        """Begin the text with the first `num_tokens` generated tokens, if somebody reads along or it may end it."""
-        if self._tokenizer is not None and (self.is_streamed or self._stop):
-            self._incremental = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._skips_special)
-            for token_id in self.sequence.output_token_ids[:num_tokens]:
-                self._incremental.add(token_id)
-
-    def start_over(self) -> None:
-        """Return to the tokens of which all was taken note; a sequence that has ended stays so."""
-        sequence = self.sequence
-        if not sequence.is_finished:
-            sequence.start_over(self.num_seen_tokens)
-        if self.num_seen_tokens < sequence.num_output_tokens or not sequence.is_finished:
-            self._stopped_at = None
-            self._read(self.num_seen_tokens)
+    @property
+    def has_new_token(self) -> bool:
+        return self._num_seen_tokens < self.sequence.num_output_tokens
 
     def advance(self, now: float) -> str | None:
-        """Take note of the sequence's newest token; returns the stop string that it completes, if it does."""
+        """Take the sequence's newest token; returns the stop string that it completes, if it does."""
+        self._num_seen_tokens = self.sequence.num_output_tokens
         if self.last_token_time is None:
             self._first_token_time = now
         else:
@@ -95,7 +72,7 @@ class Request:
             self._stopped_at = at + len(stop) if self._shows_stop else at
         return stop
 
-    def give_up_text(self, error: Exception) -> None:
+    def fail_text(self, error: Exception) -> None:
         """The tokenizer failed: the request ends with all its tokens, and of the text with what was shown."""
         if self._incremental is not None and self.is_streamed:
             self._text_given_up = self._incremental.text[: max(0, len(self._incremental.text) - self._hold_back)]
@@ -107,13 +84,13 @@ class Request:
         )
 
     def output(self, now: float) -> RequestOutput:
-        """What there is to tell at the time `now`; of deltas each may be asked for once."""
+        """The output at the time `now`; each delta is given once."""
         sequence = self.sequence
         if sequence.is_finished and self._finished_time is None:
             self._finished_time = now
         first = self._num_shown_tokens
         text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :]
-        if self.output_kind is OutputKind.DELTA:
+        if self._request.output_kind is OutputKind.DELTA:
             self._num_shown_tokens += len(token_ids)
             text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
         completion = CompletionOutput(
@@ -126,8 +103,8 @@ class Request:
         )
         return RequestOutput(
             request_id=sequence.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
             outputs=[completion],
             finished=sequence.is_finished,
             num_cached_tokens=sequence.num_cached_tokens,
@@ -143,7 +120,7 @@ class Request:
         mean_itl = (last - first) / num_gaps if first is not None and last is not None and num_gaps > 0 else None
         return RequestMetrics(
             arrival_time=sequence.arrival_time,
-            scheduled_time=self.scheduled_time,
+            scheduled_time=sequence.scheduled_time,
             first_token_time=first,
             last_token_time=last,
             finished_time=self._finished_time,
@@ -168,39 +145,3 @@ class Request:
         if self.sequence.is_finished:
             return text + self._incremental.unfinished_text()
         return text[: max(0, len(text) - self._hold_back)]
-
-
-def merged(samples: list[RequestOutput]) -> RequestOutput:
-    """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
-    if len(samples) == 1:
-        return samples[0]
-    failed = next((sample for sample in samples if sample.error), samples[0])
-    return replace(
-        samples[0],
-        outputs=[completion for sample in samples for completion in sample.outputs],
-        finished=all(sample.finished for sample in samples),
-        metrics=_merged_metrics([sample.metrics for sample in samples]),
-        error=failed.error,
-        error_kind=failed.error_kind,
-    )
-
-
-def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
-    def known(name: str) -> list[Any]:
-        return [value for value in (getattr(sample, name) for sample in samples) if value is not None]
-
-    num_gaps = [max(0, sample.num_output_tokens - 1) for sample in samples]
-    in_gaps = sum(gaps * (sample.mean_itl or 0.0) for gaps, sample in zip(num_gaps, samples, strict=True))
-    ends, itls = known("finished_time"), known("itls")
-    return replace(
-        samples[0],
-        scheduled_time=min(known("scheduled_time"), default=None),
-        first_token_time=min(known("first_token_time"), default=None),
-        last_token_time=max(known("last_token_time"), default=None),
-        finished_time=max(ends) if len(ends) == len(samples) else None,
-        num_output_tokens=sum(sample.num_output_tokens for sample in samples),
-        num_preemptions=sum(sample.num_preemptions for sample in samples),
-        mean_itl=in_gaps / sum(num_gaps) if any(num_gaps) else None,
-        max_itl=max(known("max_itl"), default=None),
-        itls=[itl for of_sample in itls for itl in of_sample] if len(itls) == len(samples) else None,
-    )

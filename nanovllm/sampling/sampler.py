@@ -20,51 +20,29 @@ from nanovllm.kernels.gumbel_draw import draw_on_gpu
 from nanovllm.sampling.logprobs import StepReport
 from nanovllm.sampling.penalties import LatestTokens, change_logits, to_device
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.seeds import GAMMA, MIX_1, MIX_2
 from nanovllm.sequence import Sequence
 
 NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
 FILTERED_AT_ONCE = 128  # rows on a GPU: sorting a vocabulary takes 20 bytes of memory a token
 
-# SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
-# counter, so that any output can be computed by itself. It makes the keys, one a row.
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK_64 = 2**64 - 1
-# The noise of each token is made of the same idea in 32 bits, at a third of the price: counters apart by the golden
-# ratio, mixed by Wellons' `lowbias32` once with each half of the key.
+# The noise of each token is made of the idea of SplitMix64 in 32 bits, at a third of the price: counters apart by the
+# golden ratio, mixed by Wellons' `lowbias32` once with each half of the row's key.
 _GAMMA_32 = 0x9E3779B9
 _MIX_32 = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)  # shifts, and what follows them
 
 
-def mix64(value: int) -> int:
-    """SplitMix64's finaliser on a Python int, modulo 2**64."""
-    value &= _MASK_64
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK_64
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK_64
-    return value ^ (value >> 31)
-
-
-def request_seed(engine_seed: int, request_number: int) -> int:
-    """The seed of a request that has none of its own: another for each request of an engine."""
-    return mix64(mix64(engine_seed + _GAMMA) + (request_number + 1) * _GAMMA)
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample: the request's own for the first, another for each of the others."""
-    return seed if index == 0 else mix64(mix64(seed ^ _MASK_64) + index * _GAMMA)
-
-
 def noise_keys(seeds: SequenceABC[int], positions: SequenceABC[int]) -> NDArray[np.int64]:
     """The keys of requests' noise: [n] from n seeds of 64 bits and the positions of the tokens to be drawn."""
-    seed = np.array(seeds, np.uint64) + np.uint64(_GAMMA)
-    position = (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    seed = np.array(seeds, np.uint64) + np.uint64(GAMMA)
+    position = (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
     return _mixed(_mixed(seed) ^ _mixed(position)).view(np.int64)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`mix64` of an array."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
     return values ^ (values >> np.uint64(31))
 
 

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.observability.step_hooks import StepHooks
+from nanovllm.observability.step_records import OnStep
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.hosts import HostGate, allowed_names
@@ -29,25 +29,22 @@ from nanovllm.server.state import ServerState, served_name
 def create_app(
     engine: AsyncLLM,
     settings: ServerSettings,
-    step_hooks: StepHooks | None = None,
     *,
     model: str | os.PathLike[str] = DEFAULT_MODEL,
 ) -> FastAPI:
     """An app that serves an engine; whoever runs it closes the engine.
 
     Args:
-        step_hooks: what the engine was given as `on_step`; without it there are no figures of steps.
         model: what the engine was built from, for its name unless the settings have one.
 
-    `app.state` holds `server` (a ServerState), `api_keys`, and `step_hooks`, to which others may append.
+    `app.state` holds `server` (a ServerState) and `api_keys`.
     """
     name = served_name(settings, model)
-    hooks = StepHooks() if step_hooks is None else step_hooks
     metrics = ServerMetrics(name)
-    hooks.append(metrics.on_step)
+    engine.observers.append(OnStep(metrics.on_step))
     keys = ApiKeys(settings.api_keys())
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
-    app.state.api_keys, app.state.step_hooks = keys, hooks
+    app.state.api_keys = keys
     app.state.server = ServerState(
         engine=engine,
         settings=settings,
@@ -63,7 +60,7 @@ def create_app(
         app.include_router(router)
     describe(app, app.state.server)
     if settings.ui:
-        live_view.attach(app, app.state.server, hooks)
+        live_view.attach(app, app.state.server)
     app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)
     if settings.cors_origin:
         app.add_middleware(

@@ -7,7 +7,6 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.observability.step_hooks import StepHooks
 from nanovllm.server.app import create_app
 from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.hosts import log_exposure
@@ -20,12 +19,11 @@ from nanovllm.server.sse import with_abort
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
     """Load a model and serve it until a signal; returns the process's exit code: 0, or 1 if the engine died."""
     allow_open_files(settings.max_connections)
-    hooks = StepHooks()
     listeners = bind(settings.host, settings.port)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
     try:
-        engine = AsyncLLM(model, tokenizer=tokenizer, on_step=hooks, prepares_when_idle=True, **engine_options)
-        app = create_app(engine, settings, hooks, model=model)
+        engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
+        app = create_app(engine, settings, model=model)
         server = server_of(app, engine, settings)
         server.run(listeners)
     finally:

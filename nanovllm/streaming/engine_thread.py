@@ -16,7 +16,7 @@ from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, Ste
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.own_process import OwnProcess
 from nanovllm.streaming.heartbeat import Heartbeat
-from nanovllm.streaming.streams import Mailroom
+from nanovllm.streaming.streams import OutputRouter
 
 logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
@@ -32,17 +32,17 @@ IDLE_SECONDS = 0.5
 EXIT_SECONDS = 30.0
 
 
-class EngineLoop:
+class EngineThread:
     """Steps an engine in a thread of its own while there is work, and prepares for more or sleeps while there is none.
 
     Between two steps it runs the calls that were submitted meanwhile, in their order, and after each step it leaves the
-    outputs in the mailroom. It ends when it is stopped or when anything but a step fails; from then on every call is
-    refused, and the mailroom's streams are ended.
+    outputs to the router. It ends when it is stopped or when anything but a step fails; from then on every call is
+    refused, and the router's streams are ended.
     """
 
-    def __init__(self, engine: Engine, mailroom: Mailroom, *, prepares_when_idle: bool = False) -> None:
+    def __init__(self, engine: Engine, router: OutputRouter, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
-        self._mailroom = mailroom
+        self._router = router
         self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
         self._changes = threading.Condition()  # of the three around it
         self._is_stopping = False
@@ -178,25 +178,25 @@ class EngineLoop:
         except StepError as error:
             self._engine.check_alive()
             logger.warning("%s", error)
-            self._engine.give_up(error, MAX_FAILED_STEPS)
+            self._engine.fail(error, MAX_FAILED_STEPS)
         self._beat()
         if self._engine.outputs:
             outputs = list(self._engine.outputs)
             self._engine.outputs.clear()
-            self._abort(self._mailroom.deliver(outputs))
+            self._abort(self._router.deliver(outputs))
 
     def _look_for_clients(self) -> None:
         now = time.monotonic()
         if now - self._last_look > CLIENT_CHECK_SECONDS:
             self._last_look = now
-            self._abort(self._mailroom.without_loop())
+            self._abort(self._router.without_loop())
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             output = self._engine.abort(request_id)
             if output is not None:
                 self._beat()
-                self._mailroom.deliver([output])
+                self._router.deliver([output])
 
     def _end(self) -> None:
         with self._changes:
@@ -206,7 +206,7 @@ class EngineLoop:
         for future, _ in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self.refusal())
-        self._mailroom.end(self.refusal)
+        self._router.end(self.refusal)
         try:
             self._engine.close()
         except Exception:

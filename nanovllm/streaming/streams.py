@@ -19,7 +19,7 @@ class Stream:
 
     def __init__(self, kind: OutputKind) -> None:
         self.loop = asyncio.get_running_loop()
-        self.is_due = False  # its reader is about to be woken; the mailroom's
+        self.is_due = False  # its reader is about to be woken; the router's
         self._kind = kind
         self._lock = threading.Lock()
         self._waiting: dict[str, RequestOutput] = {}  # by request id
@@ -59,7 +59,7 @@ class Stream:
             await self._reader
 
 
-class Outputs:
+class OutputStream:
     """An asynchronous iterator over the outputs of requests that were queued together, as they come.
 
     Who does not read it to its end must close it (`aclose`, `contextlib.aclosing`), which aborts what is unfinished.
@@ -69,7 +69,7 @@ class Outputs:
         self._stream, self._abandon = stream, abandon
         self._unfinished = set(request_ids)
 
-    def __aiter__(self) -> Outputs:
+    def __aiter__(self) -> OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -87,7 +87,7 @@ class Outputs:
             self._abandon(left, self._stream)
 
 
-class Mailroom:
+class OutputRouter:
     """The open streams of one engine; wakes the readers of a step's outputs with one call for each event loop."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.kernels.cpp import load_kernels
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 40
@@ -58,7 +58,9 @@ class PagedCase:
                 if position // block_size < -(-start // block_size):  # begun earlier: its rest is old, finite content
                     for cache in self.caches:
                         cache[self.slot(table, position)] = HUGE
-            sequence = Sequence(str(number), [0] * end, SamplingParams(), arrival=number, max_model_len=10_000)
+            sequence = Sequence(
+                NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=10_000
+            )
             self.entries.append(ScheduledSequence(sequence, start, count, True, table, start))
         self.caches = self.caches.to(DEVICE)
         self.layout = build_layout(self.entries, block_size)

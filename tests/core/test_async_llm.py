@@ -71,7 +71,7 @@ async def assert_idle_and_whole(llm: AsyncLLM) -> None:
     stats = await llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     await llm._run(lambda engine: engine.check_integrity())
-    assert not llm._mailroom._streams
+    assert not llm._router._streams
 
 
 async def comes_true(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> bool:
@@ -85,7 +85,7 @@ async def comes_true(condition: Callable[[], Awaitable[bool]], seconds: float = 
 
 def in_engine_steps(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
     """Call `before(batch)` at the begin of each execution, in the engine's thread."""
-    runner = llm._engine_loop._engine.model_runner
+    runner = llm._engine_thread._engine.model_runner
     execute = runner.execute
 
     def watched(batch: Any) -> Any:
@@ -241,14 +241,14 @@ async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other
 async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatch):
     async with open_llm() as llm:
         is_tokenising, may_go_on = threading.Event(), threading.Event()
-        prepare = llm._intake.prepare_each
+        prepare = llm._input_processor.process_each
 
         def slow(*arguments: Any, **options: Any) -> Any:
             is_tokenising.set()
             may_go_on.wait(10)
             return prepare(*arguments, **options)
 
-        monkeypatch.setattr(llm._intake, "prepare_each", slow)
+        monkeypatch.setattr(llm._input_processor, "process_each", slow)
         task = asyncio.create_task(collect(llm.generate([5] * 40, ENDLESS)))
         await asyncio.to_thread(is_tokenising.wait, 10)
         task.cancel()
@@ -288,7 +288,7 @@ async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
         assert await comes_true(is_idle)
         assert (await llm.stats()).num_output_tokens < 450
         await assert_idle_and_whole(llm)
-        assert not llm._mailroom._due
+        assert not llm._router._due
         left.clear()
         gc.collect()
 
@@ -688,7 +688,7 @@ async def test_steps_that_always_fail_end_their_requests_and_not_in_an_endless_l
 @bounded
 async def test_an_error_that_ends_the_engine_reaches_every_client_with_its_cause(monkeypatch, error):
     llm = open_llm(max_num_seqs=2)
-    engine = llm._engine_loop._engine
+    engine = llm._engine_thread._engine
     streams = [llm.generate([number] * 20, ENDLESS) for number in range(2)]
     for stream in streams:
         await anext(stream)
@@ -755,7 +755,7 @@ async def test_a_tokenizer_that_cannot_encode_a_prompt_hurts_its_caller_alone(mo
         def failing(text: str) -> Any:
             raise OverflowError("too much text")
 
-        monkeypatch.setattr(llm._intake, "_tokenizer", failing)
+        monkeypatch.setattr(llm._input_processor, "_tokenizer", failing)
         with pytest.raises(OverflowError, match="too much text"):
             await anext(llm.generate("text", GREEDY))
         assert await answer(stream) == answers([[5, 6, 7]])[0]
@@ -802,7 +802,7 @@ async def test_closing_ends_open_streams_with_what_they_have(overlap):
     ends = [outputs[-1].outputs[0] for outputs in await asyncio.gather(*tasks)]
     assert [end.finish_reason for end in ends] == ["abort"] * 3
     assert [len(end.token_ids) > 0 for end in ends] == [True, True, False]
-    assert not llm._engine_loop._thread.is_alive()
+    assert not llm._engine_thread._thread.is_alive()
     for use in (lambda: anext(llm.generate([5])), llm.stats, lambda: llm.abort("a")):
         with pytest.raises(RuntimeError, match="closed; build a new one"):
             await use()
@@ -820,7 +820,7 @@ async def test_a_stream_closed_after_its_engine_does_nothing():
 
 def test_an_engine_that_is_forgotten_ends_its_thread():
     llm = open_llm()
-    thread, gone = llm._engine_loop._thread, weakref.ref(llm)
+    thread, gone = llm._engine_thread._thread, weakref.ref(llm)
     del llm
     gc.collect()
     thread.join(20)

@@ -228,7 +228,7 @@ def test_a_poisoned_request_stopped_half_way_through_its_prompt_harms_no_success
     wanted = reference(module, CLEAN)
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
+        engine.add(engine.input_processor.process_one("poisoned", poisoned_prompt(150), GREEDY))
         while engine.scheduler.num_batches_in_flight or engine.stats().num_scheduled_tokens < 96:
             engine.step()  # two chunks of 48: past the poisoned token at 75, before the end
         if how == "preempted":
@@ -243,7 +243,7 @@ def test_the_next_request_with_a_poisoned_prefix_fails_as_well_instead_of_answer
     module = poisoned_model()
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
-        engine.add_request("poisoned", poisoned_prompt(150), GREEDY)
+        engine.add(engine.input_processor.process_one("poisoned", poisoned_prompt(150), GREEDY))
         while engine.stats().num_scheduled_tokens < 96:
             engine.step()
         engine.abort("poisoned")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.observability.trace_writer import TraceWriter
 from tests.support.tiny_models import tiny_model
@@ -146,13 +146,13 @@ def test_a_stream_that_a_child_forgets_goes_on_in_the_parent():
 
 
 def test_an_engine_is_refused_in_a_child_and_closes_quietly():
-    with closing(open_engine(tiny_model(), None, None, OPTIONS)) as engine:
-        engine.add_request("a", [5, 6], DRAWS)
+    with closing(build_engine(tiny_model(), None, None, OPTIONS)) as engine:
+        engine.add(engine.input_processor.process_one("a", [5, 6], DRAWS))
 
         def use() -> None:
             assert_refused(
                 {
-                    "add_request": lambda: engine.add_request("b", [5], DRAWS),
+                    "add_request": lambda: engine.add(engine.input_processor.process_one("b", [5], DRAWS)),
                     "step": engine.step,
                     "abort": lambda: engine.abort("a"),
                     "stats": engine.stats,
@@ -170,10 +170,10 @@ def test_an_engine_is_refused_in_a_child_and_closes_quietly():
 
 def test_an_async_llm_closes_quietly_in_a_child_though_its_lock_was_held():
     llm = AsyncLLM(tiny_model(), **OPTIONS)
-    with held_elsewhere(llm._engine_loop._changes):
+    with held_elsewhere(llm._engine_thread._changes):
 
         def close() -> None:
-            llm._engine_loop._stop_at_exit()
+            llm._engine_thread._stop_at_exit()
             asyncio.run(llm.close())
 
         in_child(close)

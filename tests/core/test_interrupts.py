@@ -1,16 +1,19 @@
-"""An interrupt from the keyboard at any line of the engine: no request or block is lost, no module is left hooked."""
+"""Ctrl-C at any line of a call: it ends that call, and other streams and the next call are right."""
 
 from __future__ import annotations
 
 import functools
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm.interrupts import InterruptsHeld, interrupts_let_through
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
@@ -20,15 +23,19 @@ PROMPT, OTHER = random_prompts(2, low=90, high=100, seed=3)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop=["\0never\0"])
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt before the `number`-th line that runs in the given files of the package."""
+pytestmark = pytest.mark.usefixtures("sigint_is_heeded")
 
-    def __init__(self, number: int, files: tuple[str, ...]) -> None:
-        self.lacking = number
+
+class SigintAt:
+    """Sends this process SIGINT before the `number`-th line, and the `second`-th, that runs in files of the package."""
+
+    def __init__(self, number: int, files: tuple[str, ...], second: int | None = None) -> None:
+        self.due = {number, second}
+        self.num_lines = 0
         self.files = tuple(f"{PACKAGE}/{file}" for file in files)
         self.place = ""
 
-    def __enter__(self) -> InterruptAt:
+    def __enter__(self) -> SigintAt:
         sys.settrace(self._call)
         return self
 
@@ -40,11 +47,10 @@ class InterruptAt:
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
-            self.lacking -= 1
-            if self.lacking == 0:
+            self.num_lines += 1
+            if self.num_lines in self.due:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._line
 
 
@@ -63,25 +69,23 @@ def expected() -> list[tuple[list[int], str]]:
 
 
 FILES = {
+    "call": ("llm.py",),
     "bookkeeping": (
         "engine.py",
         "scheduler.py",
         "block_manager.py",
-        "request.py",
-        "request_table.py",
-        "sample_maker.py",
+        "requests/request.py",
         "sequence.py",
-        "step_records.py",
+        "observability/step_records.py",
     ),
-    "text": ("output_processor.py", "request.py", "detokenizer.py"),
-    "runner": ("model_runner.py", "direct_executor.py", "model_binding.py", "attention/", "sampler.py"),
-    "hooks": ("model_binding.py",),
+    "text": ("requests/output_processor.py", "requests/sample.py", "requests/detokenizer.py"),
+    "runner": ("model_runner.py", "execution/", "model/binding.py", "attention/", "sampling/"),
 }
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
+def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap):
     """A stream is open while another call is interrupted: it goes on, and so does everything after."""
     model_state = None
     places = set()
@@ -91,7 +95,7 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
         seen = [next(stream) for _ in range(3)]
         module = llm._engine.model_runner.binding.model
         model_state = model_state or sorted(vars(module.model.layers[0].self_attn))
-        with InterruptAt(number, files) as interrupt:
+        with SigintAt(number, files) as interrupt:
             try:
                 llm.generate(OTHER, PARAMS, timeout=1000.0, use_tqdm=False)
             except KeyboardInterrupt:
@@ -105,7 +109,8 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(files, overlap):
         llm._engine.check_integrity()
         stats = llm.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), interrupt.place
-        assert not llm._inboxes and not llm._engine.outputs and not llm._engine._requests._deadlines
+        assert not llm._inboxes and not llm._engine.outputs and not llm._engine._deadlines
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert len(places) >= 8  # it was really interrupted, at many different lines
 
 
@@ -113,11 +118,10 @@ SAMPLES = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, logprobs=1,
 REPORTING = (
     "engine.py",
     "scheduler.py",
-    "output_processor.py",
-    "request.py",
+    "requests/",
     "sequence.py",
-    "logprobs.py",
-    "model_binding.py",
+    "sampling/logprobs.py",
+    "model/binding.py",
 )
 
 
@@ -129,7 +133,7 @@ def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_wit
         llm = open_llm(overlap=overlap)
         stream = llm.stream(PROMPT, SAMPLES)
         seen = [next(stream)]
-        with InterruptAt(number, REPORTING) as interrupt:
+        with SigintAt(number, REPORTING) as interrupt:
             try:
                 llm.generate(OTHER, SAMPLES, use_tqdm=False)
             except KeyboardInterrupt:
@@ -159,41 +163,118 @@ def assert_close(reports: Any, expected_reports: Any, place: str) -> None:
             assert logprob == pytest.approx(expected_report[token_id].logprob, abs=1e-4), place
 
 
-def test_after_an_interrupt_in_the_middle_of_scheduling_counters_go_on(monkeypatch):
+def test_a_second_sigint_within_a_step_raises_at_once_and_may_kill_the_engine_by_name():
+    num_dead = 0
+    for number in range(20, 2000, 97):
+        llm = open_llm()
+        with SigintAt(number, FILES["bookkeeping"], number + 3) as interrupt:
+            try:
+                llm.generate(OTHER, PARAMS, use_tqdm=False)
+            except KeyboardInterrupt:
+                pass
+            except EngineDeadError as error:  # it was cut short while the first one was raised
+                assert isinstance(error.__cause__, KeyboardInterrupt), interrupt.place
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            (after,) = llm.generate(OTHER, PARAMS, use_tqdm=False)
+            assert tokens(after) == expected()[1][0], interrupt.place
+        except EngineDeadError as error:
+            num_dead += 1
+            assert "KeyboardInterrupt" in str(error) and "build a new one" in str(error)
+        llm.close()
+    assert num_dead > 0
+
+
+def test_sigint_while_another_thread_steps_ends_the_main_threads_call_alone():
     llm = open_llm()
-    llm.generate(PROMPT, PARAMS, use_tqdm=False)
-    before = llm.stats()
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False)))
+    thread.start()
+    with SigintAt(40, FILES["bookkeeping"]), pytest.raises(KeyboardInterrupt):
+        llm.generate([OTHER] * 3, PARAMS, use_tqdm=False)
+    thread.join()
+    assert [tokens(output) for output in results] == [expected()[0][0]] * 3
+    assert llm.stats().num_used_blocks == 0
 
-    def interrupted(step):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm._engine.scheduler, "_spend_what_is_left", interrupted)
+def test_a_handler_of_the_users_own_is_called_between_steps_and_put_back():
+    calls = []
+
+    def note(signum, frame):
+        calls.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        with SigintAt(300, FILES["bookkeeping"]):
+            (output,) = open_llm().generate(OTHER, PARAMS, use_tqdm=False)
+        assert signal.getsignal(signal.SIGINT) is note
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls == [signal.SIGINT]
+    assert tokens(output) == expected()[1][0]  # it does not raise, so the call goes on
+
+
+def test_what_lets_interrupts_through_is_ended_at_once():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), InterruptsHeld():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("held")
+        with interrupts_let_through():
+            reached.append("never")
+    assert reached == ["held"]
+    with pytest.raises(KeyboardInterrupt), InterruptsHeld(), interrupts_let_through():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("never")
+    assert reached == ["held"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigint_is_held_by_the_innermost_and_raised_by_the_outermost():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), InterruptsHeld():
+        with InterruptsHeld():
+            signal.raise_signal(signal.SIGINT)
+        reached.append("inner ended")
+    assert reached == ["inner ended"]
+
+
+def test_sigint_while_requests_are_queued_leaves_none_of_them_behind():
+    llm = open_llm()
+    add = llm._engine.scheduler.add
+    num_added = 0
+
+    def add_and_interrupt(sequence):
+        nonlocal num_added
+        num_added += 1
+        add(sequence)
+        if num_added == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    llm._engine.scheduler.add = add_and_interrupt
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(OTHER, PARAMS, use_tqdm=False)
-    after = llm.stats()
-    assert (after.num_steps, after.num_output_tokens) == (before.num_steps, before.num_output_tokens)
-    assert (after.num_running, after.num_waiting, after.num_used_blocks) == (0, 0, 0)
+        llm.generate([PROMPT] * 4, PARAMS, use_tqdm=False)
+    llm._engine.scheduler.add = add
+    assert llm.stats().num_waiting == 0
     (output,) = llm.generate(OTHER, PARAMS, use_tqdm=False)
     assert tokens(output) == expected()[1][0]
 
 
-def test_an_interrupt_while_requests_are_queued_leaves_none_of_them_behind(monkeypatch):
+def test_sigint_in_the_middle_of_scheduling_loses_no_step():
     llm = open_llm()
-    add_request = llm._engine.add_request
-    num_added = 0
+    spend = llm._engine.scheduler._spend_what_is_left
+    llm.generate(PROMPT, PARAMS, use_tqdm=False)
+    before = llm.stats()
 
-    def add(*arguments, **options):
-        nonlocal num_added
-        num_added += 1
-        add_request(*arguments, **options)
-        if num_added == 2:
-            raise KeyboardInterrupt
+    def interrupted(step):
+        signal.raise_signal(signal.SIGINT)
+        spend(step)
 
-    monkeypatch.setattr(llm._engine, "add_request", add)
+    llm._engine.scheduler._spend_what_is_left = interrupted
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPT] * 4, PARAMS, use_tqdm=False)
-    monkeypatch.undo()
-    assert llm.stats().num_waiting == 0
+        llm.generate(OTHER, PARAMS, use_tqdm=False)
+    llm._engine.scheduler._spend_what_is_left = spend
+    after = llm.stats()
+    assert after.num_steps == before.num_steps + 1  # the step is whole
+    assert (after.num_running, after.num_waiting, after.num_used_blocks) == (0, 0, 0)
     (output,) = llm.generate(OTHER, PARAMS, use_tqdm=False)
     assert tokens(output) == expected()[1][0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.engine import Engine
 from nanovllm.outputs import RequestOutput
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -33,7 +33,7 @@ def clock() -> Clock:
 
 
 def open_with(clock: Clock, **options: Any) -> Engine:
-    return open_engine(tiny_model(), tiny_tokenizer(), None, OPTIONS | options, clock=clock)
+    return build_engine(tiny_model(), tiny_tokenizer(), None, OPTIONS | options, clock=clock)
 
 
 def outputs_of(engine: Engine, num_steps: int | None = None) -> list[RequestOutput]:
@@ -49,7 +49,7 @@ def outputs_of(engine: Engine, num_steps: int | None = None) -> list[RequestOutp
 @functools.cache
 def answer(number: int) -> list[int]:
     engine = open_with(Clock())
-    engine.add_request("alone", (PROMPT, OTHER)[number], LONG)
+    engine.add(engine.input_processor.process_one("alone", (PROMPT, OTHER)[number], LONG))
     (output,) = outputs_of(engine)
     return output.outputs[0].token_ids
 
@@ -57,7 +57,7 @@ def answer(number: int) -> list[int]:
 def assert_idle_and_whole(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert not engine._requests._deadlines
+    assert not engine._deadlines
     engine.check_integrity()
 
 
@@ -67,8 +67,8 @@ def assert_idle_and_whole(engine: Engine) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
     engine = open_with(clock, overlap=overlap)
-    engine.add_request("late", PROMPT, LONG, timeout=5.0)
-    engine.add_request("other", OTHER, LONG)
+    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0))
+    engine.add(engine.input_processor.process_one("other", OTHER, LONG))
     assert outputs_of(engine, 8) == []
     used = engine.stats().num_used_blocks
     clock.now += 5.0
@@ -87,8 +87,8 @@ def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_
 
 def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
     engine = open_with(clock, max_num_seqs=1)
-    engine.add_request("first", OTHER, LONG)
-    engine.add_request("late", PROMPT, LONG, timeout=2.0)
+    engine.add(engine.input_processor.process_one("first", OTHER, LONG))
+    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=2.0))
     outputs_of(engine, 3)
     clock.now += 2.0
     (output,) = outputs_of(engine, 1)
@@ -102,7 +102,7 @@ def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
 
 def test_nobody_ends_before_the_deadline(clock):
     engine = open_with(clock)
-    engine.add_request("in time", PROMPT, LONG, timeout=5.0)
+    engine.add(engine.input_processor.process_one("in time", PROMPT, LONG, timeout=5.0))
     outputs_of(engine, 10)
     clock.now += 4.999
     (output,) = outputs_of(engine)
@@ -113,7 +113,7 @@ def test_nobody_ends_before_the_deadline(clock):
 def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
     engine = open_with(clock)
     for name, timeout in (("c", 9.0), ("a", 3.0), ("b", 6.0)):
-        engine.add_request(name, PROMPT, LONG, timeout=timeout)
+        engine.add(engine.input_processor.process_one(name, PROMPT, LONG, timeout=timeout))
     ended = []
     for _ in range(3):
         clock.now += 3.0
@@ -124,9 +124,9 @@ def test_deadlines_are_kept_in_order_of_time_and_not_of_arrival(clock):
 
 def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(clock):
     engine = open_with(clock)
-    engine.add_request("name", PROMPT, LONG, timeout=1.0)
+    engine.add(engine.input_processor.process_one("name", PROMPT, LONG, timeout=1.0))
     engine.abort("name")
-    engine.add_request("name", PROMPT, LONG)
+    engine.add(engine.input_processor.process_one("name", PROMPT, LONG))
     clock.now += 10.0
     (output,) = outputs_of(engine)
     assert output.outputs[0].finish_reason == "length"
@@ -135,7 +135,7 @@ def test_an_aborted_request_leaves_no_deadline_behind_for_the_next_of_its_name(c
 
 def test_deadlines_outlive_an_interrupt(clock):
     engine = open_with(clock)
-    engine.add_request("late", PROMPT, LONG, timeout=5.0)
+    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0))
     outputs_of(engine, 3)
     engine._is_torn = True  # as an interrupt in the midst of the bookkeeping leaves it
     outputs_of(engine, 2)
@@ -148,7 +148,7 @@ def test_deadlines_outlive_an_interrupt(clock):
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 def test_the_last_output_of_a_stream_says_timeout(clock, kind):
     engine = open_with(clock)
-    engine.add_request("late", PROMPT, LONG, timeout=5.0, output_kind=kind)
+    engine.add(engine.input_processor.process_one("late", PROMPT, LONG, timeout=5.0, output_kind=kind))
     outputs = outputs_of(engine, 4)
     clock.now += 5.0
     outputs += outputs_of(engine, 1)
@@ -178,15 +178,15 @@ def test_a_bad_timeout_is_refused(timeout):
 def test_one_more_request_than_may_run_and_wait_is_refused_and_leaves_no_trace(clock):
     engine = open_with(clock, max_num_seqs=2, max_queue=3)
     for number in range(5):
-        engine.add_request(str(number), PROMPT, LONG)
+        engine.add(engine.input_processor.process_one(str(number), PROMPT, LONG))
     for _ in range(2):
         with pytest.raises(QueueFullError, match=r"5 requests.*max_num_seqs \(2\).*max_queue \(3\).*Try again later"):
-            engine.add_request("one more", PROMPT, LONG)
+            engine.add(engine.input_processor.process_one("one more", PROMPT, LONG))
         engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (2, 3)
     engine.abort("4")
-    engine.add_request("one more", PROMPT, LONG)
+    engine.add(engine.input_processor.process_one("one more", PROMPT, LONG))
     assert {output.request_id for output in outputs_of(engine)} == {"0", "1", "2", "3", "one more"}
 
 
@@ -201,19 +201,19 @@ def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
 def test_each_sample_takes_a_place_in_the_queue(clock):
     engine = open_with(clock, max_num_seqs=2, max_queue=0)
     with pytest.raises(QueueFullError, match="with 3 more"):
-        engine.add_request("three", PROMPT, SamplingParams(n=3, max_tokens=3))
-    engine.add_request("two", PROMPT, SamplingParams(n=2, max_tokens=3))
+        engine.add(engine.input_processor.process_one("three", PROMPT, SamplingParams(n=3, max_tokens=3)))
+    engine.add(engine.input_processor.process_one("two", PROMPT, SamplingParams(n=2, max_tokens=3)))
     with pytest.raises(QueueFullError):
-        engine.add_request("one", PROMPT, LONG)
+        engine.add(engine.input_processor.process_one("one", PROMPT, LONG))
     assert {output.request_id for output in outputs_of(engine)} == {"two"}
-    engine.add_request("one", PROMPT, LONG)
+    engine.add(engine.input_processor.process_one("one", PROMPT, LONG))
     assert engine.stats().num_waiting == 1
 
 
 def test_without_max_queue_there_is_no_limit(clock):
     engine = open_with(clock, max_num_seqs=1)
     for number in range(300):
-        engine.add_request(str(number), PROMPT, LONG)
+        engine.add(engine.input_processor.process_one(str(number), PROMPT, LONG))
     assert engine.stats().num_waiting == 300
 
 

@@ -170,7 +170,7 @@ def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_i
 
         monkeypatch.setattr(engine.model_runner, "execute", failing)
         for name, prompt in enumerate(prompts):
-            engine.add_request(str(name), prompt, params)
+            engine.add(engine.input_processor.process_one(str(name), prompt, params))
         with pytest.raises(StepError, match="no"):
             while engine.has_unfinished:
                 engine.step()
@@ -223,32 +223,6 @@ def test_what_else_the_owner_of_a_module_changes_between_calls_counts_too():
         after = answers(llm, [prompt], params)
     with open_llm(model) as llm:
         assert after == answers(llm, [prompt], params) != before
-
-
-def test_aborting_a_request_that_ended_unseen_leaves_its_neighbour_alone(monkeypatch):
-    """It ended in a step that was interrupted before anybody heard of it."""
-    params = SamplingParams(temperature=0.0, max_tokens=3)
-    with open_llm(overlap=False) as llm:
-        engine = llm._engine
-        for name in ("a", "b"):
-            engine.add_request(name, [5, 6, 7], params)
-        collect = engine._collect
-        steps = iter(range(1, 10))
-
-        def interrupted(advanced):
-            if next(steps) == 3:
-                raise KeyboardInterrupt
-            collect(advanced)
-
-        monkeypatch.setattr(engine, "_collect", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(3):
-                engine.step()
-        engine.abort("a")
-        while engine.has_unfinished:
-            engine.step()
-        assert [output.request_id for output in engine.outputs] == ["b"]
-        engine.outputs.clear()
 
 
 def test_blocks_that_fill_while_in_flight_are_found_afterwards():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.sampling.sampler import sample_seed
+from nanovllm.seeds import sample_seed
 from tests.sampling.test_sampler import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -160,7 +160,7 @@ def test_a_stream_shows_all_samples_after_each_step(overlap):
 def test_an_abort_ends_all_samples_together(overlap):
     with open_llm(overlap=overlap, max_num_seqs=3) as llm:
         engine = llm._engine
-        engine.add_request("r", [5, 6, 7], SamplingParams(n=5, max_tokens=100))
+        engine.add(engine.input_processor.process_one("r", [5, 6, 7], SamplingParams(n=5, max_tokens=100)))
         for _ in range(4):
             engine.step()
         output = engine.abort("r")

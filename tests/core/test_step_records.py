@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepRecord
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -64,8 +64,8 @@ def test_records_add_up_to_the_engines_counters(overlap):
 
 def test_times_of_a_step_are_those_of_its_parts():
     records: list[StepRecord] = []
-    engine = open_engine(tiny_model(), None, records.append, OPTIONS, clock=Clock())
-    engine.add_request("a", [5, 6, 7], params(4))
+    engine = build_engine(tiny_model(), None, records.append, OPTIONS, clock=Clock())
+    engine.add(engine.input_processor.process_one("a", [5, 6, 7], params(4)))
     while engine.has_unfinished:
         engine.step()
     assert len(records) == 4
@@ -149,9 +149,9 @@ def test_a_hook_that_cannot_be_called_is_refused():
 
 
 def test_metrics_tell_waiting_first_token_and_the_gaps_between_tokens():
-    engine = open_engine(tiny_model(), None, None, OPTIONS | {"max_num_seqs": 1, "record_itl": True}, clock=Clock())
-    engine.add_request("first", [5, 6, 7], params(5))
-    engine.add_request("second", [8, 9], params(4))
+    engine = build_engine(tiny_model(), None, None, OPTIONS | {"max_num_seqs": 1, "record_itl": True}, clock=Clock())
+    engine.add(engine.input_processor.process_one("first", [5, 6, 7], params(5)))
+    engine.add(engine.input_processor.process_one("second", [8, 9], params(4)))
     while engine.has_unfinished:
         engine.step()
     first, second = (output.metrics for output in engine.outputs)

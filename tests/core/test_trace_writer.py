@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, StepError, TraceWriter
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from tests.support import traces
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -120,11 +120,11 @@ def test_requests_that_end_early_say_why(path, overlap):
 
     with TraceWriter(path) as writer:
         options = OPTIONS | {"max_num_seqs": 2, "overlap": overlap}
-        engine = open_engine(tiny_model(), tiny_tokenizer(), None, options, trace=writer, clock=clock)
-        engine.add_request("runs", [5, 6, 7], params(40))
-        engine.add_request("late", [8, 9], params(40), timeout=0.05)
-        engine.add_request("waits", [8, 9, 10], params(40))
-        engine.add_request("waits too", [8, 9, 10], params(40), timeout=0.02)
+        engine = build_engine(tiny_model(), tiny_tokenizer(), None, options, trace=writer, clock=clock)
+        engine.add(engine.input_processor.process_one("runs", [5, 6, 7], params(40)))
+        engine.add(engine.input_processor.process_one("late", [8, 9], params(40), timeout=0.05))
+        engine.add(engine.input_processor.process_one("waits", [8, 9, 10], params(40)))
+        engine.add(engine.input_processor.process_one("waits too", [8, 9, 10], params(40), timeout=0.02))
         for _ in range(10):
             engine.step()
         engine.abort("runs")
@@ -217,8 +217,8 @@ def llm_budget(trace: traces.Trace) -> int:
 
 def test_a_step_that_failed_is_not_in_the_trace_and_its_requests_go_on(path, monkeypatch):
     with TraceWriter(path) as writer:
-        engine = open_engine(tiny_model(), None, None, OPTIONS, trace=writer)
-        engine.add_request("a", [5, 6, 7], params(6))
+        engine = build_engine(tiny_model(), None, None, OPTIONS, trace=writer)
+        engine.add(engine.input_processor.process_one("a", [5, 6, 7], params(6)))
         execute, calls = engine.model_runner.execute, []
 
         def failing(batch: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_step_that_failed_is_not_in_the_trace_and_its_requests_go_on(path, mon
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_engine_that_starts_over_after_an_interrupt_goes_on_in_the_same_trace(path, monkeypatch, overlap):
+def test_a_call_that_sigint_ends_ends_in_the_trace_and_the_others_go_on(path, monkeypatch, sigint_is_heeded, overlap):
     prompts = random_prompts(2, low=30, high=30)
     with TraceWriter(path) as writer, open_llm(writer, overlap=overlap) as llm:
         stream = llm.stream(prompts[0], params())
@@ -251,8 +251,9 @@ def test_an_engine_that_starts_over_after_an_interrupt_goes_on_in_the_same_trace
         update = llm._engine.scheduler.update
 
         def interrupted(*arguments: Any) -> Any:
-            update(*arguments)
-            raise KeyboardInterrupt
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+            return update(*arguments)
 
         monkeypatch.setattr(llm._engine.scheduler, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -260,42 +261,9 @@ def test_an_engine_that_starts_over_after_an_interrupt_goes_on_in_the_same_trace
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 12
     trace = traces.read(path)
-    assert trace.states("0") == ["waiting", "prefill", "decode", "prefill", "decode"]
+    assert trace.states("0") == ["waiting", "prefill", "decode"]
     assert trace.lane("0")[-1].arguments["reason"] == "length"
     assert trace.lane("1")[-1].arguments["reason"] == "abort"
-
-
-class InterruptedOnce:
-    """Stands for a method of the writer; raises after the first call that does something, as an interrupt may."""
-
-    def __init__(self, writer: TraceWriter, name: str) -> None:
-        self.method, self.is_due = getattr(writer, name), True
-        setattr(writer, name, self)
-
-    def __call__(self, *arguments: Any) -> Any:
-        result = self.method(*arguments)
-        if self.is_due:
-            self.is_due = False
-            raise KeyboardInterrupt
-        return result
-
-
-@pytest.mark.parametrize("name", ["_add", "_step", "_end", "_change_states", "_flush"])
-def test_an_interrupt_within_the_writer_loses_nothing(path, name):
-    with TraceWriter(path) as writer:
-        engine = open_engine(tiny_model(), None, None, OPTIONS, trace=writer)
-        interrupted = InterruptedOnce(writer, name)
-        engine.add_request("a", [5, 6, 7], params(6))
-        while engine.has_unfinished or interrupted.is_due:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                continue
-        engine.step()  # tells what the interrupt kept back
-        engine.close()
-    trace = traces.read(path)
-    assert trace.states("a") == ["waiting", "prefill", "decode"]
-    assert trace.lane("a")[-1].arguments["reason"] == "length"
 
 
 def test_a_disk_that_is_full_ends_the_trace_and_not_the_requests(caplog):
@@ -305,14 +273,14 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_requests(caplog):
         (output,) = llm.generate([5, 6, 7], params(), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 12
         assert "No space left" in llm.stats().hook_error
-    assert "the trace could not be written" in caplog.text
+    assert "the trace '/dev/null' raised" in caplog.text
     with pytest.raises(OSError, match="No space left"):
         writer.close()
 
 
 def test_a_killed_process_leaves_whole_events_that_lack_only_the_end(path):
     code = f"""
-from tests.test_tracing import *
+from tests.core.test_trace_writer import *
 with TraceWriter({str(path)!r}) as trace, open_llm(trace) as llm:
     while True:
         llm.generate([5, 6, 7], params(100), use_tqdm=False)

@@ -19,7 +19,7 @@ from nanovllm.execution.graph_inputs import Buckets, StepPacking, StepShape, Til
 from nanovllm.sampling.logprobs import PromptRows, StepReport
 from nanovllm.sampling.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 from nanovllm.tools.simulate.cost_model import StepShape as StepCosts
 from tests.support.scheduling import Loop, make_scheduler
 
@@ -41,7 +41,9 @@ def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int,
         waits = count == 1 and start > 0 and choice.random() < 0.5
         tokens = [choice.randrange(1000) for _ in range(start if waits else end)]
         seed = choice.randrange(2**64)
-        sequence = Sequence(str(number), tokens, SamplingParams(), arrival=number, max_model_len=10**6, seed=seed)
+        sequence = Sequence(
+            NewRequest(str(number), tokens, SamplingParams()), arrival=number, max_model_len=10**6, seed=seed
+        )
         if waits:
             in_flight.append(sequence)
         table = [pages.pop() for _ in range(-(-end // block_size))]
@@ -109,13 +111,17 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
 
 def test_padding_stays_moderate():
     buckets = Buckets(config_of(1024, 8192, 64), options_of(64))
-    entry = ScheduledSequence(Sequence("r", [1] * 9, SamplingParams(), arrival=0, max_model_len=99), 5, 1, True, [1], 5)
+    entry = ScheduledSequence(
+        Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, True, [1], 5
+    )
     for count in range(1, 1025):
         shape = buckets.shape(build_layout([entry] * count, 64), 0, draws=True)
         assert shape.num_decodes <= max(4, 2 * count) and (count < 64 or 2 * shape.num_decodes <= 3 * count)
     prompts = [
-        ScheduledSequence(Sequence(str(n), [1] * 130, SamplingParams(), arrival=n, max_model_len=200), 0, 130, True,
-                          [1, 2, 3], 0)
+        ScheduledSequence(
+            Sequence(NewRequest(str(n), [1] * 130, SamplingParams()), arrival=n, max_model_len=200),
+            0, 130, True, [1, 2, 3], 0,
+        )
         for n in range(60)
     ]  # fmt: skip
     layout = build_layout(prompts, 64)
@@ -135,7 +141,7 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
     def shape_of(num_decodes: int, length: int, context: int = 6) -> StepShape:
         """Of a step of decodes, the first of them behind a context, and a chunk."""
         tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
-        sequence = Sequence("r", tokens, SamplingParams(), arrival=0, max_model_len=10**6)
+        sequence = Sequence(NewRequest("r", tokens, SamplingParams()), arrival=0, max_model_len=10**6)
         starts = [context - 1] * min(num_decodes, 1) + [5] * (num_decodes - 1)
         entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
         entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
@@ -161,12 +167,14 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
 
     def is_uneven(*contexts: int, chunk: int = 0) -> bool:
         entries = [
-            ScheduledSequence(Sequence(str(n), [1] * context, SamplingParams(), arrival=n, max_model_len=10**6),
-                              context - 1, 1, True, [1] * -(-context // 64), context - 1)
+            ScheduledSequence(
+                Sequence(NewRequest(str(n), [1] * context, SamplingParams()), arrival=n, max_model_len=10**6),
+                context - 1, 1, True, [1] * -(-context // 64), context - 1,
+            )
             for n, context in enumerate(contexts)
         ]  # fmt: skip
         if chunk:
-            prompt = Sequence("chunk", [1] * chunk, SamplingParams(), arrival=0, max_model_len=10**6)
+            prompt = Sequence(NewRequest("chunk", [1] * chunk, SamplingParams()), arrival=0, max_model_len=10**6)
             entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
         layout = build_layout(entries, 64)
         return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), draws=True).is_uneven
@@ -294,7 +302,7 @@ def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decod
     def entry(number: int, start: int, count: int, num_prompt_tokens: int, asks: bool) -> ScheduledSequence:
         tokens = [1000 * number + place for place in range(num_prompt_tokens)]
         params = SamplingParams(prompt_logprobs=0 if asks else None)
-        sequence = Sequence(str(number), tokens, params, arrival=number, max_model_len=10**6)
+        sequence = Sequence(NewRequest(str(number), tokens, params), arrival=number, max_model_len=10**6)
         sequence.token_ids.extend(range(start + count - num_prompt_tokens))
         return ScheduledSequence(sequence, start, count, True, [10 * number + n for n in range(1, 9)], start)
 

@@ -198,7 +198,7 @@ def open_preparing(folder: Path) -> AsyncLLM:
 
 async def prepared_graphs(llm: AsyncLLM) -> dict[StepShape, Any]:
     """Wait until all that usually comes is captured."""
-    executor = llm._engine_loop._engine.model_runner._executor
+    executor = llm._engine_thread._engine.model_runner._executor
     end = time.monotonic() + 120
     while executor._usual and time.monotonic() < end:
         await asyncio.sleep(0.1)

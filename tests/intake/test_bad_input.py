@@ -14,7 +14,6 @@ from torch import nn
 
 from nanovllm import LLM, EngineConfig, SamplingParams, UnsupportedModelError
 from nanovllm.errors import PromptTooLongError
-from nanovllm.requests.input_processor import Intake
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 128}
@@ -160,7 +159,7 @@ def test_half_of_a_surrogate_pair_in_a_conversation_is_refused(conversation, opt
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm, pytest.raises(ValueError) as caught:
-        Intake(llm._engine).apply_chat_template_to(conversation, **options)
+        llm._engine.input_processor.apply_chat_template_to(conversation, **options)
     assert_names(str(caught.value), name, "U+DFFF, as character 0", "errors='replace'")
 
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm.outputs import CompletionOutput, OutputKind
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.requests.sample import Request
+from nanovllm.requests.sample import Sample
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.sequence import NewRequest, Sequence, SequenceStatus
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
@@ -230,15 +230,16 @@ def test_tokens_of_any_bytes_join_to_the_decoding_of_the_whole_once_they_end(seg
 def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind, using: Any = None) -> list[CompletionOutput]:
     """What a request that draws these tokens shows after each of them, up to its end."""
     params = SamplingParams(stop=stop, max_tokens=len(token_ids))
-    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
-    request = Request(sequence, None, [5], using or tokenizer(), output_kind=kind)
+    request = NewRequest("a", [5], params, output_kind=kind)
+    sequence = Sequence(request, arrival=0, max_model_len=1000)
+    sample = Sample(request, sequence, using or tokenizer())
     shown = []
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
-        is_stopped = request.advance(0.0) is not None
+        is_stopped = sample.advance(0.0) is not None
         if is_stopped or len(shown) == len(token_ids) - 1:
             sequence.status = SequenceStatus.FINISHED
-        shown.append(request.output(0.0).outputs[0])
+        shown.append(sample.output(0.0).outputs[0])
         if is_stopped:
             break
     return shown
@@ -289,15 +290,16 @@ def test_a_stop_string_whose_last_token_begins_a_character_ends_the_request_by_i
     cafe = next(number for number in range(512) if decode(tokenizer(), [number]) == " caf\ufffd")  # learnt from "café"
     token_ids = [*tokenizer()("the")["input_ids"], cafe]
     params = SamplingParams(stop="caf", max_tokens=len(token_ids))
-    sequence = Sequence("a", [5], params, arrival=0, max_model_len=1000)
-    request = Request(sequence, None, [5], tokenizer(), output_kind=kind)
+    request = NewRequest("a", [5], params, output_kind=kind)
+    sequence = Sequence(request, arrival=0, max_model_len=1000)
+    sample = Sample(request, sequence, tokenizer())
     stops = []
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
-        stops.append(request.advance(0.0))
+        stops.append(sample.advance(0.0))
     sequence.status = SequenceStatus.FINISHED
     assert stops == [None] * (len(token_ids) - 1) + ["caf"]
-    assert request.output(0.0).outputs[0].text == "the "
+    assert sample.output(0.0).outputs[0].text == "the "
 
 
 # ------------------------------------------------------------------------------------------------------ linear time

@@ -29,18 +29,17 @@ async def ended(outputs: Any) -> list[int]:
 
 def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The words of each call that spells some."""
-    from nanovllm.requests import request_checks
+    from nanovllm.requests import input_processor
 
     calls: list[tuple[str, ...]] = []
-    spellings_of = request_checks.spellings_of
+    spellings_of = input_processor.spellings_of
 
     def watched(words: tuple[str, ...], tokenizer: Any) -> Any:
         if words:
             calls.append(words)
         return spellings_of(words, tokenizer)
 
-    monkeypatch.setattr("nanovllm.requests.request_checks.spellings_of", watched)
-    monkeypatch.setattr("nanovllm.requests.sample_maker.spellings_of", watched, raising=False)
+    monkeypatch.setattr("nanovllm.requests.input_processor.spellings_of", watched)
     return calls
 
 
@@ -65,8 +64,8 @@ async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
         while (await llm.stats()).num_waiting < 1:
             await asyncio.sleep(0.005)
         prepared = []
-        monkeypatch.setattr(llm._intake, "prepare_each", lambda *_, **__: prepared.append(1))
-        monkeypatch.setattr(llm._intake, "apply_chat_template_to", lambda *_, **__: prepared.append(1))
+        monkeypatch.setattr(llm._input_processor, "process_each", lambda *_, **__: prepared.append(1))
+        monkeypatch.setattr(llm._input_processor, "apply_chat_template_to", lambda *_, **__: prepared.append(1))
         with pytest.raises(QueueFullError, match="max_queue"):
             await llm.submit(["a long text"], SHORT)
         with pytest.raises(QueueFullError, match="max_queue"):
@@ -79,14 +78,14 @@ async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
 async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeypatch):
     may_go_on = threading.Event()
     async with open_llm() as llm:
-        tokenize = llm._intake.tokenize
+        tokenize = llm._input_processor.tokenize
 
         def held(prompt: Any, **options: Any) -> Any:
             if isinstance(prompt, str) and len(prompt) > LONG_CHARS:
                 may_go_on.wait(30.0)
             return tokenize(prompt, **options)
 
-        monkeypatch.setattr(llm._intake, "tokenize", held)
+        monkeypatch.setattr(llm._input_processor, "tokenize", held)
         truncated = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=20)
         long = asyncio.create_task(ended(llm.generate("the sea " * LONG_CHARS, truncated)))
         await asyncio.sleep(0)
@@ -103,10 +102,10 @@ async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeyp
 async def test_short_requests_are_prepared_in_the_order_of_their_calls(monkeypatch):
     async with open_llm() as llm:
         seen = []
-        prepare = llm._intake.prepare_each
+        prepare = llm._input_processor.process_each
         monkeypatch.setattr(
-            llm._intake,
-            "prepare_each",
+            llm._input_processor,
+            "process_each",
             lambda prompts, *a, **o: (seen.append(prompts[0]), prepare(prompts, *a, **o))[1],
         )
         await asyncio.gather(*(ended(llm.generate([number + 1], SHORT)) for number in range(20)))

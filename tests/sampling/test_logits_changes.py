@@ -21,11 +21,11 @@ from transformers import (
 
 from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.requests.bad_words import spellings_of
+from nanovllm.requests.input_processor import spellings_of
 from nanovllm.sampling.logprobs import StepReport
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 from tests.sampling.test_sampler import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -46,10 +46,9 @@ def request(
     tokens: list[int], words: list[list[int]] | None = None, *, seed: int = 0, num_outputs: int = 0, **params: Any
 ) -> Sequence:
     prompt, output = tokens[: len(tokens) - num_outputs], tokens[len(tokens) - num_outputs :]
-    sequence = Sequence(
-        "r", prompt, SamplingParams(bad_words=["x"] if words else [], **params), arrival=0, max_model_len=1000,
-        seed=seed, bad_words=tuple(map(tuple, words or [])),
-    )  # fmt: skip
+    own = SamplingParams(bad_words=["x"] if words else [], **params)
+    request = NewRequest("r", prompt, own, bad_words=tuple(map(tuple, words or [])))
+    sequence = Sequence(request, arrival=0, max_model_len=1000, seed=seed)
     sequence.token_ids.extend(output)
     return sequence
 

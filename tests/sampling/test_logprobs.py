@@ -246,7 +246,7 @@ def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
             return execute(batch)
 
         monkeypatch.setattr(engine.model_runner, "execute", failing)
-        engine.add_request("r", prompt, params)
+        engine.add(engine.input_processor.process_one("r", prompt, params))
         num_failures = 0
         while not engine.outputs:
             try:

@@ -11,7 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
 POOLS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ VOCAB = 50
 
 
 def request(prompt: list[int], output: list[int], **params: Any) -> Sequence:
-    sequence = Sequence("r", prompt, SamplingParams(**params), arrival=0, max_model_len=1000)
+    sequence = Sequence(NewRequest("r", prompt, SamplingParams(**params)), arrival=0, max_model_len=1000)
     sequence.token_ids.extend(output)
     return sequence
 

@@ -22,13 +22,12 @@ from nanovllm.sampling.sampler import (
     Sampler,
     gumbel_noise,
     keep_likely,
-    mix64,
     noise_keys,
-    request_seed,
     token_counters,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.seeds import mix64, request_seed
+from nanovllm.sequence import NewRequest, Sequence
 
 # A right sampler fails a chi-square test for one seed in ten thousand, and the seeds are fixed.
 SIGNIFICANCE = 1e-4
@@ -38,7 +37,7 @@ GAMMA_32, MIX_32 = 0x9E3779B9, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 
 def request(seed: int = 0, *, num_output_tokens: int = 0, eos: tuple[int, ...] = (), **params: Any) -> Sequence:
     sequence = Sequence(
-        "r", [1], SamplingParams(**params), arrival=0, max_model_len=10_000, eos_token_ids=eos, seed=seed
+        NewRequest("r", [1], SamplingParams(**params)), arrival=0, max_model_len=10_000, eos_token_ids=eos, seed=seed
     )
     sequence.token_ids.extend([1] * num_output_tokens)
     return sequence

@@ -267,7 +267,7 @@ async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_w
     async with aclosing(feed.watch()) as watch:
         assert [parsed(await anext(watch))[0] for _ in range(2)] == ["hello", "look"]
         if fails == "die":
-            monkeypatch.setattr(llm._engine_loop._engine, "step", lambda: 1 / 0)
+            monkeypatch.setattr(llm._engine_thread._engine, "step", lambda: 1 / 0)
             with pytest.raises(RuntimeError):
                 await anext(llm.generate([7], ENDLESS))
         elif fails == "close":
@@ -348,7 +348,7 @@ def test_without_ui_there_is_neither_page_nor_feed():
     with serving({"ui": False}) as running, running.http() as http:
         assert http.get("/").status_code == 404
         assert refusal(http, "/ui/events")[0] == 404
-        assert running.app.state.step_hooks == [running.app.state.server.metrics.on_step]
+        assert len(running.engine.observers) == 1  # the metrics
 
 
 def test_too_many_pages_are_refused_and_their_places_come_back():

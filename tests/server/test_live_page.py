@@ -302,7 +302,7 @@ def test_a_dead_engine_and_a_server_that_is_gone_are_told(open_page):
         state(page, "live")
         ask(page, max_tokens=400)
         expect(page.locator(".message.assistant .said")).not_to_be_empty()
-        running.engine._engine_loop._engine.step = lambda: 1 / 0
+        running.engine._engine_thread._engine.step = lambda: 1 / 0
         state(page, "engine dead")
         expect(page.locator("#notice")).to_contain_text("engine has died")
         expect(page.locator(".message .failure")).not_to_be_empty()

@@ -113,7 +113,9 @@ def test_other_commands_need_none_of_them():
     """Nothing of the server's packages is imported with the package or its command line."""
     import subprocess
 
-    script = "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
+    script = (
+        "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
+    )
     arguments = [sys.executable, "-c", script, *command.NEEDS, "pydantic", "starlette"]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "[]", done.stderr

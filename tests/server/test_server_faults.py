@@ -34,7 +34,7 @@ SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
 
 def watch_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
     """Call `before()` in the engine's thread before each execution."""
-    runner = running.engine._engine_loop._engine.model_runner
+    runner = running.engine._engine_thread._engine.model_runner
     execute = runner.execute
 
     def watched(batch: Any) -> Any:
@@ -195,7 +195,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         slow_steps(running, monkeypatch, 0.005)
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
-        monkeypatch.setattr(running.engine._intake, "has_room", lambda _: True)  # there was when they came
+        monkeypatch.setattr(running.engine, "_has_room", lambda _: True)  # there was when they came
         running.engine._preparation.submit(lambda: may_prepare.wait(30.0), 0)
         with ThreadPoolExecutor(2) as threads:
             bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
@@ -259,13 +259,13 @@ def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing
 def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_refused_together(monkeypatch):
     with serving(max_num_seqs=7, max_queue=0) as running, running.http() as http, ThreadPoolExecutor(4) as threads:
         slow_steps(running, monkeypatch, 0.002)
-        tokenize = running.engine._intake.tokenize
+        tokenize = running.engine._input_processor.tokenize
 
         def slowly(prompt: Any, **options: Any) -> list[int]:
             time.sleep(0.03)  # steps run between one prompt and the next
             return tokenize(prompt, **options)
 
-        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        monkeypatch.setattr(running.engine._input_processor, "tokenize", slowly)
         body = ENDLESS | {"prompt": [[5], [6], [7]], "stream": True, "ignore_eos": True, "timeout": 0.8}
         answers = list(threads.map(lambda _: http.post("/v1/completions", json=body), range(4)))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
@@ -306,14 +306,14 @@ def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
 
 def test_of_several_prompts_a_bad_one_is_told_before_the_stream_of_any_begins(monkeypatch):
     with serving() as running, running.http() as http:
-        tokenize = running.engine._intake.tokenize
+        tokenize = running.engine._input_processor.tokenize
 
         def slowly(prompt: str, **options: Any) -> list[int]:
             if len(prompt) > 1:
                 time.sleep(0.5)  # the first prompt's answer could begin
             return tokenize(prompt, **options)
 
-        monkeypatch.setattr(running.engine._intake, "tokenize", slowly)
+        monkeypatch.setattr(running.engine._input_processor, "tokenize", slowly)
         answer = http.post("/v1/completions", json={"prompt": ["x", "no " * 2000], "stream": True})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")

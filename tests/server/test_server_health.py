@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from nanovllm.observability.step_records import OnStep
 from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
 from tests.server.test_server_metrics import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
@@ -26,14 +27,14 @@ def held_step(running: Serving) -> Iterator[None]:
         holds.set()
         may_go_on.wait(60.0)
 
-    hooks = running.app.state.step_hooks
-    hooks.append(hold)
+    observer = OnStep(hold)
+    running.engine.observers.append(observer)
     connection = raw_stream(running, ENDLESS)
     try:
         assert holds.wait(60.0)
         yield
     finally:
-        hooks.remove(hold)
+        running.engine.observers.remove(observer)
         may_go_on.set()
         connection.close()
 
@@ -74,7 +75,7 @@ def test_figures_are_there_after_the_engine_has_died(monkeypatch):
     with serving() as running, running.http() as http:
         assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 2}).status_code == 200
         before = figures(running)
-        monkeypatch.setattr(running.engine._engine_loop._engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(running.engine._engine_thread._engine, "step", lambda: 1 / 0)
         http.post("/v1/completions", json=ENDLESS)
         assert running.engine.is_dead
         assert figures(running)["steps_total"] == before["steps_total"]

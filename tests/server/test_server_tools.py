@@ -164,7 +164,7 @@ MIXED_CITIES = ["Paris", "</tool_call>"]
 @pytest.fixture
 def stop_id(running, monkeypatch, request) -> int:
     """The engine's next answers are CALL, or the parameter, and a stop token: what its sampler draws is replaced."""
-    runner = running.engine._engine_loop._engine.model_runner
+    runner = running.engine._engine_thread._engine.model_runner
     execute = runner.execute
     stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")
     token_ids = [*running.engine.tokenizer(getattr(request, "param", CALL))["input_ids"], stop_id]

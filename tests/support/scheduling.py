@@ -16,7 +16,7 @@ from nanovllm.block_manager import NULL_BLOCK, BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.sequence import NewRequest, Sequence, SequenceStatus
 
 VOCAB_SIZE = 8
 UNWRITTEN = None  # a slot that no successful step has written
@@ -37,14 +37,16 @@ def make_sequence(
     **params: object,
 ) -> Sequence:
     return Sequence(
-        str(arrival),
-        prompt,
-        SamplingParams(**params),
+        NewRequest(
+            str(arrival),
+            prompt,
+            SamplingParams(**params),
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+        ),
         arrival=arrival,
         max_model_len=max_model_len,
-        arrival_time=arrival_time,
-        priority=priority,
-        cache_salt=cache_salt,
         eos_token_ids=eos_token_ids,
     )
 

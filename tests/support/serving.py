@@ -18,7 +18,6 @@ import httpx
 import openai
 
 from nanovllm import LLM, AsyncLLM
-from nanovllm.observability.step_hooks import StepHooks
 from nanovllm.outputs import EngineStats
 from nanovllm.server.app import create_app
 from nanovllm.server.lifecycle import DrainingServer
@@ -86,11 +85,10 @@ def serving(
     Args:
         send_buffer: bytes that the system keeps of what a client has not read.
     """
-    hooks = StepHooks()
     model = tiny_model() if model is None else model
-    engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), on_step=hooks, **(OPTIONS | options))
+    engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
-    app = create_app(engine, own, hooks)
+    app = create_app(engine, own)
     server = server_of(app, engine, own)
     listeners = None
     if send_buffer is not None:  # which connections inherit

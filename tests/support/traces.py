@@ -13,11 +13,11 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.observability.step_records import StepRecorder
+from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import NewRequest, Sequence
 
 REQUESTS = 2
 
@@ -122,16 +122,18 @@ def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
     shared, now, next_arrival, num_added = [7] * 256, 0.0, 0.0, 0
     with TraceWriter(path) as trace:
         trace.begin(config)
-        recorder = StepRecorder(None, trace)
+        observers = StepObservers([trace])
         while num_added < num_requests or scheduler.has_unfinished:
             while num_added < num_requests and (next_arrival <= now or not scheduler.has_unfinished):
                 prompt = shared * (rng.random() < 0.3) + [rng.randrange(50_000) for _ in range(rng.randrange(20, 700))]
                 params = SamplingParams(max_tokens=rng.randrange(50, 600), ignore_eos=True)
                 sequence = Sequence(
-                    f"request-{num_added}", prompt, params, arrival=num_added, max_model_len=2048, arrival_time=now
+                    NewRequest(f"request-{num_added}", prompt, params, arrival_time=now),
+                    arrival=num_added,
+                    max_model_len=2048,
                 )
                 scheduler.add(sequence)
-                recorder.note_added([sequence])
+                observers.request_added([sequence])
                 num_added += 1
                 next_arrival = now + rng.expovariate(40)
             start = now
@@ -140,9 +142,8 @@ def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
             execute = 0.004 + 2e-5 * batch.num_tokens
             now += 2e-4 + execute
             advanced = scheduler.update(batch, [7] * len(batch.sampling))
-            recorder.note_ended(advanced, now + 5e-5)
             now += 1e-4
-            recorder.record(scheduler, batch, now, start, 2e-4, 0.0, execute, 1e-4)
-            recorder.tell()
+            times = StepTimes(start, 2e-4, 0.0, execute, now - 1e-4, now - 5e-5)
+            observers.step_ended(scheduler, batch, times, now, advanced)
             now += 3e-5
     return scheduler.stats.num_steps

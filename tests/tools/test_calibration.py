@@ -10,10 +10,11 @@ import pytest
 
 from nanovllm import EngineConfig
 from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.build import open_engine
+from nanovllm.build import build_engine
 from nanovllm.cli.main import main
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepShapes, calibrate, residuals, scenarios
+from nanovllm.scheduler import Scheduler
+from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepLog, calibrate, residuals, scenarios
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepShape
 from tests.support.scheduling import make_config
@@ -151,12 +152,12 @@ def test_scenarios_respect_the_limits_of_the_engine():
 
 
 def test_scenarios_with_a_shared_beginning_share_it():
-    shapes = _StepShapes()
-    engine = open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True}, tracer=shapes)
+    engine = build_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})
     with closing(engine):
-        shapes.begin(engine.config, "cpu")
+        engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
-    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes.by_step.values()]
+    shapes = [StepShape.of(batch, engine.config.block_size) for _, batch in log.steps]
+    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes]
     assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
 
 
@@ -205,27 +206,28 @@ def test_a_real_engine_is_measured_on_its_clock():
 
 
 def test_an_engine_that_is_measured_keeps_its_one_scheduler(monkeypatch):
-    """Its output processor ends requests in the scheduler that the engine was built with."""
     schedulers = []
 
     def run(engine, *_, **__):
-        schedulers.append((engine.scheduler, engine._output_processor._scheduler))
+        schedulers.append(engine.scheduler)
         return []
 
     monkeypatch.setattr("nanovllm.tools.simulate.calibrate._run", run)
     with pytest.raises(StopIteration):
         monkeypatch.setattr("nanovllm.tools.simulate.calibrate._samples", lambda *_, **__: next(iter(())))
         calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
-    assert all(one is other for one, other in schedulers) and schedulers
+    assert schedulers and all(type(each) is Scheduler and each is schedulers[0] for each in schedulers)
 
 
 def test_of_a_device_of_its_own_the_launch_counts_apart():
-    records, clock, shapes = [], CountingClock(), _StepShapes()
+    clock = CountingClock()
     options = {"max_model_len": 128, "enforce_eager": True, "overlap": False}
-    with closing(open_engine(tiny_model(), None, records.append, options, tracer=shapes, clock=clock)) as engine:
-        shapes.begin(engine.config, "cpu")
+    with closing(build_engine(tiny_model(), None, None, options, clock=clock)) as engine:
+        engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 20, 3),), seed=1)
-        samples = list(_samples(records, shapes.by_step, launch_blocks=False))
+        records = [record for record, _ in log.steps]
+        shapes = [StepShape.of(batch, engine.config.block_size) for _, batch in log.steps]
+        samples = list(_samples(records, shapes, launch_blocks=False))
     assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
         # Launching is two looks, and so is waiting.
@@ -247,7 +249,7 @@ def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
 
 
 def test_taking_memory_leaves_zeros():
-    with closing(open_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})) as engine:
+    with closing(build_engine(tiny_model(), None, None, {"max_model_len": 128, "enforce_eager": True})) as engine:
         caches = engine.model_runner.binding.caches
         for cache in caches.of_layers:
             cache.fill_(1.0)

@@ -15,8 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import HTMLResponse, Response
 
 from nanovllm import __version__
-from nanovllm.observability.step_hooks import StepHooks
-from nanovllm.observability.step_records import RECENT_STEPS
+from nanovllm.observability.step_records import RECENT_STEPS, OnStep
 from nanovllm.pages import read_page
 from nanovllm.server.errors import ApiError
 from nanovllm.server.live.engine_snapshot import REQUEST_VALUES, STEP_VALUES
@@ -25,8 +24,8 @@ from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState
 
 
-def attach(app: FastAPI, state: ServerState, hooks: StepHooks) -> LiveFeed:
-    """Serve the page at / and its feed at /ui/events, from the steps that `hooks` are told of."""
+def attach(app: FastAPI, state: ServerState) -> LiveFeed:
+    """Serve the page at / and its feed at /ui/events."""
     config = state.engine.config
     feed = LiveFeed(
         state.engine,
@@ -43,7 +42,7 @@ def attach(app: FastAPI, state: ServerState, hooks: StepHooks) -> LiveFeed:
             "request_values": REQUEST_VALUES,
         },
     )
-    hooks.append(feed.on_step)
+    state.engine.observers.append(OnStep(feed.on_step))
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

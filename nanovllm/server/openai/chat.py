@@ -16,7 +16,7 @@ from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_calls import FORMATS, ToolFormat, ToolStream
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
-from nanovllm.streaming.streams import Outputs
+from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
@@ -49,7 +49,7 @@ class ChatJob:
         }
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
-    async def start(self, kind: OutputKind) -> Outputs:
+    async def start(self, kind: OutputKind) -> OutputStream:
         return await self._state.engine.submit_chat(
             self._conversation,
             self._params,

@@ -15,7 +15,7 @@ from nanovllm.server.openai.logprobs import Legacy
 from nanovllm.server.openai.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, state_of
-from nanovllm.streaming.streams import Outputs
+from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
@@ -53,7 +53,7 @@ class CompletionJob:
         }
         self._logprobs: dict[int, Legacy] = {}  # by choice
 
-    async def start(self, kind: OutputKind) -> Outputs:
+    async def start(self, kind: OutputKind) -> OutputStream:
         return await self._state.engine.submit(
             self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
         )

@@ -25,7 +25,7 @@ from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openai.protocol import SamplingFields
 from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, event, until_disconnect
 from nanovllm.server.state import ServerState
-from nanovllm.streaming.streams import Outputs
+from nanovllm.streaming.streams import OutputStream
 
 logger = logging.getLogger("nanovllm")
 
@@ -54,7 +54,7 @@ class Job(Protocol):
     def request_ids(self) -> Sequence[str]:
         """Of its prompts, by which the engine and its log know them; they begin with that of the answer."""
 
-    async def start(self, kind: OutputKind) -> Outputs:
+    async def start(self, kind: OutputKind) -> OutputStream:
         """Queue all prompts together; raises for what is wrong with any of them, or if there is no room for all."""
 
     def read(self, output: RequestOutput) -> None:
@@ -166,7 +166,7 @@ def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[Outputs, Tally]]:
+async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
     """The outputs of all prompts, once they are queued; within, and before, only ApiErrors are raised."""
     tally, is_left = Tally(job.request_ids, state.metrics), False
     try:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanovllm.observability.step_records import News
+from nanovllm.batch import ScheduledBatch
+from nanovllm.observability.step_records import StepRecord
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.sequence import Sequence
 
 
 class PlayTrace(TraceWriter):
@@ -25,9 +27,14 @@ class PlayTrace(TraceWriter):
         finally:
             self._is_recording = False
 
-    def follow(self, news: News) -> None:
+    def request_added(self, sequences: list[Sequence]) -> None:
         if self._is_recording:
-            super().follow(news)
-        else:
-            for of_a_kind in (news.added, news.steps, news.ended):
-                of_a_kind.clear()
+            super().request_added(sequences)
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        if self._is_recording:
+            super().step_ended(record, batch)
+
+    def request_ended(self, sequence: Sequence, time: float) -> None:
+        if self._is_recording:
+            super().request_ended(sequence, time)

@@ -21,36 +21,35 @@ class NanoVLLM:
     warm_up_requests: int | None = None
 
     def __init__(self, model: str, options: dict[str, Any], longest: int, trace: TraceWriter | None = None) -> None:
-        from nanovllm.build import open_engine
+        from nanovllm.build import build_engine
 
         tokenizer = options.pop("tokenizer", None)
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but times between tokens are to be measured. Leave it out.")
-        self._engine = open_engine(model, tokenizer, None, options, trace=trace)
+        self._engine = build_engine(model, tokenizer, None, options, trace=trace)
         self._engine.model_runner.binding.caches.take_memory()
 
     def prepare(self, workload: Workload) -> None:
+        from nanovllm.requests.input_processor import check_prompt
         from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
             pass  # as an engine in a thread does while nobody wants anything
         for request in workload.requests:  # min_tokens: it has to fit as a whole
-            self._engine.check_request(
+            check_prompt(
                 request.prompt_token_ids,
                 SamplingParams(max_tokens=request.num_output_tokens, min_tokens=request.num_output_tokens),
+                self._engine.input_processor.limits,
             )
 
     def add(self, number: int, request: TimedRequest) -> None:
         from nanovllm.sampling_params import SamplingParams
 
-        self._engine.add_request(
-            str(number),
-            request.prompt_token_ids,
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens)
+        options = {"priority": request.priority, "cache_salt": request.cache_salt}
+        processor = self._engine.input_processor
+        self._engine.add(processor.process_one(str(number), request.prompt_token_ids, params, **options))
 
     def step(self) -> list[Finished]:
         engine, ended = self._engine, []

@@ -41,7 +41,7 @@ _TIMED: tuple[tuple[Any, str, str], ...] = (
     (GraphExecutor, "_upload", "inputs"),
     (Sampler, "sample", "sampling"),
     (Scheduler, "update", "update"),
-    (Engine, "_collect", "collect"),
+    (Engine, "_deliver", "deliver"),
 )
 
 
@@ -92,7 +92,7 @@ class StepProfile:
                 "attention": of["attention"],
                 "sampling": of["sampling"],
             }
-        parts = {"schedule": of["schedule"], **execute, "update": of["update"] + of["collect"]}
+        parts = {"schedule": of["schedule"], **execute, "update": of["update"] + of["deliver"]}
         return parts | {"other": of["step"] - sum(parts.values())}
 
 

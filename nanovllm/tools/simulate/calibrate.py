@@ -23,13 +23,14 @@ import transformers
 from torch import nn
 
 import nanovllm
-from nanovllm.build import open_engine
+from nanovllm.batch import ScheduledBatch
+from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.model.loader import LoadedModel
-from nanovllm.observability.step_records import News, StepRecord
+from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepShape, fit
@@ -54,24 +55,14 @@ class Group(NamedTuple):
 Scenario = tuple[Group, ...]
 
 
-class _StepShapes:
-    """A tracer that keeps the shape of every step, by step id."""
+class _StepLog(Observer):
+    """Keeps every step's record and batch."""
 
     def __init__(self) -> None:
-        self.by_step: dict[int, StepShape] = {}
-        self.block_size = 0
-        self.sizes: RowSizes | None = None
+        self.steps: list[tuple[StepRecord, ScheduledBatch]] = []
 
-    def begin(self, config: EngineConfig, device: str) -> None:
-        """Follow an engine of this configuration, on a device of this type."""
-        self.block_size, self.sizes = config.block_size, RowSizes.of(replace(config, device=device))
-
-    def follow(self, news: News) -> None:
-        while news.steps:
-            record, batch = news.steps.popleft()
-            self.by_step[record.step_id] = StepShape.of(batch, self.block_size, self.sizes)
-        news.added.clear()
-        news.ended.clear()
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        self.steps.append((record, batch))
 
 
 def calibrate(
@@ -95,13 +86,12 @@ def calibrate(
         raise ValueError("steps are measured one by one; leave overlap out, and give it to the simulation instead.")
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1.")
-    records: list[StepRecord] = []
-    shapes = _StepShapes()
-    options = options | {"overlap": False}
-    engine = open_engine(model, tokenizer, records.append, options, tracer=shapes, clock=clock)
+    log = _StepLog()
+    engine = build_engine(model, tokenizer, None, options | {"overlap": False}, clock=clock)
     try:
+        engine.observers.append(log)
         device = engine.model_runner.device.type
-        shapes.begin(engine.config, device)
+        sizes = RowSizes.of(replace(engine.config, device=device))
         launch_blocks = device == "cpu"
         plan = scenarios(engine.config)
         engine.model_runner.binding.caches.take_memory()
@@ -112,10 +102,11 @@ def calibrate(
             logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
             of_round: list[StepSample] = []
             for scenario in plan:
-                records.clear()
+                log.steps.clear()
                 with OldObjectsFrozen():
                     intakes += _run(engine, scenario, seed=number)
-                of_round += _samples(records, shapes.by_step, launch_blocks=launch_blocks)
+                shapes = [StepShape.of(batch, engine.config.block_size, sizes) for _, batch in log.steps]
+                of_round += _samples([record for record, _ in log.steps], shapes, launch_blocks=launch_blocks)
             rounds.append(of_round)
         samples = list(_medians(rounds))
         cost_model = fit(samples, intakes, launch_blocks=launch_blocks)
@@ -175,7 +166,7 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, fl
             for _ in range(group.num_requests):
                 prompt = shared + r.choices(range(vocab_size), k=group.num_prompt_tokens - len(shared))
                 begin = engine.clock()
-                engine.add_request(f"calibration-{num_added}", prompt, params)
+                engine.add(engine.input_processor.process_one(f"calibration-{num_added}", prompt, params))
                 intakes.append((len(prompt), engine.clock() - begin))
                 num_added += 1
         engine.step()
@@ -187,10 +178,10 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, fl
     return intakes
 
 
-def _samples(records: list[StepRecord], shapes: dict[int, StepShape], *, launch_blocks: bool) -> Iterator[StepSample]:
+def _samples(records: list[StepRecord], shapes: list[StepShape], *, launch_blocks: bool) -> Iterator[StepSample]:
     """Of one run; time between two steps in which nothing was added counts as the first one's update."""
-    for record, following in zip(records, [*records[1:], None], strict=True):
-        shape, update_time = shapes[record.step_id], record.update_time
+    for record, following, shape in zip(records, [*records[1:], None], shapes, strict=True):
+        update_time = record.update_time
         if following is not None and following.num_prefill_tokens == 0:
             in_step = following.schedule_time + following.execute_time + following.update_time
             update_time += max(0.0, following.time - record.time - in_step)

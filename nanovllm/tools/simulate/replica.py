@@ -18,7 +18,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.observability.step_records import StepHook, StepRecorder
+from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
 from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
@@ -28,9 +28,7 @@ from nanovllm.tools.simulate.cost_model import CostModel, StepShape
 class _Launched(NamedTuple):
     batch: ScheduledBatch
     num_samples: int
-    start: float
-    schedule_time: float
-    launch_time: float
+    times: StepTimes
     done: float  # when its tokens are there
 
 
@@ -39,7 +37,6 @@ class _Request:
     """A request on its way, and when its tokens came."""
 
     sequence: Sequence
-    scheduled_time: float | None = None
     token_times: list[float] = field(default_factory=list)
 
     def metrics(self) -> RequestMetrics:
@@ -48,7 +45,7 @@ class _Request:
         itls = [after - before for before, after in pairwise(times)]
         return RequestMetrics(
             arrival_time=sequence.arrival_time,
-            scheduled_time=self.scheduled_time,
+            scheduled_time=sequence.scheduled_time,
             first_token_time=times[0],
             last_token_time=times[-1],
             finished_time=times[-1],
@@ -89,7 +86,7 @@ class Replica:
         self._cost_model = cost_model
         self._sizes = RowSizes.of(config)
         self._draw_token = draw_token
-        self._recorder = StepRecorder(on_step)
+        self._observers = StepObservers([] if on_step is None else [OnStep(on_step)])
         self._device_free = 0.0
         self._in_flight: deque[_Launched] = deque()
         self._requests: dict[str, _Request] = {}
@@ -133,39 +130,38 @@ class Replica:
         done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
         if cost_model.launch_blocks:
             self.now = done
-        self._in_flight.append(_Launched(batch, shape.num_samples, start, schedule_time, self.now - scheduled, done))
+        times = StepTimes(start, schedule_time, self.now - scheduled)
+        self._in_flight.append(_Launched(batch, shape.num_samples, times, done))
         for entry in batch.prefills:
-            request = self._requests[entry.sequence.request_id]
-            if request.scheduled_time is None:
-                request.scheduled_time = start
+            if entry.sequence.scheduled_time is None:
+                entry.sequence.scheduled_time = start
 
     def _read(self) -> dict[str, RequestMetrics]:
-        batch, num_samples, start, schedule_time, launch_time, done = self._in_flight.popleft()
+        batch, num_samples, times, done = self._in_flight.popleft()
         waits = self.now
-        read = max(waits, done)
+        times.read_time = max(waits, done)
+        times.wait_time = times.read_time - waits
         advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
-        update_time = self._cost_model.update.seconds(len(batch.entries))
-        self.now = now = read + update_time
+        self.now = now = times.delivered_time = times.read_time + self._cost_model.update.seconds(len(batch.entries))
         ended = {}
         for sequence in advanced:
             request = self._requests[sequence.request_id]
             request.token_times.append(now)
             if len(request.token_times) == 1:
-                self._recorder.note_first_token(now - sequence.arrival_time, True)
+                times.tokens.add_first(now - sequence.arrival_time, is_of_request=True)
             else:
-                self._recorder.note_itl(now - request.token_times[-2])
+                times.tokens.add_next(now - request.token_times[-2])
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]
-        self._recorder.record(self.scheduler, batch, now, start, schedule_time, launch_time, read - waits, update_time)
-        self._recorder.tell()
+        self._observers.step_ended(self.scheduler, batch, times, now, advanced)
         if not self._requests and self._in_flight:
             self.scheduler.discard(self._in_flight[0].batch)
             self._in_flight.clear()
         return ended
 
     def stats(self) -> EngineStats:
-        return self._recorder.stats(self.scheduler)
+        return self._observers.stats(self.scheduler)
 
     def check_integrity(self) -> None:
         """Verify the block manager's invariants; RuntimeError names a broken one."""

@@ -19,6 +19,7 @@ from nanovllm.observability.percentiles import spread
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
 from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.replica import Replica
@@ -162,16 +163,15 @@ def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
 
 
 def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max_model_len: int) -> RequestSequence:
-    return RequestSequence(
+    new = NewRequest(
         str(number),
         request.prompt_token_ids,
         SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True),
-        arrival=arrival,
-        arrival_time=time,
-        max_model_len=max_model_len,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        arrival_time=time,
     )
+    return RequestSequence(new, arrival=arrival, max_model_len=max_model_len)
 
 
 # ----------------------------------------------------------------------------------------------------------- figures

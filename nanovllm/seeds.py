@@ -1,0 +1,27 @@
+"""Seeds of requests and their samples, made by SplitMix64: any of them can be computed by itself."""
+
+from __future__ import annotations
+
+# SplitMix64 (Steele, Lea and Flood 2014, with Stafford's "Mix13" finaliser): a generator whose i-th output is a mixed
+# counter.
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK_64 = 2**64 - 1
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finaliser on a Python int, modulo 2**64."""
+    value &= _MASK_64
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK_64
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def request_seed(engine_seed: int, request_number: int) -> int:
+    """The seed of a request that has none of its own: another for each request of an engine."""
+    return mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample: the request's own for the first, another for each of the others."""
+    return seed if index == 0 else mix64(mix64(seed ^ _MASK_64) + index * GAMMA)
