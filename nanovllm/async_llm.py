@@ -17,6 +17,7 @@ from torch import nn
 from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
+from nanovllm.errors import QueueFullError
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
@@ -66,7 +67,7 @@ class AsyncLLM:
         self._router = OutputRouter()
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
-        self._has_room = engine.has_room
+        self._look_at_queue = engine.check_queue
         self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
         self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
@@ -246,8 +247,11 @@ class AsyncLLM:
 
         The queue's length may be a step old, so a refusal is confirmed between two steps: an abort may be on its way.
         """
-        if not self.is_dead and not self._has_room(count):
-            await self._run(lambda engine: engine.check_queue(count))
+        try:
+            self._look_at_queue(count)
+        except QueueFullError:
+            if not self.is_dead:
+                await self._run(lambda engine: engine.check_queue(count))
 
     async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
         """The result of `prepare`, which tokenises `texts`."""

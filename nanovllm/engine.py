@@ -66,8 +66,8 @@ class LaunchedStep:
 class Engine:
     """One model, one KV cache, many requests. Not thread-safe: one thread adds, steps and aborts.
 
-    A step that fails in the model is undone and its requests stay queued. Any other error that cuts a change of the
-    books short makes the engine dead, and so does an error of the device.
+    A step that fails in the model is undone and its requests stay queued. An error of the device, or one that cuts a
+    change of the books short, makes the engine dead.
 
     Args:
         model_runner: ready to execute; its config is fully resolved.
@@ -119,17 +119,13 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def has_room(self, count: int) -> bool:
-        """Whether the queue takes this many more samples; from another thread the answer may be a step old."""
-        limit, places = self.config.max_queue, self.config.max_num_seqs
-        return limit is None or self.scheduler.num_unfinished + count <= places + limit
-
     def check_queue(self, count: int) -> None:
-        """Raise QueueFullError if there is no room for this many more samples."""
-        if not self.has_room(count):
-            limit, places = self.config.max_queue, self.config.max_num_seqs
+        """Raise QueueFullError if there is no room for this many more samples; any thread may ask."""
+        limit, places = self.config.max_queue, self.config.max_num_seqs
+        num_unfinished = len(self.scheduler.running) + len(self.scheduler.waiting)
+        if limit is not None and num_unfinished + count > places + limit:
             raise QueueFullError(
-                f"{self.scheduler.num_unfinished} requests (each sample counted) are unfinished; with {count} more "
+                f"{num_unfinished} requests (each sample counted) are unfinished; with {count} more "
                 f"there would be more than max_num_seqs ({places}) to run and max_queue ({limit}) to wait. Try again "
                 "later, or raise max_queue."
             )
@@ -140,7 +136,6 @@ class Engine:
         Raises ValueError for an id in use, QueueFullError and EngineDeadError. An output kind other than FINAL gives an
         output each time the request advances.
         """
-        self.check_alive()
         self.check_queue(sum(request.params.n for request in requests))
         ids = Counter(request.request_id for request in requests)
         for request_id, count in ids.items():
@@ -148,25 +143,22 @@ class Engine:
                 raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         with self._changing():
             for new in requests:
-                self._add(new)
-
-    def _add(self, new: NewRequest) -> None:
-        request = Request.from_new(
-            new,
-            self.config,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self._eos_token_ids,
-            number=self._num_requests,
-            first_arrival=self._num_sequences,
-        )
-        self._num_requests += 1
-        self._num_sequences += len(request.samples)
-        self._requests[new.request_id] = request
-        if request.deadline is not None:
-            self._deadlines.add((request.deadline, new.request_id))
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
-        self.observers.request_added(request.sequences)
+                request = Request(
+                    new,
+                    self.config,
+                    tokenizer=self.tokenizer,
+                    eos_token_ids=self._eos_token_ids,
+                    number=self._num_requests,
+                    first_arrival=self._num_sequences,
+                )
+                self._num_requests += 1
+                self._num_sequences += new.params.n
+                self._requests[new.request_id] = request
+                if request.deadline is not None:
+                    self._deadlines.add((request.deadline, new.request_id))
+                for sequence in request.sequences:
+                    self.scheduler.add(sequence)
+                self.observers.request_added(request.sequences)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns its output so far, or None if no such request runs."""
@@ -182,15 +174,12 @@ class Engine:
     def fail(self, failure: StepError, num_failed_steps: int) -> None:
         """End with finish_reason "error" requests of a failed step for which so many in a row have failed.
 
-        Those that have no token yet are suspected first; only if there are none, the others end. Their outputs go to
-        `outputs`.
+        Those without a token are suspected first; only if there are none, the others end.
         """
         with self._changing():
             requests = [self._requests[request_id] for request_id in failure.request_ids]
             hopeless = [
-                request
-                for request in requests
-                if any(self._failed_steps[sequence] >= num_failed_steps for sequence in request.sequences)
+                r for r in requests if any(self._failed_steps[sequence] >= num_failed_steps for sequence in r.sequences)
             ]
             suspects = [r for r in hopeless if not any(sequence.num_output_tokens for sequence in r.sequences)]
             for request in suspects or hopeless:
@@ -262,13 +251,10 @@ class Engine:
         self.observers.step_ended(self.scheduler, step.batch, step.times, self.clock(), advanced)
 
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:
-        """The oldest step in flight; None if there is none, or only the one just launched and the device is to run on.
-
-        It is taken out of flight once it was read, since one that cannot be read is undone like the others.
-        """
+        """The oldest step in flight; None if there is none, or with overlap only the one just launched."""
         if not self._in_flight or (self.config.overlap and launched is not None and len(self._in_flight) == 1):
             return None
-        return self._in_flight[0]
+        return self._in_flight[0]  # taken out once it was read: a step that cannot be read is undone like the others
 
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
@@ -282,7 +268,7 @@ class Engine:
         return StepError(list(dict.fromkeys(sequence.request_id for sequence in sequences)), error)
 
     def _deliver(self, step: LaunchedStep, advanced: list[Sequence]) -> None:
-        """Detokenise what a step gave, end what ends by its text, append outputs."""
+        """Detokenise a step's tokens, finish what ends by its text, append outputs."""
         self._in_flight.popleft()
         if self._failed_steps:
             for entry in step.batch.entries:
@@ -307,7 +293,6 @@ class Engine:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Around every change of the books: an error that cuts one short leaves nothing to go on from."""
-        self._process.check()
         self.check_alive()
         try:
             yield
@@ -349,7 +334,8 @@ class Engine:
         return self._death is not None
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if an error has left no usable state."""
+        """Raise EngineDeadError if an error has left no usable state, RuntimeError in a forked child."""
+        self._process.check()
         if self._death is not None:
             what = "a device error" if isinstance(self._death, DeviceError) else "an error in its bookkeeping"
             raise EngineDeadError(

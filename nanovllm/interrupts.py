@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 
 class InterruptsHeld:
-    """Within it the first SIGINT is noted, and raised by `check` or at the end by the handler that was there before.
+    """Within it the first SIGINT is noted; `check` or the end passes it to the handler that was there before.
 
-    In other threads than the main one it does nothing, and so it does where SIGINT has no handler of Python's.
+    It does nothing in other threads than the main one, or where SIGINT has no handler of Python's. It may be entered
+    again after its end.
     """
 
     _holder: ClassVar[InterruptsHeld | None] = None  # of the main thread, the innermost
@@ -38,10 +39,13 @@ class InterruptsHeld:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
             InterruptsHeld._holder = self._outer
-            self.check()
+            if self._noted is not None:
+                noted, self._noted = self._noted, None
+                handler(*noted)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt, or do what else the handler before does, if a SIGINT came."""

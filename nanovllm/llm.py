@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -110,8 +110,8 @@ class LLM:
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = _rate_display(bar, engine) if use_tqdm else None
         reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
-        with bar, OldObjectsFrozen(keeps_results=reports):
-            for output in self._run(requests, after_step=show_rate):
+        with bar, OldObjectsFrozen(keeps_results=reports), InterruptsHeld() as interrupts:
+            for output in self._run(requests, interrupts, after_step=show_rate):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
@@ -152,7 +152,7 @@ class LLM:
             cache_salt=cache_salt,
             timeout=timeout,
         )
-        return self._run([request])
+        return self._held(self._run([request], interrupts := InterruptsHeld()), interrupts)
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -163,9 +163,27 @@ class LLM:
         """
         return self._open_engine().input_processor.apply_chat_template(messages)
 
+    @staticmethod
+    def _held(outputs: Generator[RequestOutput], interrupts: InterruptsHeld) -> Iterator[RequestOutput]:
+        """Hold Ctrl-C back while an iterator works, not while its reader does."""
+        try:
+            while True:
+                with interrupts:
+                    output = next(outputs, None)
+                if output is None:
+                    return
+                yield output
+        finally:
+            with interrupts:
+                outputs.close()
+
     def _run(
-        self, requests: list[NewRequest], *, after_step: Callable[[Engine], None] | None = None
-    ) -> Iterator[RequestOutput]:
+        self,
+        requests: list[NewRequest],
+        interrupts: InterruptsHeld,
+        *,
+        after_step: Callable[[Engine], None] | None = None,
+    ) -> Generator[RequestOutput]:
         """Queue requests and yield their outputs; leaving early, or by an exception, ends them.
 
         The thread that holds the lock steps for all calls, and puts the outputs of the others into their inboxes.
@@ -177,6 +195,7 @@ class LLM:
                 engine.add(*requests)
                 self._inboxes |= dict.fromkeys(unfinished, inbox)
             while unfinished:
+                interrupts.check()
                 with self._turn() as engine:
                     if not inbox:
                         self._step(engine)
@@ -191,12 +210,11 @@ class LLM:
             # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
             # the lock is taken, and whoever takes it next aborts. In a forked child it is nobody's request.
             self._abandoned.extend(unfinished)
-            with InterruptsHeld():
-                if not self._process.is_elsewhere and self._lock.acquire(blocking=False):
-                    try:
-                        self._abort_abandoned()
-                    finally:
-                        self._lock.release()
+            if unfinished and not self._process.is_elsewhere and self._lock.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._lock.release()
 
     def _step(self, engine: Engine) -> None:
         """One step for everybody's requests; each output goes to the call that waits for it."""
@@ -213,19 +231,21 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
-        """The engine for this thread alone; Ctrl-C waits for the end of the turn."""
-        self._process.check()
+        """The engine for this thread alone."""
+        engine = self._open_engine()
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from within one of its own steps, by on_step or a logits processor, and would "
                 "wait for itself for ever. Take note of what is wanted there, and call it after the step."
             )
-        with InterruptsHeld() as interrupts, self._lock:
-            interrupts.check()
+        with self._lock:
             self._owner = threading.get_ident()
             try:
-                self._abort_abandoned()
-                yield self._open_engine()
+                if engine is not self._engine:  # closed meanwhile
+                    self._open_engine()
+                if self._abandoned:
+                    self._abort_abandoned()
+                yield engine
             finally:
                 self._owner = None
 
@@ -245,12 +265,12 @@ class LLM:
         return self._open_engine().config
 
     def stats(self) -> EngineStats:
-        with self._turn() as engine:
+        with InterruptsHeld(), self._turn() as engine:
             return engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        with self._turn() as engine:
+        with InterruptsHeld(), self._turn() as engine:
             engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
@@ -260,14 +280,14 @@ class LLM:
         a module (its functions, flags, submodules) while requests run; between calls the engine sees those itself, as
         far as they replace an attribute.
         """
-        with self._turn() as engine:
+        with InterruptsHeld(), self._turn() as engine:
             engine.drop_computed()
 
     def close(self) -> None:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
         if self._process.is_elsewhere:
             return
-        with suppress(EngineClosedError), self._turn() as engine:
+        with suppress(EngineClosedError), InterruptsHeld(), self._turn() as engine:
             engine.close()
             self._engine = None
 

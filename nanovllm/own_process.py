@@ -26,7 +26,7 @@ class OwnProcess:
 
     def check(self) -> None:
         """Raise RuntimeError in a forked child."""
-        if self.is_elsewhere:
+        if os.getpid() != self._id:
             raise RuntimeError(
                 f"this {self._owner} lives in process {self._id}, and a forked child (process {os.getpid()}) cannot "
                 "use it; build one there. PyTorch's threads do not survive a fork either: start such a process by "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
@@ -19,6 +20,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.outputs import ErrorKind
 from nanovllm.sequence import Sequence, SequenceStatus
 
+_KEY = attrgetter("key")  # the order of scheduling
 # A request whose chunk rounds down to nothing keeps its place; after this many overtakings it is waited for.
 MAX_TIMES_PASSED = 64
 # How many requests that cannot start are looked past in one step.
@@ -65,8 +67,8 @@ class Scheduler:
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.stats = SchedulerStats()
-        self.waiting: SortedKeyList = SortedKeyList(key=_by_key)
-        self.running: SortedKeyList = SortedKeyList(key=_by_key)
+        self.waiting: SortedKeyList = SortedKeyList(key=_KEY)
+        self.running: SortedKeyList = SortedKeyList(key=_KEY)
         self._in_flight: deque[ScheduledBatch] = deque()
         self._step_id = 0
 
@@ -79,10 +81,6 @@ class Scheduler:
     @property
     def num_batches_in_flight(self) -> int:
         return len(self._in_flight)
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.running) + len(self.waiting)
 
     @property
     def oldest_in_flight(self) -> ScheduledBatch | None:
@@ -413,7 +411,7 @@ class Scheduler:
                 affected[sequence] = None
                 if sequence.block_table is entry.block_table:  # else it was preempted since
                     self._return_to(sequence, entry.num_computed_before)
-        return sorted(affected, key=_by_key)
+        return sorted(affected, key=_KEY)
 
     def _return_to(self, sequence: Sequence, num_computed: int) -> None:
         if num_computed == 0:
@@ -424,7 +422,3 @@ class Scheduler:
             if num_blocks < len(sequence.block_table):
                 self.block_manager.truncate(sequence, num_blocks)
             sequence.num_computed_tokens = num_computed
-
-
-def _by_key(sequence: Sequence) -> tuple[float, int]:
-    return sequence.key

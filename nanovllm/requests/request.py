@@ -14,19 +14,15 @@ from nanovllm.sequence import NewRequest, Sequence
 
 
 class Request:
-    """The samples of a request in order of their index.
+    """The samples of a request, a sequence each, in order of their index.
 
     Args:
-        deadline: when to end it, on the engine's clock; None for never.
+        number: how many requests the engine has had before; unseeded ones draw by it.
+        first_arrival: how many sequences it has had before.
     """
 
-    def __init__(self, request_id: str, samples: list[Sample], deadline: float | None, *, is_streamed: bool) -> None:
-        self.request_id, self.samples, self.deadline, self.is_streamed = request_id, samples, deadline, is_streamed
-        self.has_token = False  # any of its samples
-
-    @classmethod
-    def from_new(
-        cls,
+    def __init__(
+        self,
         new: NewRequest,
         config: EngineConfig,
         *,
@@ -34,15 +30,14 @@ class Request:
         eos_token_ids: Iterable[int],
         number: int,
         first_arrival: int,
-    ) -> Request:
-        """Args:
-        number: how many requests the engine has had before; unseeded ones draw by it.
-        first_arrival: how many sequences it has had before.
-        """
+    ) -> None:
+        self.request_id = new.request_id
+        self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
+        self.is_streamed = new.output_kind is not OutputKind.FINAL
+        self.has_token = False  # any of its samples
         seed = request_seed(config.seed, number) if new.params.seed is None else new.params.seed
-        samples = []
-        for index in range(new.params.n):
-            sequence = Sequence(
+        self.sequences = [
+            Sequence(
                 new,
                 arrival=first_arrival + index,
                 max_model_len=config.max_model_len,
@@ -50,36 +45,29 @@ class Request:
                 seed=sample_seed(seed, index),
                 index=index,
             )
-            samples.append(Sample(new, sequence, tokenizer, record_itl=config.record_itl))
-        deadline = None if new.timeout is None else new.arrival_time + new.timeout
-        return cls(new.request_id, samples, deadline, is_streamed=new.output_kind is not OutputKind.FINAL)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [sample.sequence for sample in self.samples]
+            for index in range(new.params.n)
+        ]
+        self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
 
     @property
     def is_finished(self) -> bool:
-        return all(sample.sequence.is_finished for sample in self.samples)
+        return all(sequence.is_finished for sequence in self.sequences)
 
     def output(self, now: float) -> RequestOutput:
         """The request's output at the time `now`."""
-        return _merged([_output_of(sample, now) for sample in self.samples])
-
-
-def _output_of(sample: Sample, now: float) -> RequestOutput:
-    try:
-        return sample.output(now)
-    except Exception as error:  # a tokenizer that cannot decode, of a finished sample
-        sample.fail_text(error)
-        sample.sequence.finish_reason = "error"
-        return sample.output(now)
+        outputs = []
+        for sample in self.samples:
+            try:
+                outputs.append(sample.output(now))
+            except Exception as error:  # a tokenizer that cannot decode, of a finished sample
+                sample.fail_text(error)
+                sample.sequence.finish_reason = "error"
+                outputs.append(sample.output(now))
+        return outputs[0] if len(outputs) == 1 else _merged(outputs)
 
 
 def _merged(samples: list[RequestOutput]) -> RequestOutput:
     """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
-    if len(samples) == 1:
-        return samples[0]
     failed = next((sample for sample in samples if sample.error), samples[0])
     return replace(
         samples[0],

@@ -195,7 +195,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         slow_steps(running, monkeypatch, 0.005)
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
-        monkeypatch.setattr(running.engine, "_has_room", lambda _: True)  # there was when they came
+        monkeypatch.setattr(running.engine, "_look_at_queue", lambda _: None)  # there was when they came
         running.engine._preparation.submit(lambda: may_prepare.wait(30.0), 0)
         with ThreadPoolExecutor(2) as threads:
             bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
