@@ -20,7 +20,8 @@ from nanovllm.model.probe import UnsupportedModelError
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.checks import RequestLimits
+from nanovllm.requests.input_processor import InputProcessor
 
 
 def build_engine(

@@ -16,23 +16,23 @@ def real(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}.")
     try:
-        value = float(value)
+        number = float(value)
     except OverflowError:
-        value = math.inf  # a whole number beyond any float; out of every range here
-    if not low <= value <= high or math.isinf(value):  # NaN fails the comparison too
+        number = math.inf  # a whole number beyond any float; out of every range here
+    if not low <= number <= high or math.isinf(number):  # NaN fails the comparison too
         allowed = f"between {low:g} and {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
-        raise ValueError(f"{name} is {value}; it must be {allowed}.")
-    return value
+        raise ValueError(f"{name} is {number}; it must be {allowed}.")
+    return number
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, not {value!r}.")
-    value = int(value)
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} is {value}; it must be {allowed}.")
-    return value
+        raise ValueError(f"{name} is {number}; it must be {allowed}.")
+    return number
 
 
 def biases(values: Any) -> FrozenDict[int, float]:

@@ -78,7 +78,8 @@ class IncrementalDetokenizer:
 
 def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
     """Text of the tokens, with or without special ones, exactly as the tokenizer's vocabulary spells it."""
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return text
 
 
 def decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
