@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

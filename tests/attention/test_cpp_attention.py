@@ -11,41 +11,23 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.attention import cpp
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.kernels import cpp as kernels
-from tests.attention.test_attention import PagedCase
-from tests.attention.test_attention import cpp as cpp_form
-from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
+from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.paged_cases import PagedCase
+from tests.support.paged_cases import cpp as cpp_form
+from tests.support.tiny_models import save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
-
-OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-PROMPTS = random_prompts(6, low=1, high=200, seed=5)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-
-
-def by_transformers(model: Any) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
 
 
 @pytest.fixture
@@ -124,7 +106,7 @@ def test_the_kernels_keep_within_their_memory(dtype, tmp_path):
         import torch
         from nanovllm import LLM, SamplingParams
         from nanovllm.kernels import cpp as kernels
-        from tests.attention.test_attention import MIXED_STEPS, PagedCase, cpp
+        from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
         from tests.support.tiny_models import random_prompts, save_tiny
 
         kernels.FLAGS = (*kernels.FLAGS, "-fsanitize=address", "-g")

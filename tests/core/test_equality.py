@@ -12,42 +12,15 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
-NUM_NEW_TOKENS = 20
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
-
-
-@functools.cache
-def model(family):
-    return tiny_model(family).to(DEVICE)
-
-
-@functools.cache
-def prompts():
-    """Random prompts around every block boundary, some with a common beginning."""
-    choice = random.Random(0)
-    shared = [choice.randrange(VOCAB_SIZE) for _ in range(70)]
-    lengths = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200]
-    own = [[choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
-    return own + [shared + [choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 20, 58, 59)]
 
 
 @functools.cache
 def expected(family):
     return [reference(model(family), prompt) for prompt in prompts()]
-
-
-def reference(module, prompt):
-    with torch.no_grad():
-        inputs = torch.tensor([prompt], device=module.device)
-        # without a mask, generate would take the padding token within a prompt for padding
-        mask = torch.ones_like(inputs)
-        output = module.generate(
-            inputs, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
-        )
-    return output[0, len(prompt) :].tolist()
 
 
 def generate(llm, batch):
@@ -183,7 +156,8 @@ def test_perturbing_a_later_token_leaves_earlier_logits_alone():
     assert not torch.allclose(rows[0][199], rows[1][199], atol=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------------- NaN
+# ------------------------------------------------------------------------------------------------------------------ NaN
+
 
 BAD = 7  # the token whose embedding is NaN
 CLEAN = list(range(20, 20 + 90))

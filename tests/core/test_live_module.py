@@ -14,6 +14,7 @@ from torch import nn
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.attention import operator
+from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -63,33 +64,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-class Snapshot:
-    """Everything that hangs on a module, its submodules and its configs, down to the identity of each object."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.objects: list[Any] = []  # kept alive, so that no other object can take an identity
-        self.state = {name: self._attributes(vars(module)) for name, module in model.named_modules()}
-        configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
-        self.state |= {f"{name} config": self._attributes(vars(config)) for name, config in configs.items()}
-
-    def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._value(value) for name, value in attributes.items()}
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return self._attributes(value)
-        self.objects.append(value)
-        return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
-
-
-def assert_untouched(model: nn.Module, before: Snapshot) -> None:
-    after = Snapshot(model)
-    assert after.state.keys() == before.state.keys()
-    for name, attributes in before.state.items():
-        assert after.state[name] == attributes, f"{name or 'the model'} was changed"
-
-
-# --------------------------------------------------------------------------------------------------------- no copy
+# -------------------------------------------------------------------------------------------------------------- no copy
 
 
 def test_the_modules_own_parameters_are_used_without_a_copy():
@@ -139,7 +114,7 @@ def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(optio
     assert_untouched(model, before)
 
 
-# ------------------------------------------------------------------------------------------------- between the calls
+# ---------------------------------------------------------------------------------------------------- between the calls
 
 
 def test_opening_changes_nothing_on_the_module():
@@ -345,7 +320,7 @@ def test_the_loss_and_gradients_are_those_of_a_module_that_no_llm_ever_touched()
         assert torch.equal(parameter.grad, expected.grad)
 
 
-# ------------------------------------------------------------------------------------------------- changing weights
+# ----------------------------------------------------------------------------------------------------- changing weights
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -565,7 +540,7 @@ def test_closing_one_of_two_llms_on_a_module_leaves_the_other_one_usable():
     second.close()
 
 
-# ----------------------------------------------------------------------------------------------------- compiled layers
+# ------------------------------------------------------------------------------------------------------ compiled layers
 
 
 def test_with_compiled_layers_too_the_module_is_its_owners_between_calls_and_new_weights_count():

@@ -7,7 +7,6 @@ wasted rows, blocks that fill while they are in flight.
 from __future__ import annotations
 
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.config import EngineConfig
-from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+from tests.support.overlap import requests
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 POOLS = {"roomy pool": {}, "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80}}
@@ -39,28 +39,6 @@ def assert_idle_and_whole(llm: LLM) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert llm._engine.scheduler.num_batches_in_flight == len(llm._engine._in_flight) == 0
     llm._engine.check_integrity()
-
-
-@functools.cache
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Some share a prefix; they end by length at every place in a block, by stop tokens, by stop strings."""
-    choice = random.Random(3)
-    shared = random_prompts(1, low=48, high=48, seed=5)[0]
-    prompts = random_prompts(24, low=1, high=90, seed=4)
-    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
-    params = []
-    for number in range(len(prompts)):
-        options: dict[str, Any] = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}
-        if number % 4 == 1:
-            options["stop_token_ids"] = tuple(choice.sample(range(VOCAB_SIZE), 40))
-        if number % 4 == 2:
-            options["stop"] = ("a", "e")
-        if number % 5 == 0:
-            options["min_tokens"] = min(5, options["max_tokens"])
-        if number % 6 == 0:
-            options["top_p"] = 0.9
-        params.append(SamplingParams(seed=number, **options))
-    return prompts, params
 
 
 @functools.cache

@@ -16,21 +16,13 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, StepError, TraceWriter
+from nanovllm import LLM, AsyncLLM, StepError, TraceWriter
 from nanovllm.build import build_engine
 from tests.support import traces
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.traced_llms import OPTIONS, open_llm, params
 
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 TIGHT = OPTIONS | {"num_kv_blocks": 14, "max_model_len": 160}  # three requests of 100 tokens preempt each other
-
-
-def params(max_tokens: int = 12, **options: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | options))
-
-
-def open_llm(trace: TraceWriter, **options: Any) -> LLM:
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **(OPTIONS | options))
 
 
 @pytest.fixture
@@ -38,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "out.json"
 
 
-# ----------------------------------------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------------------------------------------- requests
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -171,7 +163,7 @@ def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
     assert trace.total("to stay", "decode", "tokens") == 11
 
 
-# -------------------------------------------------------------------------------------------------------------- steps
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -212,7 +204,7 @@ def llm_budget(trace: traces.Trace) -> int:
     return budget
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
 def test_a_step_that_failed_is_not_in_the_trace_and_its_requests_go_on(path, monkeypatch):
@@ -280,7 +272,9 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_requests(caplog):
 
 def test_a_killed_process_leaves_whole_events_that_lack_only_the_end(path):
     code = f"""
-from tests.core.test_trace_writer import *
+from nanovllm import TraceWriter
+from tests.support.traced_llms import open_llm, params
+
 with TraceWriter({str(path)!r}) as trace, open_llm(trace) as llm:
     while True:
         llm.generate([5, 6, 7], params(100), use_tqdm=False)

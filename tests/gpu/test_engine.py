@@ -18,11 +18,10 @@ import torch
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.execution.graph_inputs import StepShape
 from nanovllm.model import default_model
-from tests.core import test_samples
-from tests.core.test_equality import model, reference
-from tests.core.test_equality import prompts as long_prompts
-from tests.core.test_overlap import requests
-from tests.sampling import test_logprobs
+from tests.support import logprobs, samples
+from tests.support.equality import model, reference
+from tests.support.equality import prompts as long_prompts
+from tests.support.overlap import requests
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
@@ -86,19 +85,19 @@ def test_requests_that_end_in_every_way_end_the_same_in_every_way_of_stepping(wa
 @pytest.mark.parametrize("way", WAYS)
 def test_log_probabilities_equal_those_of_transformers(way):
     """Of outputs and prompts, in one batch with requests that ask for none; float32."""
-    module, (prompts, params) = model("qwen3"), test_logprobs.mixed_requests()
+    module, (prompts, params) = model("qwen3"), logprobs.mixed_requests()
     with open_llm(module, **WAYS[way]) as llm:
         for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), params, strict=True):
-            test_logprobs.assert_right(module, output, wanted, atol=1e-3)
+            logprobs.assert_right(module, output, wanted, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_bad_words_and_own_processors_are_the_same_in_every_way_of_stepping(way):
-    prompts, params = test_samples.requests()
+    prompts, params = samples.requests()
     results = []
     for options in ({"enforce_eager": True}, WAYS[way]):
         with open_llm(**options) as llm:
-            results.append(test_samples.answers(llm.generate(prompts, params, use_tqdm=False)))
+            results.append(samples.answers(llm.generate(prompts, params, use_tqdm=False)))
     assert results[0] == results[1]
 
 

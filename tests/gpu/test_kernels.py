@@ -21,7 +21,7 @@ from nanovllm.execution.graph_inputs import Buckets, StepPacking, Tiles
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.sampling.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
-from tests.attention.test_attention import MIXED_STEPS, NUM_BLOCKS, PagedCase
+from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
 _forms: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 

@@ -11,7 +11,7 @@ import pytest
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.errors import QueueFullError
 from nanovllm.requests.preparation import LONG_CHARS, Preparation, text_size
-from tests.support.serving import OPTIONS, bounded, offline
+from tests.support.async_llms import OPTIONS, bounded, offline
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2)

@@ -22,7 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.model.fused_layers import TOLERANCE
 from nanovllm.model.packed_linears import PackedLinear, can_pack
-from tests.attention.test_cpp_attention import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from nanovllm.model.binding import ModelBinding
-from tests.core.test_live_module import Snapshot, assert_untouched
-from tests.intake.test_bad_input import small
+from tests.support.other_models import small
+from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, tiny_model, widen
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams
-from tests.intake.test_bad_input import assert_names
+from tests.support.refusals import assert_names
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer, widen
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}

@@ -26,7 +26,7 @@ from nanovllm.sampling.logprobs import StepReport
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import NewRequest, Sequence
-from tests.sampling.test_sampler import SIGNIFICANCE, p_value
+from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 POOLS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
-from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured
+from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
 POOLS: dict[str, dict[str, Any]] = {
@@ -28,64 +28,6 @@ def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm._engine.check_integrity()
     return outputs
-
-
-def log_softmax(model: Any, token_ids: list[int]) -> Tensor:
-    """[num_tokens, vocab_size]: row p tells of the token at position p + 1."""
-    with torch.no_grad():
-        return model(torch.tensor([token_ids], device=model.device)).logits[0].log_softmax(dim=-1).cpu()
-
-
-def assert_reports(report: TokenLogprobs, expected: Tensor, token_id: int, count: int, atol: float = 1e-4) -> None:
-    """The token first, then the `count` most probable ones, each with its value and rank in `expected` [vocab_size].
-
-    Tokens nearer to each other than the two computations may change places.
-    """
-    assert next(iter(report)) == token_id
-    assert len(report) in (count, count + 1)
-    ranks = [rank for _, rank in report.values()]
-    assert set(range(1, count + 1)) <= set(ranks)
-    for reported, (logprob, rank) in report.items():
-        assert logprob == pytest.approx(float(expected[reported]), abs=atol)
-        assert 1 + int((expected > logprob + 2 * atol).sum()) <= rank <= int((expected > logprob - 2 * atol).sum())
-
-
-def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol: float = 1e-4) -> None:
-    prompt = output.prompt_token_ids
-    for completion in output.outputs:
-        expected = log_softmax(model, prompt + completion.token_ids)
-        if params.logprobs is None:
-            assert completion.logprobs is None
-        else:
-            assert len(completion.logprobs) == len(completion.token_ids)
-            for place, token_id in enumerate(completion.token_ids):
-                row = expected[len(prompt) - 1 + place]
-                assert_reports(completion.logprobs[place], row, token_id, params.logprobs, atol)
-    if params.prompt_logprobs is None:
-        assert output.prompt_logprobs is None
-    else:
-        assert len(output.prompt_logprobs) == len(prompt)
-        assert output.prompt_logprobs[0] is None
-        for place in range(1, len(prompt)):
-            report, row = output.prompt_logprobs[place], expected[place - 1]
-            assert_reports(report, row, prompt[place], params.prompt_logprobs, atol)
-
-
-def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Some share a prefix, some ask for everything, some for nothing; tokens are changed in every way there is."""
-    prompts = random_prompts(14, low=1, high=90, seed=6)
-    shared = random_prompts(1, low=48, high=48, seed=7)[0]
-    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
-    options: list[dict[str, Any]] = [
-        {"logprobs": 3, "prompt_logprobs": 2},
-        {"temperature": 0.0},
-        {"logprobs": 0, "temperature": 0.0},
-        {"prompt_logprobs": 0, "top_p": 0.5},
-        {"logprobs": 5, "repetition_penalty": 1.5, "presence_penalty": 1.0, "temperature": 0.5, "top_k": 7},
-        {"logprobs": 1, "prompt_logprobs": 5, "min_tokens": 8, "stop_token_ids": range(100)},
-        {"logprobs": 2, "n": 2, "prompt_logprobs": 1, "allowed_token_ids": range(50, 90)},
-    ]
-    return prompts, [SamplingParams(seed=n, max_tokens=20, **options[n % 7]) for n in range(14)]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
@@ -168,7 +110,7 @@ def test_who_does_not_ask_pays_no_sort_and_no_measuring(monkeypatch):
             generate(llm, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=5, logprobs=1))
 
 
-# ------------------------------------------------------------------------------------------------------------- prompts
+# -------------------------------------------------------------------------------------------------------------- prompts
 
 
 def test_a_prompt_with_logprobs_takes_no_hits_and_leaves_its_blocks_to_be_found():
@@ -257,7 +199,7 @@ def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
         assert_right(model, engine.outputs.popleft(), params)
 
 
-# -------------------------------------------------------------------------------------------------------------- limits
+# --------------------------------------------------------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

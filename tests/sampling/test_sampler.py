@@ -28,9 +28,8 @@ from nanovllm.sampling.sampler import (
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.seeds import mix64, request_seed
 from nanovllm.sequence import NewRequest, Sequence
+from tests.support.chi_squared import SIGNIFICANCE, p_value
 
-# A right sampler fails a chi-square test for one seed in ten thousand, and the seeds are fixed.
-SIGNIFICANCE = 1e-4
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's
 GAMMA_32, MIX_32 = 0x9E3779B9, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 
@@ -68,16 +67,7 @@ def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """Pearson's chi-square test: how probable counts at least as odd as these are under the given probabilities."""
-    expected = counts.sum() * probabilities.double()
-    assert expected.min() >= 5, "too few draws for the statistic to be one of chi-square"
-    statistic = ((counts.double() - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(len(counts) - 1, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
-
-
-# ------------------------------------------------------------------------------------------------------------- greedy
+# --------------------------------------------------------------------------------------------------------------- greedy
 
 
 def test_greedy_takes_the_most_probable_token():
@@ -114,7 +104,7 @@ def test_a_tiny_temperature_is_greedy_and_overflows_nowhere():
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
-# ------------------------------------------------------------------------------------- the distribution that is drawn
+# --------------------------------------------------------------------------------------- the distribution that is drawn
 
 
 def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -267,7 +257,7 @@ def test_requests_of_neighbouring_seeds_draw_independently():
     assert p_value(pairs, torch.full((16,), 1 / 16)) > SIGNIFICANCE
 
 
-# --------------------------------------------------------------------------------------------------------- the noise
+# ------------------------------------------------------------------------------------------------------------ the noise
 
 
 def test_noise_depends_on_seed_position_and_token_id_and_not_on_the_row_or_the_batch():
@@ -397,7 +387,7 @@ def test_the_smallest_noise_is_finite():
     assert smallest == pytest.approx(-math.log(24 * math.log(2)), rel=1e-3)
 
 
-# ---------------------------------------------------------------------------------------- rows that are not finite
+# --------------------------------------------------------------------------------------------- rows that are not finite
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)

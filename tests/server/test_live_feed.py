@@ -29,7 +29,8 @@ from nanovllm.server.live.engine_snapshot import (
 )
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
-from tests.support.serving import OPTIONS, bounded, serving
+from tests.support.async_llms import OPTIONS, bounded
+from tests.support.serving import serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400)

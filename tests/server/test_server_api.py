@@ -13,7 +13,8 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput
 from nanovllm.server.openai.generation import finish
-from tests.support.serving import MODEL, Serving, bounded, offline, serving
+from tests.support.async_llms import bounded, offline
+from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,7 +13,8 @@ import pytest
 from nanovllm.server import body_limits
 from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
-from tests.support.serving import OPTIONS, Serving, serving
+from tests.support.async_llms import OPTIONS
+from tests.support.serving import Serving, serving
 from tests.support.tiny_models import tiny_model
 
 EMPTY = {"role": "user", "content": ""}

@@ -25,7 +25,8 @@ from nanovllm import SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
-from tests.support.serving import MODEL, Serving, bounded, comes_true, offline, raw_stream, serving
+from tests.support.async_llms import bounded, offline
+from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0}

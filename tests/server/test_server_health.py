@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm.observability.step_records import OnStep
 from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
-from tests.server.test_server_metrics import figures
+from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 
 ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}

@@ -7,28 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.server.metrics import GapHistogram
-from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
+from tests.support.prometheus import figures
+from tests.support.serving import comes_true, raw_stream, serving
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"
-
-
-def figures(running: Serving) -> dict[str, float]:
-    """Each sample's value under its name and labels other than the model's, as "name{label=value}"."""
-    with running.http() as http:
-        answer = http.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            labels = dict(sample.labels)
-            if sample.name.startswith("nanovllm:"):
-                assert labels.pop("model_name") == MODEL
-            shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-            found[sample.name.removeprefix("nanovllm:") + (f"{{{shown}}}" if shown else "")] = sample.value
-    return found
 
 
 @pytest.fixture(scope="module")

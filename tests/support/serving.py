@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import socket
 import threading
@@ -17,17 +16,15 @@ from typing import Any
 import httpx
 import openai
 
-from nanovllm import LLM, AsyncLLM
+from nanovllm import AsyncLLM
 from nanovllm.outputs import EngineStats
 from nanovllm.server.app import create_app
 from nanovllm.server.lifecycle import DrainingServer
 from nanovllm.server.running import server_of
 from nanovllm.server.settings import ServerSettings
+from tests.support.async_llms import OPTIONS
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS: dict[str, Any] = {
-    "enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512,
-}  # fmt: skip
 MODEL = "tiny"
 
 
@@ -116,22 +113,6 @@ def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.005)
-
-
-@functools.cache
-def offline() -> LLM:
-    """The offline engine over the same model."""
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
-
-
-def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as one that pytest runs; two minutes are far more than any of them needs."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 120.0))
-
-    return run
 
 
 def raw_stream(running: Serving, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:

@@ -25,16 +25,9 @@ from nanovllm.tools.workloads.workloads import (
     random_requests,
     whales,
 )
+from tests.support.small_workloads import SMALL, digest
 
-SMALL = ["random:requests=5,prompt=3-9", "P1:scale=0.02", "chat:scale=0.1", "whales:scale=0.05"]
-
-
-def digest(workload: Workload) -> str:
-    requests = [(r.arrival, r.prompt_token_ids, r.num_output_tokens, r.after) for r in workload.requests]
-    return hashlib.sha256(json.dumps(requests).encode()).hexdigest()
-
-
-# -------------------------------------------------------------------------------------------------- what they hold
+# ------------------------------------------------------------------------------------------------------- what they hold
 
 
 @pytest.mark.parametrize(
@@ -107,12 +100,13 @@ def test_scale_makes_everything_smaller():
         assert small.num_prompt_tokens < whole.num_prompt_tokens / 8
 
 
-# ------------------------------------------------------------------------------------------------------------ seeds
+# ---------------------------------------------------------------------------------------------------------------- seeds
 
 
 def test_the_same_seed_gives_the_same_workload_in_every_process():
     script = (
-        "import sys; from tests.tools.test_workloads import *\n"
+        "from nanovllm.tools.workloads.specs import build\nfrom nanovllm.tools.workloads.workloads import poisson\n"
+        "from tests.support.small_workloads import SMALL, digest\n"
         "print([digest(poisson(build(text, seed=3), 2.0, seed=3)) for text in SMALL])"
     )
     told = set()
@@ -131,7 +125,7 @@ def test_another_seed_gives_another_workload(text):
     assert digest(build(f"{text},seed=1", seed=2)) == digest(build(text, seed=1))
 
 
-# --------------------------------------------------------------------------------------------------------- arrivals
+# ------------------------------------------------------------------------------------------------------------- arrivals
 
 
 def gaps(workload: Workload) -> np.ndarray:
@@ -169,7 +163,7 @@ def test_a_rate_that_cannot_be_is_refused(rate):
         poisson(random_requests(requests=2), rate)
 
 
-# -------------------------------------------------------------------------------------------------------- from texts
+# ----------------------------------------------------------------------------------------------------------- from texts
 
 
 def test_a_text_names_the_workload_by_what_differs_from_the_defaults_and_tells_all_parameters():
@@ -212,7 +206,7 @@ def test_values_of_a_text_are_read_as_what_they_are():
     assert values == {"a": 1, "b": 0.5, "c": True, "d": None, "e": "../x-y/z", "f": (3, 4)}
 
 
-# ------------------------------------------------------------------------------------------------------- trace files
+# ---------------------------------------------------------------------------------------------------------- trace files
 
 
 def test_a_trace_file_gives_back_what_was_written(tmp_path):

@@ -1,0 +1,104 @@
+"""`check_integrity` names each kind of corruption."""
+
+import pytest
+
+from nanovllm.block_manager import NULL_BLOCK, BlockManager
+from nanovllm.sequence import Sequence
+from tests.support.blocks import SIZE, A, B, C, D, computed, make_manager, release
+from tests.support.scheduling import make_sequence
+
+
+def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
+    """Two sequences that share a block, one cached free block, and one thing that is not as it should be."""
+    manager = make_manager(8)
+    release(manager, computed(manager, D))
+    first, second = computed(manager, A + B + [9]), computed(manager, A + C, arrival=1)
+    free = next(iter(manager._free))
+    head = manager._entry_of[first.block_table[0]]
+    match corruption:
+        case "none":
+            pass
+        case "a block short":
+            first.block_table.pop()
+        case "a block too many":
+            first.block_table.append(free)
+        case "a block twice":
+            first.block_table[2] = first.block_table[1]
+        case "changed tokens":
+            first.token_ids[SIZE] = 7
+        case "another parent":
+            manager._entry_of[first.block_table[1]].parent += 100
+        case "a reference too many":
+            manager._ref_counts[free] += 1
+        case "a reference too few":
+            manager._ref_counts[first.block_table[0]] -= 1
+        case "the null block given out":
+            manager._ref_counts[first.block_table[2]], manager._ref_counts[NULL_BLOCK] = 0, 1
+            first.block_table[2] = NULL_BLOCK
+        case "the null block free":
+            del manager._free[free]
+            manager._free[NULL_BLOCK] = None
+        case "a lost block":
+            del manager._free[free]
+        case "free and referenced":
+            del manager._free[free]
+            manager._free[first.block_table[0]] = None
+        case "an entry without blocks":
+            head.blocks.clear()
+        case "an entry under another hash":
+            manager._entries[b"other"] = manager._entries.pop(head.block_hash)
+        case "a stranger's block":
+            head.blocks[free] = None
+        case "a block that no entry names":
+            manager._entry_of[free] = head
+        case "one prefix id twice":
+            head.prefix_id = manager._entry_of[first.block_table[1]].prefix_id
+    return manager, [first, second]
+
+
+def test_an_intact_manager_passes_its_check():
+    manager, sequences = corrupt("none")
+    manager.check_integrity(sequences)
+
+
+@pytest.mark.parametrize(
+    ("corruption", "message"),
+    [
+        ("a block short", "should hold 3 blocks"),
+        ("a block too many", "should hold 3 blocks"),
+        ("a block twice", "holds a block twice"),
+        ("changed tokens", "does not hold the tokens of"),
+        ("another parent", "hangs on another prefix"),
+        ("a reference too many", "reference counts differ"),
+        ("a reference too few", "reference counts differ"),
+        ("the null block given out", "the null block was given out"),
+        ("the null block free", "the null block is among the free ones"),
+        ("a lost block", "free and referenced blocks are not all blocks"),
+        ("free and referenced", "a block is free and referenced"),
+        ("an entry without blocks", "an entry without blocks"),
+        ("an entry under another hash", "an entry under another hash"),
+        ("a stranger's block", "an entry names a stranger's block"),
+        ("a block that no entry names", "a findable block that no entry names"),
+        ("one prefix id twice", "prefix"),
+    ],
+)
+def test_check_integrity_names(corruption: str, message: str):
+    manager, sequences = corrupt(corruption)
+    with pytest.raises(RuntimeError, match=message):
+        manager.check_integrity(sequences)
+
+
+def test_check_integrity_names_a_sequence_that_was_left_out():
+    manager, sequences = corrupt("none")
+    with pytest.raises(RuntimeError, match="reference counts differ"):
+        manager.check_integrity(sequences[:1])
+
+
+def test_one_look_rules_out_prefixes_that_a_lookup_would_not_find():
+    manager = make_manager(8)
+    release(manager, computed(manager, list(range(8))))
+    for length in range(1, 14):
+        sequence = make_sequence(range(length))
+        found = len(manager.lookup(sequence))
+        assert [manager.may_hold(sequence, index) for index in range(4)] == [index < found for index in range(4)]
+    assert not manager.may_hold(make_sequence([9] * 9), 0)

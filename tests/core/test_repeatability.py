@@ -1,0 +1,95 @@
+"""Nothing but the request decides its tokens: neighbours, chunks, preemption and order do not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams
+from tests.support.llms import SAMPLED, assert_idle_and_whole, generate, open_llm, shared_llm, token_ids
+from tests.support.tiny_models import random_prompts
+
+
+def test_greedy_requests_repeat_with_a_cold_and_with_a_warm_cache():
+    llm, prompts = open_llm(), random_prompts(6, low=1, high=100)
+    cold = generate(llm, prompts)
+    warm = generate(llm, prompts)
+    assert token_ids(cold) == token_ids(warm)
+    assert any(output.num_cached_tokens for output in warm)
+
+
+def test_seeded_requests_repeat_across_calls_and_engines():
+    prompts = random_prompts(6)
+    first = token_ids(generate(shared_llm(), prompts, SAMPLED))
+    assert token_ids(generate(shared_llm(), prompts, SAMPLED)) == first
+    assert token_ids(generate(open_llm(seed=99), prompts, SAMPLED)) == first
+
+
+def test_another_seed_gives_another_sample():
+    prompt = random_prompts(1)[0]
+    params = [SamplingParams(seed=seed, max_tokens=12) for seed in range(10)]
+    assert len(set(map(tuple, token_ids(generate(shared_llm(), [prompt] * 10, params))))) == 10
+
+
+def test_ten_equal_unseeded_prompts_give_ten_samples():
+    outputs = generate(shared_llm(), ["Once upon a time"] * 10, SamplingParams(max_tokens=12))
+    assert len(set(map(tuple, token_ids(outputs)))) == 10
+
+
+def test_unseeded_requests_draw_afresh_in_each_call():
+    params = SamplingParams(max_tokens=12)
+    draws = [token_ids(generate(shared_llm(), "Once upon a time", params))[0] for _ in range(5)]
+    assert len(set(map(tuple, draws))) == 5
+
+
+def test_the_engines_seed_makes_unseeded_requests_repeat_in_a_new_process():
+    prompts, params = random_prompts(4), SamplingParams(max_tokens=12)
+    first, again, other = (token_ids(generate(open_llm(seed=seed), prompts, params)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with greedy and seeded sampling in turn, filtered in different ways."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
+    params = [SamplingParams(seed=n, max_tokens=24, **kinds[n % len(kinds)]) for n in range(count)]
+    return random_prompts(count, low=1, high=150, seed=1), params
+
+
+@functools.cache
+def answers_alone(count: int) -> list[list[int]]:
+    """Each request by itself, in an engine without a prefix cache."""
+    llm = open_llm(enable_prefix_caching=False)
+    return [token_ids(generate(llm, p, q))[0] for p, q in zip(*mixed_requests(count), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 32, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 3},
+        {"block_size": 64},
+        {"enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_a_requests_tokens_do_not_depend_on_its_neighbours_or_on_chunks(options):
+    prompts, params = mixed_requests(15)
+    assert token_ids(generate(open_llm(**options), prompts, params)) == answers_alone(15)
+
+
+def test_a_requests_tokens_do_not_depend_on_preemption():
+    prompts, params = mixed_requests(15)
+    llm = open_llm(max_model_len=192, num_kv_blocks=14)  # room for one sequence of full length and a bit
+    assert token_ids(generate(llm, prompts, params)) == answers_alone(15)
+    assert llm.stats().num_preemptions > 0
+    assert_idle_and_whole(llm)
+
+
+def test_a_requests_tokens_do_not_depend_on_the_order_of_submission():
+    prompts, params = mixed_requests(15)
+    outputs = generate(open_llm(), prompts[::-1], params[::-1])
+    assert token_ids(outputs)[::-1] == answers_alone(15)

@@ -1,0 +1,161 @@
+"""Modules that cannot be served exactly: refused by what makes them so, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm import LLM, UnsupportedModelError
+from tests.support.other_models import small
+from tests.support.refusals import GREEDY, OPTIONS, assert_names
+from tests.support.tiny_models import random_prompts, tiny_model
+
+
+@pytest.mark.parametrize("model", [None, 5, ["a"], b"name"], ids=repr)
+def test_a_model_of_a_wrong_type_is_refused(model):
+    with pytest.raises(TypeError) as caught:
+        LLM(model)
+    assert_names(str(caught.value), "name", "folder", "module", repr(model))
+
+
+def test_a_module_that_is_no_language_model_is_refused():
+    with pytest.raises(TypeError) as caught:
+        LLM(nn.Linear(2, 2))
+    assert_names(str(caught.value), "causal language model", "Linear")
+
+
+@pytest.mark.parametrize("tokenizer", [5, object(), ["a"]], ids=["number", "object", "list"])
+def test_a_tokenizer_of_a_wrong_type_is_refused(tokenizer):
+    with pytest.raises(TypeError, match="tokenizer must be"):
+        LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS)
+
+
+def refused_model(model: nn.Module, **options: Any) -> str:
+    """The message that refuses a model, which is left as it was."""
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(UnsupportedModelError) as caught:
+        LLM(model, **(OPTIONS | options))
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    return str(caught.value)
+
+
+def test_a_sliding_window_is_refused_with_its_size_and_the_remedy():
+    message = refused_model(tiny_model("mistral", sliding_window=64))
+    assert_names(message, "MistralForCausalLM", "sliding window of 64", "max_model_len to at most 64")
+
+
+def test_a_sliding_window_that_no_sequence_can_leave_is_served_exactly():
+    windowed, full = tiny_model("mistral", sliding_window=128), tiny_model("mistral")
+    answers = [
+        [o.outputs[0].token_ids for o in LLM(model, **OPTIONS).generate(random_prompts(3, high=110), use_tqdm=False,
+                                                                       sampling_params=GREEDY)]
+        for model in (windowed, full)
+    ]  # fmt: skip
+    assert answers[0] == answers[1]
+
+
+def test_a_sliding_window_of_a_few_layers_only_is_refused_too():
+    model = small("Gemma3Text", head_dim=32, sliding_window=32, layer_types=["sliding_attention", "full_attention"])
+    assert_names(refused_model(model), "sliding window of 32", "max_model_len")
+
+
+def test_a_sliding_window_that_only_the_mask_knows_is_refused_too():
+    """These layers pass no window to attention: the library puts it into the mask, which the engine replaces."""
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "max_window_layers": 2}
+    sizes |= {"shared_expert_intermediate_size": 32, "sliding_window": 32}
+    message = refused_model(small("Qwen2Moe", use_sliding_window=True, **sizes))
+    assert_names(message, "Qwen2MoeForCausalLM", "sliding window of 32")
+    LLM(small("Qwen2Moe", use_sliding_window=False, **sizes), **OPTIONS).close()
+    message = refused_model(small("Phimoe", num_local_experts=2, sliding_window=32))
+    assert_names(message, "PhimoeForCausalLM", "sliding window of 32")
+
+
+def test_soft_capping_is_refused_by_name():
+    assert_names(refused_model(small("Gemma2", head_dim=32)), "Gemma2", "softcap", "not implemented")
+
+
+def test_attention_sinks_are_refused_by_name():
+    model = small("GptOss", head_dim=32, num_local_experts=2, num_experts_per_tok=1)
+    assert_names(refused_model(model), "GptOss", "s_aux", "sinks", "not implemented")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_that_depends_on_the_batch_is_refused_by_name(rope):
+    message = refused_model(small("Llama", rope_parameters=rope | {"rope_theta": 10_000.0}))
+    assert_names(message, "LlamaForCausalLM", repr(rope["rope_type"]), "neighbours")
+
+
+def test_rope_that_is_scaled_once_and_for_all_is_served():
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 128}
+    model = small("Llama", rope_parameters=rope)
+    prompt = random_prompts(1, low=60, high=60)[0]
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    (output,) = LLM(model, **OPTIONS).generate(prompt, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[0, 60:].tolist()
+
+
+def test_an_encoder_is_refused_since_it_attends_in_both_directions():
+    model = small("Bert", model_class="BertForMaskedLM", without=("num_key_value_heads",))
+    assert_names(refused_model(model), "Bert", "both directions", "causal")
+
+
+def test_an_encoder_with_a_language_modelling_head_is_refused_too():
+    model = small("Bert", model_class="BertLMHeadModel", without=("num_key_value_heads",))
+    assert_names(refused_model(model), "Bert", "both directions")
+
+
+def test_an_encoder_decoder_is_refused():
+    model = small("T5", model_class="T5ForConditionalGeneration", d_model=64, d_ff=64, num_layers=2, num_heads=2)
+    assert_names(refused_model(model), "T5")
+
+
+def test_a_state_space_model_is_refused_with_the_layers_that_cannot_be_served():
+    model = small("Mamba", without=("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+    assert_names(refused_model(model), "MambaForCausalLM", "linear_attention")
+
+
+def test_a_hybrid_of_attention_and_other_layers_is_refused():
+    model = small("Lfm2", layer_types=["conv", "full_attention"])
+    assert_names(refused_model(model), "Lfm2ForCausalLM", "'conv'")
+
+
+def test_a_model_with_its_own_attention_code_is_refused():
+    model = small("Bloom", without=("num_key_value_heads",))
+    assert_names(refused_model(model), "BloomForCausalLM", "attention interface")
+
+
+def test_attention_in_chunks_is_refused_or_bounded_like_a_window():
+    """It is made by the mask alone, which the engine replaces: sequences beyond a chunk would be wrong in silence."""
+    model = small("Llama4Text", head_dim=32, num_local_experts=2, attention_chunk_size=32, intermediate_size_mlp=64)
+    assert_names(refused_model(model), "Llama4", "32")
+
+
+def test_a_mask_that_the_model_computes_itself_is_refused():
+    """It reaches attention as `attention_mask`, which the engine does not read."""
+    assert_names(refused_model(small("Doge")), "Doge", "mask")
+
+
+def test_a_base_model_without_a_head_is_refused():
+    assert_names(refused_model(tiny_model().model), "LlamaModel")
+
+
+def test_a_classifier_is_refused():
+    model = small("Llama", model_class="LlamaForSequenceClassification", pad_token_id=0)
+    assert_names(refused_model(model), "LlamaForSequenceClassification")

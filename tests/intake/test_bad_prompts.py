@@ -1,0 +1,191 @@
+"""Bad prompts and conversations: refused with the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import PromptTooLongError
+from tests.support.refusals import GREEDY, OPTIONS, assert_names, llm_without_tokenizer, refused, shared_llm
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+
+# -------------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_an_empty_string_is_refused():
+    assert_names(refused(ValueError, "", GREEDY), "empty", "at least one token")
+
+
+def test_an_empty_list_of_prompts_is_refused():
+    assert_names(refused(ValueError, [], GREEDY), "empty", "at least one prompt")
+
+
+def test_an_empty_list_of_token_ids_is_refused():
+    assert_names(refused(ValueError, [[]], GREEDY), "empty", "at least one token")
+
+
+@pytest.mark.parametrize("prompts", [None, 7, 3.5, {"prompt": "a"}, b"bytes", object()], ids=repr)
+def test_prompts_of_a_wrong_type_are_refused(prompts):
+    message = refused(TypeError, prompts, GREEDY)
+    assert_names(message, "string", "list of token ids", "not ")
+
+
+@pytest.mark.parametrize("prompt", [None, 3.5, {"prompt": "a"}, b"bytes", bytearray(b"bytes")], ids=repr)
+def test_a_prompt_of_a_wrong_type_in_a_list_is_refused_by_its_number(prompt):
+    assert_names(refused(TypeError, ["good", prompt], GREEDY), "prompt 1", "string", "list of token ids")
+
+
+@pytest.mark.parametrize("token_id", [2.0, "a", None, True, [1]], ids=repr)
+def test_a_token_id_of_a_wrong_type_is_refused_with_its_value(token_id):
+    assert_names(refused(TypeError, [[5, token_id]], GREEDY), "whole numbers", repr(token_id))
+
+
+def test_a_flat_list_that_mixes_token_ids_and_text_is_refused():
+    assert_names(refused(TypeError, [5, "text"], GREEDY), "prompt 0", "not 5")
+
+
+def test_numpy_integers_are_token_ids_or_refused_as_what_they_are():
+    """A list of numpy's integers is what `list(array)` gives; it must not be taken for a list of prompts."""
+    prompt = list(np.array([5, 6, 7]))
+    try:
+        (output,) = shared_llm().generate(prompt, GREEDY, use_tqdm=False)
+    except TypeError as error:
+        assert_names(str(error), "token ids", "int64")
+    else:
+        assert output.prompt_token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31, 2**80])
+def test_a_token_id_outside_the_vocabulary_is_refused_with_the_limit(token_id):
+    assert_names(refused(ValueError, [5, token_id], GREEDY), token_id, f"vocabulary of {VOCAB_SIZE}")
+
+
+def test_the_last_token_id_of_the_vocabulary_is_served():
+    (output,) = shared_llm().generate([VOCAB_SIZE - 1], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("length", [128, 129, 5000])
+def test_a_prompt_without_room_for_one_new_token_is_refused_with_numbers_and_remedy(length):
+    assert_names(refused(ValueError, [5] * length, GREEDY), f"{length} tokens", "max_model_len (128)", "127", "raise")
+
+
+def test_a_prompt_with_room_for_just_one_new_token_is_served():
+    (output,) = shared_llm().generate([5] * 127, GREEDY, use_tqdm=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
+
+
+def test_text_is_refused_without_a_tokenizer():
+    assert_names(refused(ValueError, "text", GREEDY, llm=llm_without_tokenizer()), "tokenizer=...", "token ids")
+
+
+def test_a_stop_string_is_refused_without_a_tokenizer():
+    params = SamplingParams(stop="x")
+    assert_names(refused(ValueError, [5], params, llm=llm_without_tokenizer()), "stop", "tokenizer=...")
+
+
+def test_half_of_a_surrogate_pair_is_refused_with_its_place_its_code_and_a_remedy():
+    half = "half a pair: \ud83d"
+    named = "U+D83D, as character 13", "errors='replace'"
+    assert_names(refused(ValueError, half, GREEDY), "the prompt holds", *named)
+    assert_names(refused(ValueError, ["good", half], GREEDY), "prompt 1: the prompt holds", *named)
+    for name in ("stop", "bad_words"):
+        with pytest.raises(ValueError) as caught:
+            SamplingParams(**{name: ["good", half]})
+        assert_names(str(caught.value), f"{name} holds half", *named)
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "options", "name"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "\udfff"}], {}, "messages[1].content holds"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}], {}, "messages[0].content[0].text holds"),
+        ([{"role": "user", "content": "a", "\udfff": 1}], {}, "a key of messages[0] holds"),
+        ([{"role": "user", "content": "a"}], {"tools": [{"name": "\udfff"}]}, "tools[0].name holds"),
+        ([{"role": "user", "content": "a"}], {"tone": "\udfff"}, "template_options.tone holds"),
+    ],
+)
+def test_half_of_a_surrogate_pair_in_a_conversation_is_refused(conversation, options, name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm, pytest.raises(ValueError) as caught:
+        llm._engine.input_processor.apply_chat_template_to(conversation, **options)
+    assert_names(str(caught.value), name, "U+DFFF, as character 0", "errors='replace'")
+
+
+class Unreadable:
+    """A tokenizer whose errors take more than a message."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, prompt: str, **_: Any) -> dict[str, list[int]]:
+        if prompt == "bad":
+            raise self.error
+        return {"input_ids": [5]}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), ValueError),
+        (type("Odd", (TypeError,), {"__init__": lambda self, a, b: None})(1, 2), TypeError),
+        (PromptTooLongError("long"), PromptTooLongError),
+    ],
+    ids=["unicode", "odd", "long"],
+)
+def test_an_error_of_one_prompt_keeps_its_kind_and_names_the_prompt(error, kind):
+    with LLM(tiny_model(), tokenizer=Unreadable(error), **OPTIONS) as llm:
+        with pytest.raises(kind, match=r"^prompt 1: ") as caught:
+            llm.generate(["good", "bad"], GREEDY, use_tqdm=False)
+        assert caught.type is kind and caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "bad", ["", [], [5, VOCAB_SIZE], [5] * 128, 7.5, [5, None]], ids=["text", "list", "id", "length", "type", "item"]
+)
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_one_bad_request_among_good_ones_is_named_before_any_work_starts(bad, place):
+    prompts: list[Any] = random_prompts(4)
+    prompts.insert(place, bad)
+    assert_names(refused((ValueError, TypeError), prompts, GREEDY), f"prompt {place}")
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hello",
+        None,
+        [[]],
+        [{"role": "user"}],
+        [{"content": "hello"}],
+        [{"role": "user", "content": "a"}, "b"],
+        [[{"role": "user", "content": "a"}], "b"],
+    ],
+    ids=repr,
+)
+def test_messages_that_are_no_conversation_are_refused(messages):
+    with pytest.raises(ValueError) as caught:
+        shared_llm().chat(messages, GREEDY, use_tqdm=False)
+    assert_names(str(caught.value), "conversation")
+
+
+def test_chat_is_refused_without_a_chat_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    for llm in (LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS), llm_without_tokenizer()):
+        with pytest.raises(ValueError, match="chat template"):
+            llm.chat([{"role": "user", "content": "a"}])

@@ -1,0 +1,34 @@
+"""The flags of a tiny engine, and what a command answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+
+ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--max-model-len", "256"]
+SHORT = ["--max-tokens", "6"]
+
+
+def records(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def generated(folder: Path, prompt: Any, **params: Any) -> list[int]:
+    """What the Python front door says to the same."""
+    options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
+    with LLM(folder, **options) as llm:
+        params = {"temperature": 0.0, "max_tokens": 6} | params
+        return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def assert_refused(result: tuple[int, str, str], *named: str) -> None:
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert "Traceback" not in err
+    assert "error:" in err
+    for part in named:
+        assert part in err

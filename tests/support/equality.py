@@ -1,0 +1,39 @@
+"""Tiny models, prompts of many lengths, and the greedy tokens that `transformers` generates."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+
+NUM_NEW_TOKENS = 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@functools.cache
+def model(family):
+    return tiny_model(family).to(DEVICE)
+
+
+@functools.cache
+def prompts():
+    """Random prompts around every block boundary, some with a common beginning."""
+    choice = random.Random(0)
+    shared = [choice.randrange(VOCAB_SIZE) for _ in range(70)]
+    lengths = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200]
+    own = [[choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    return own + [shared + [choice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 20, 58, 59)]
+
+
+def reference(module, prompt):
+    with torch.no_grad():
+        inputs = torch.tensor([prompt], device=module.device)
+        # without a mask, generate would take the padding token within a prompt for padding
+        mask = torch.ones_like(inputs)
+        output = module.generate(
+            inputs, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()

@@ -1,0 +1,83 @@
+"""An `LLM` over the tiny model: opened, asked, made to fail, and checked to be idle with every block free."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SAMPLED = SamplingParams(seed=7, max_tokens=12)
+
+
+def open_llm(model: Any = None, **options: Any) -> LLM:
+    return LLM(model or tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+
+
+@functools.cache
+def shared_llm() -> LLM:
+    """For tests that leave no trace which another would see, the prefix cache aside."""
+    return open_llm()
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[Any]:
+    return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
+    """Make the model say `text`, whatever it is asked; returns the text's tokens."""
+    says = llm.tokenizer(text)["input_ids"]
+
+    def sample(logits, sequences, positions, latest, report):
+        places = [position - s.num_prompt_tokens for s, position in zip(sequences, positions, strict=True)]
+        return torch.tensor([says[place % len(says)] for place in places])
+
+    monkeypatch.setattr(llm._engine.model_runner.sampler, "sample", sample)
+    return says
+
+
+def fail_in_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, error: BaseException) -> None:
+    """Raise in the middle of the `number`-th step from now: its KV is written, its tokens are not sampled."""
+    sampler, steps = llm._engine.model_runner.sampler, iter(range(1, 10_000))
+    sample = sampler.sample
+
+    def failing(*arguments):
+        if next(steps) == number:
+            raise error
+        return sample(*arguments)
+
+    monkeypatch.setattr(sampler, "sample", failing)
+
+
+def assert_idle_and_whole(llm: LLM) -> None:
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+    llm._engine.check_integrity()
+
+
+def ends_within(seconds: float, function: Callable[[], Any]) -> bool:
+    """Whether the function returns or raises in time, run in a thread; it goes on in the background if not."""
+
+    def run() -> None:
+        try:
+            function()
+        except Exception:  # it ended, which is all that is asked
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

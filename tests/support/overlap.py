@@ -1,0 +1,32 @@
+"""Requests of every kind for one engine, to compare with and without overlap."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+from nanovllm import SamplingParams
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts
+
+
+@functools.cache
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Some share a prefix; they end by length at every place in a block, by stop tokens, by stop strings."""
+    choice = random.Random(3)
+    shared = random_prompts(1, low=48, high=48, seed=5)[0]
+    prompts = random_prompts(24, low=1, high=90, seed=4)
+    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
+    params = []
+    for number in range(len(prompts)):
+        options: dict[str, Any] = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}
+        if number % 4 == 1:
+            options["stop_token_ids"] = tuple(choice.sample(range(VOCAB_SIZE), 40))
+        if number % 4 == 2:
+            options["stop"] = ("a", "e")
+        if number % 5 == 0:
+            options["min_tokens"] = min(5, options["max_tokens"])
+        if number % 6 == 0:
+            options["top_p"] = 0.9
+        params.append(SamplingParams(seed=number, **options))
+    return prompts, params

@@ -1,0 +1,158 @@
+"""Steps of paged attention over poisoned caches, with what dense float32 attention says to them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.cpp import CppAttention
+from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import build_layout
+from nanovllm.kernels.cpp import load_kernels
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_BLOCKS = 40
+HUGE = 1e4  # what stands in the slots of a sequence's own blocks that it has not filled: finite, but never to be seen
+
+
+class PagedCase:
+    """Random keys and values of several sequences, laid out in a poisoned cache, and the step that extends them."""
+
+    def __init__(
+        self, spans, *, block_size=16, num_kv_heads=2, groups=3, head_dim=64, dtype=torch.float32, seed=0, shared=0
+    ):
+        """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all."""
+        generator = torch.Generator().manual_seed(seed)
+        self.block_size, self.num_kv_heads, self.dtype = block_size, num_kv_heads, dtype
+        blocks = list(range(1, NUM_BLOCKS))
+        random.Random(seed).shuffle(blocks)
+        shape = (NUM_BLOCKS * block_size, num_kv_heads, head_dim)
+        self.caches = torch.full((2, *shape), torch.nan, dtype=dtype)  # foreign and free blocks
+        for cache in self.caches:
+            cache[:block_size] = 0  # the null block
+        self.dense, self.queries, self.entries = [], [], []
+        for number, (start, count) in enumerate(spans):
+            end = start + count
+            common = self.entries[0].block_table[:shared] if number else []
+            table = common + [blocks.pop() for _ in range(-(-end // block_size) - len(common))]
+            keys, values = torch.randn(2, end, num_kv_heads, head_dim, generator=generator).to(dtype)
+            if common:
+                assert min(start, spans[0][0]) >= shared * block_size
+                for own, first in zip((keys, values), self.dense[0], strict=True):
+                    own[: shared * block_size] = first[: shared * block_size]
+            self.dense.append((keys, values))
+            self.queries.append(torch.randn(count, num_kv_heads * groups, head_dim, generator=generator).to(dtype))
+            for position in range(start):
+                slot = self.slot(table, position)
+                self.caches[0][slot], self.caches[1][slot] = keys[position], values[position]
+            for position in range(start, len(table) * block_size):
+                if position // block_size < -(-start // block_size):  # begun earlier: its rest is old, finite content
+                    for cache in self.caches:
+                        cache[self.slot(table, position)] = HUGE
+            sequence = Sequence(
+                NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=10_000
+            )
+            self.entries.append(ScheduledSequence(sequence, start, count, True, table, start))
+        self.caches = self.caches.to(DEVICE)
+        self.layout = build_layout(self.entries, block_size)
+        self.scaling = head_dim**-0.5
+
+    def slot(self, table, position):
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def inputs(self, num_padding=0):
+        """query, key, value as a transformers layer hands them over, in the layout's row order."""
+        order = [int(entry.sequence.request_id) for entry in self.layout.entries]
+        new = [[states[self.entries[i].start :] for i in order for states in [self.dense[i][k]]] for k in range(2)]
+        rows = [torch.cat([self.queries[i] for i in order]), *(torch.cat(states) for states in new)]
+        padded = [torch.cat([r, torch.full((num_padding, *r.shape[1:]), torch.nan, dtype=r.dtype)]) for r in rows]
+        return [r.transpose(0, 1)[None].to(DEVICE) for r in padded]
+
+    def run(self, form, num_padding=0, through_operator=False):
+        step = AttentionStep(form.plan(self.layout), self.layout.num_tokens)
+        query, key, value = self.inputs(num_padding)
+        if form.reads_whole_pages:
+            blocks = torch.from_numpy(self.layout.blocks_to_clear).to(DEVICE)
+            for cache in self.caches:
+                cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
+        slots = np.append(self.layout.slots, np.zeros(num_padding, np.int64))
+        write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
+        if not through_operator:
+            return step.attend(query, *self.caches, self.scaling)[0]
+        enter_step(-1, step)
+        try:
+            return paged_attention(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
+        finally:
+            leave_step(-1)
+
+    def expected(self) -> Tensor:
+        """[num_tokens, num_heads, head_dim] in row order, computed densely in float32."""
+        outputs = []
+        for entry in self.layout.entries:
+            number = int(entry.sequence.request_id)
+            query = self.queries[number].float()
+            keys, values = (states.float() for states in self.dense[number])
+            groups = query.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scaling
+            positions = entry.start + torch.arange(entry.num_new_tokens)
+            scores.masked_fill_(torch.arange(len(keys))[None] > positions[:, None], float("-inf"))
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        return torch.cat(outputs)
+
+    def check(self, output: Tensor):
+        tolerance = 2e-5 if self.dtype == torch.float32 else 2e-2
+        expected = self.expected()
+        assert output.shape[0] >= len(expected)
+        torch.testing.assert_close(output[: len(expected)].float().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def sdpa(case):
+    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return SdpaAttention(case.block_size, page_bytes, case.dtype, DEVICE)
+
+
+_flex_forms = {}
+
+
+def flex(case):
+    """One form per shape: it keeps its compiled kernels over many steps, as in an engine."""
+    num_heads = case.queries[0].shape[1]
+    key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
+    if key not in _flex_forms:
+        _flex_forms[key] = FlexAttention(
+            num_blocks=NUM_BLOCKS,
+            block_size=case.block_size,
+            num_groups=num_heads // case.num_kv_heads,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            device=DEVICE,
+        )
+    return _flex_forms[key]
+
+
+def cpp(case):
+    head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
+    kernels = load_kernels(case.dtype, head_dim, groups)
+    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return CppAttention(kernels, num_blocks=NUM_BLOCKS, block_size=case.block_size, page_bytes=page_bytes)
+
+
+MIXED_STEPS = {
+    "one decode": [(37, 1)],
+    "one prompt of one token": [(0, 1)],
+    "decodes of all lengths": [(0, 1), (15, 1), (16, 1), (17, 1), (100, 1)],
+    "a whole prompt": [(0, 45)],
+    "a prompt that fills its blocks": [(0, 48)],
+    "a chunk behind computed blocks": [(32, 40)],
+    "a chunk that starts within a block": [(21, 30)],
+    "chunks and decodes": [(33, 1), (0, 17), (48, 50), (7, 1), (16, 16), (0, 2)],
+}

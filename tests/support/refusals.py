@@ -1,0 +1,50 @@
+"""What a refusal must say, and that the engine that refused stays usable."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@functools.cache
+def shared_llm() -> LLM:
+    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+
+
+@functools.cache
+def llm_without_tokenizer() -> LLM:
+    return LLM(tiny_model(), **OPTIONS)
+
+
+@functools.cache
+def expected_answer() -> list[int]:
+    return answer_of(LLM(tiny_model(), **OPTIONS))
+
+
+def answer_of(llm: LLM) -> list[int]:
+    return llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def refused(kind: type[Exception], *arguments: Any, llm: LLM | None = None, **options: Any) -> str:
+    """The message of a call to generate that is refused, leaving the engine as it was and usable."""
+    llm = llm or shared_llm()
+    before = llm.stats()
+    with pytest.raises(kind) as caught:
+        llm.generate(*arguments, use_tqdm=False, **options)
+    assert llm.stats() == before, "work had started, or something was left in the queue"
+    llm._engine.check_integrity()
+    assert answer_of(llm) == expected_answer()
+    return str(caught.value)
+
+
+def assert_names(message: str, *parts: Any) -> None:
+    for part in parts:
+        assert str(part) in message, f"{part!r} is not in {message!r}"

@@ -1,0 +1,17 @@
+"""Small workloads of each kind, and a digest of all that a workload holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from nanovllm.tools.workloads.workloads import (
+    Workload,
+)
+
+SMALL = ["random:requests=5,prompt=3-9", "P1:scale=0.02", "chat:scale=0.1", "whales:scale=0.05"]
+
+
+def digest(workload: Workload) -> str:
+    requests = [(r.arrival, r.prompt_token_ids, r.num_output_tokens, r.after) for r in workload.requests]
+    return hashlib.sha256(json.dumps(requests).encode()).hexdigest()

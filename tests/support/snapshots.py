@@ -1,0 +1,33 @@
+"""Snapshots of a live module, to show that between calls it is its owner's, untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Snapshot:
+    """Everything that hangs on a module, its submodules and its configs, down to the identity of each object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.objects: list[Any] = []  # kept alive, so that no other object can take an identity
+        self.state = {name: self._attributes(vars(module)) for name, module in model.named_modules()}
+        configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+        self.state |= {f"{name} config": self._attributes(vars(config)) for name, config in configs.items()}
+
+    def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._value(value) for name, value in attributes.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self._attributes(value)
+        self.objects.append(value)
+        return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+
+
+def assert_untouched(model: nn.Module, before: Snapshot) -> None:
+    after = Snapshot(model)
+    assert after.state.keys() == before.state.keys()
+    for name, attributes in before.state.items():
+        assert after.state[name] == attributes, f"{name or 'the model'} was changed"

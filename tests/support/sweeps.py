@@ -1,0 +1,62 @@
+"""Settings, runs, machines and sweeps for tests of `nanovllm tune`."""
+
+from __future__ import annotations
+
+from nanovllm.config import EngineConfig
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.tune.goals import Goal
+from nanovllm.tools.tune.halving import MeasurementError, Sweep, rounds_for
+from nanovllm.tools.tune.settings import Resolver, Setting
+from nanovllm.tools.workloads.workloads import Workload
+
+ITL_40 = Goal("itl", "p99", 0.04)
+TTFT_500 = Goal("ttft", "p99", 0.5)
+
+
+def setting(budget: int, num_seqs: int = 16, block_size: int = 64) -> Setting:
+    return Resolver("cpu", {}).resolve(
+        {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
+    )
+
+
+def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | None = None) -> dict:
+    """A run with `rate` tokens a second and the same time everywhere."""
+    return {
+        "rate": arrivals, "output_tokens_per_second": rate, "ttft": dict.fromkeys(("mean", "p50", "p90", "p99"), ttft),
+        "itl": dict.fromkeys(("mean", "p50", "p90", "p99"), itl), "environment": {"torch": "2"}, "config": {"a": 1},
+    }  # fmt: skip
+
+
+class Machine:
+    """Measures by a table; notes what it was asked."""
+
+    def __init__(self, runs: dict[Setting, dict], failing: tuple[Setting, ...] = ()) -> None:
+        self.runs, self.failing = runs, failing
+        self.asked: list[tuple[Setting, float, int]] = []
+
+    def __call__(self, of: Setting, share: float, repeat: int) -> list[dict]:
+        self.asked.append((of, share, repeat))
+        if of in self.failing:
+            raise MeasurementError("out of memory")
+        return [self.runs[of]]
+
+
+def sweep_of(runs: dict[Setting, dict], *, goals=(), smallest: float = 0.0, repeats: int = 2) -> Sweep:
+    return Sweep(list(runs), list(goals), rounds_for(len(runs), smallest), repeats)
+
+
+COST = CostModel(HostCost(1e-4, 1e-6), DeviceCost(knee=16, fixed=0.01, per_token_above=1e-4), HostCost(1e-4))
+CALIBRATION = Calibration(
+    model="m", dtype="float32", device="cpu", attention_backend="sdpa", enforce_eager=True, cuda_graphs=False,
+    block_size=16, max_position_embeddings=512, kv_token_bytes=100, kv_cache_bytes=100 * 16 * 512, hardware={},
+    versions={}, num_samples=1, residuals={}, cost_model=COST,
+)  # fmt: skip
+
+
+def as_played(workload: Workload, options: dict) -> dict:
+    """Figures of a simulation, the rate counted from the start of the workload as `bench.play` does."""
+    simulation = simulate(workload, CALIBRATION.resolve(EngineConfig(**options)), COST)
+    seconds = max(metrics.finished_time for metrics in simulation.requests)
+    return simulation.figures() | {"output_tokens_per_second": workload.num_output_tokens / seconds}

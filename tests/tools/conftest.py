@@ -1,0 +1,35 @@
+"""For tests of the command line: a folder with a tiny model, and commands run on it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.main import main
+from tests.support.command_line import ENGINE
+from tests.support.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+    """Run the command on the tiny model; returns exit status, standard output and standard error."""
+
+    def run(command: str, *arguments: str, stdin: str = "", model: str | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            status = main([command, "--model", model or str(folder), *ENGINE, *arguments])
+        except SystemExit as exit_:  # argparse's way to refuse
+            status = exit_.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run

@@ -1,0 +1,293 @@
+"""`nanovllm tune` as a command: whole sweeps over engines that are simulated, and one over true ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from nanovllm.attention import flash
+from nanovllm.cli import tune as command
+from nanovllm.cli.main import main
+from nanovllm.cli.tune_question import ask
+from nanovllm.tools.tune import measuring
+from nanovllm.tools.tune.forecast import forecast
+from nanovllm.tools.workloads.files import read_trace
+from tests.support.sweeps import CALIBRATION, as_played
+from tests.support.tiny_models import save_tiny
+
+WORKLOAD = ["--workload", "random:requests=12,prompt=40,output=6,vocab=512"]
+
+
+def asked(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_tune_command(parser.add_subparsers())
+    return parser.parse_args(["tune", "--model", "m", *arguments])
+
+
+class Engines:
+    """Stands in for engines in processes of their own: what it plays is simulated."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.options: list[dict] = []
+        self.interrupt_at: int | None = None
+        monkeypatch.setattr(measuring, "run_apart", self.run_apart)
+
+    def run_apart(self, engine, traces, settings, folder) -> list[dict]:
+        if len(self.options) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.options.append(engine.options)
+        if engine.options["max_num_batched_tokens"] == 512:
+            raise RuntimeError("nanovllm: its process ended with -9\n")
+        about = {"environment": {"torch": "9", "cores": None}, "config": engine.options}
+        return [as_played(read_trace(trace), engine.options) | about for trace in traces]
+
+
+@pytest.fixture
+def engines(monkeypatch) -> Engines:
+    monkeypatch.setattr(command, "environment", lambda: {"torch": "9", "threads": None})
+    return Engines(monkeypatch)
+
+
+@pytest.fixture
+def tune(tmp_path, capsys):
+    def tune(*arguments: str, workload: tuple[str, ...] | list[str] = WORKLOAD) -> tuple[int, str, str]:
+        try:
+            status = main(
+                ["tune", "--model", "m", "--device", "cpu", *workload, "--output", str(tmp_path / "t"), *arguments]
+            )
+        except SystemExit as exit_:
+            status = exit_.code
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return tune
+
+
+def test_a_sweep_ends_in_a_table_advice_json_and_a_picture(engines, tune, tmp_path):
+    status, out, err = tune("--rate", "5,20", "--itl-p99", "40ms", "--candidates", "8")
+    assert status == 0
+    assert "(killed, as the system does when memory runs out)" in out
+    assert "\nrecommended: --max-num-batched-tokens " in out and "at 20 requests/s" in out
+    assert err.count("tokens/s") >= 8 and "note: 8 of " in err
+    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    assert len(result["settings"]) == 8 and result["question"]["workload"]["requests"] == 12
+    assert result["question"]["workload"]["parameters"]["seed"] == 0
+    assert (tmp_path / "t" / "curves.png").stat().st_size > 1000
+    plays = [runs for of in result["settings"] for measured in of["measurements"] for runs in measured["runs"]]
+    assert {runs["rate"] for runs in plays} == {5.0, 20.0}
+
+
+def test_an_interrupted_sweep_goes_on_and_ends_as_if_it_had_not_been(engines, tune, tmp_path, monkeypatch):
+    arguments = ["--rate", "20", "--candidates", "8", "--max-num-seqs", "4,8"]
+    _, whole, _ = tune(*arguments, "--output", str(tmp_path / "whole"))
+    all_of_them = list(engines.options)
+    engines.options.clear()
+    engines.interrupt_at = 5
+    status, out, _ = tune(*arguments)
+    assert status == 130 and "interrupted; what was measured is in " in out and "the same command goes on" in out
+    assert out.split()[0] == "budget" and out.count(" 0.667 ") == 4  # the table so far; one more failed
+    assert not (tmp_path / "t" / "result.json").exists()
+    engines.interrupt_at = None
+    status, out, _ = tune(*arguments)
+    assert status == 0 and out == whole and engines.options == all_of_them
+    engines.options.clear()
+    assert tune(*arguments)[1] == whole and engines.options == []  # now all of it is there
+    tune(*arguments, "--retry")
+    assert {of["max_num_batched_tokens"] for of in engines.options} == {512}
+
+
+def test_other_goals_need_no_new_measurements_and_another_workload_is_another_question(engines, tune):
+    arguments = ["--rate", "20", "--max-num-batched-tokens", "256,1024", "--max-num-seqs", "16", "--block-size", "64"]
+    assert tune(*arguments)[0] == 0
+    measured = len(engines.options)
+    status, out, _ = tune(*arguments, "--ttft-mean", "1ms")
+    assert status == 1 and "no setting keeps the goals; the nearest" in out and len(engines.options) == measured
+    status, _, err = tune(*arguments, "--seed", "3")
+    assert status == 2 and "another question" in err and "arrivals.seed was 0, and is 3" in err
+    defaults = ["--arrivals", "poisson", "--seed", "0", "--dtype", "auto"]
+    assert tune(*arguments, *defaults)[0] == 0 and len(engines.options) == measured
+    status, _, err = tune(*arguments, workload=["--workload", "random:requests=9"])
+    assert status == 2 and "workload.requests was 12, and is 9" in err
+    assert len(engines.options) == measured
+
+
+def test_contradictions_are_told_of_values_that_were_asked_for(engines, tune):
+    assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
+    out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
+    assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
+    assert "refused" not in tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256")[1]
+
+
+def test_what_an_earlier_sweep_recommended_is_gone_when_another_begins(engines, tune, tmp_path):
+    arguments = ["--rate", "20", "--max-num-batched-tokens", "256,1024", "--max-num-seqs", "16"]
+    assert tune(*arguments, "--block-size", "64")[0] == 0
+    told = [tmp_path / "t" / name for name in ("result.json", "curves.png")]
+    assert all(path.exists() for path in told)
+    engines.interrupt_at = len(engines.options)
+    assert tune(*arguments, "--block-size", "32,64")[0] == 130
+    assert not any(path.exists() for path in told)
+
+
+def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    workload = ["--workload", "random:requests=24,prompt=300,output=20"]
+    arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "3"]
+    status, out, err = tune(*arguments, workload=workload)
+    assert status == 0 and out.splitlines()[0].count("predicted") == 2 and "note: 3 of " in err
+    # What is measured here is simulated in the same way.
+    assert "off by at most 0% on tokens/s, p99 between tokens by 0%" in out
+    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
+
+
+def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_told(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
+    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+    arguments += ["--gpu-memory-utilization", "0.5", "--output", str(tmp_path / "half")]
+    assert "forecasts are of a KV cache of 819,200 bytes" in tune(*arguments)[2]
+    arguments += ["--kv-cache-memory-bytes", "409600", "--output", str(tmp_path / "bytes")]
+    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+
+
+def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypatch):
+    """A GPU and a package that are not there are all that is made up."""
+    Qwen3Config(head_dim=128, num_attention_heads=16, hidden_size=1024, dtype="bfloat16").save_pretrained(tmp_path)
+    workload = ["--workload", "random:requests=2", "--model", str(tmp_path)]
+
+    def first(*arguments: str) -> int:
+        return ask(asked(*workload, *arguments)).candidates.settings[0].options["block_size"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert first() == 64
+    monkeypatch.setattr(flash, "has_tried_version", lambda: True)
+    monkeypatch.setattr(flash, "find_spec", lambda name: name)
+    assert first() == 128 and first("--block-size", "64") == 64
+    assert {of.options["block_size"] for of in ask(asked(*workload)).candidates.settings} == {32, 64, 128}
+    for other in (["--device", "cpu"], ["--enforce-eager"], ["--attention-backend", "flex"], ["--dtype", "float32"]):
+        assert first(*other) == 64, other
+    Qwen3Config(head_dim=64, dtype="bfloat16").save_pretrained(tmp_path)
+    assert first() == 64
+
+
+def test_with_a_calibration_of_flash_the_defaults_can_be_simulated(tmp_path):
+    calibration = replace(
+        CALIBRATION, device="cuda", attention_backend="flash", enforce_eager=False, cuda_graphs=True, block_size=128
+    )
+    calibration.save(tmp_path / "costs.json")
+    question = ask(asked("--workload", "random:requests=2,prompt=40", "--simulate", str(tmp_path / "costs.json")))
+    made = forecast(calibration, question.candidates.settings[:5], question.workloads, {}, model="m")
+    assert question.candidates.settings[0] in made.runs and not made.refused
+
+
+def test_what_the_simulator_refuses_for_every_setting_is_told_and_not_measured(engines, tune, tmp_path):
+    CALIBRATION.save(tmp_path / "costs.json")
+    arguments = ["--simulate", str(tmp_path / "costs.json"), "--max-model-len", "32"]
+    status, out, err = tune(*arguments)
+    assert (status, out, engines.options) == (2, "", [])
+    assert "no setting can be simulated: request 0 has 40 prompt tokens" in err
+
+
+def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, tmp_path):
+    _, _, err = tune("--ttft-p99", "1s", "--candidates", "8")
+    assert "all requests are there from the start" in err
+    assert "every setting gets the whole workload" in err
+    assert "from the start" not in tune("--ttft-p99", "1s", "--candidates", "8", "--rate", "2")[2]
+    few = tune(
+        "--candidates", "8", "--rate", "2", "--output", str(tmp_path / "few"), workload=[*WORKLOAD, "--requests", "8"]
+    )[2]
+    assert "too few requests for a share of them" in few and "a --rate" not in few
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ttft-p99", "500"], "'500' is no time; give a number with its unit, such as 500ms or 0.5s"),
+        (["--ttft-p99", "-1s"], "expected one argument"),
+        (["--itl-mean", "0ms"], "'0ms' cannot be kept"),
+        (["--rate", "0"], "the rate is 0.0"),
+        (["--rate", "2,2"], "names a rate twice"),
+        (["--rate", "a"], "'a' is not of the form FLOAT,FLOAT"),
+        (["--burst", "2"], "--burst is 2"),
+        (["--block-size", "16,17"], "block_size is 17"),
+        (["--block-size", "16,x"], "'16,x' is not of the form INT,INT"),
+        (["--max-num-batched-tokens", "64", "--max-num-seqs", "64"], "max_num_batched_tokens is 64, but"),
+        (["--candidates", "0"], "0 is too few"),
+        (["--simulate", "/nowhere.json"], "/nowhere.json"),
+        (["--trace", "x.jsonl"], "one workload or trace is played at a time"),
+        (["--record-itl"], "unrecognized arguments"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_before_anything_runs(engines, tune, tmp_path, arguments, named):
+    status, out, err = tune(*arguments)
+    assert (status, out, engines.options) == (2, "", []) and named in err and "Traceback" not in err
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [1], "output_tokens": 2}\n')
+    for workload in (["--workload", "W"], ["--workload", "random:seed=3"], ["--trace", str(trace)]):
+        status, _, err = tune("--seed", "5", workload=workload)
+        assert status == 2 and f"--seed is 5, but nothing is drawn with it: {workload[1]} has" in err
+        assert ask(asked("--seed", "5", "--rate", "2", *workload)).workloads
+    assert ask(asked("--seed", "5", "--workload", "random")).workload.parameters["seed"] == 5
+
+
+def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):
+    assert "say what to tune for" in tune(workload=[])[2]
+    told = tune("--itl-p99", "1ms", workload=["--workload", "random:requests=3,output=1"])
+    assert told[0] == 2 and "leave goals on ITL out" in told[2]
+
+
+def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
+    """Run a command and tell it to end; its status, its output, and the processes that it had started."""
+    command = [sys.executable, "-m", "nanovllm.cli", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children: list[psutil.Process] = []
+    for line in process.stderr:
+        if "tokens/s" in line:
+            while not children:  # the next measurement's process
+                children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.5)  # it is up, and not just on its way
+            process.terminate()  # as Ctrl-C, but the child does not hear of it
+            break
+    out, _ = process.communicate()
+    return process.returncode, out, children
+
+
+def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys):
+    folder = str(save_tiny(tmp_path / "model"))
+    arguments = [
+        "--workload", "random:requests=4,prompt=40,output=6,vocab=512", "--max-num-batched-tokens", "128",
+        "--max-num-seqs", "4", "--block-size", "16,64", "--repeats", "1", "--warm-ups", "0", "--enforce-eager",
+        "--max-model-len", "128", "--num-kv-blocks", "8", "--device", "cpu",
+        "--output", str(tmp_path / "t"),
+    ]  # fmt: skip
+    status, out, children = ended_after_one_measurement(["tune", "--model", folder, *arguments])
+    assert status == 130 and "interrupted; what was measured is in " in out and " all " in out
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    before = (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()
+    assert len(before) == 2 and '"runs"' in before[1]
+    assert main(["tune", "--model", folder, *arguments]) == 0
+    assert (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()[:2] == before
+    told = capsys.readouterr()
+    assert "block 16: failed: the KV cache of 8 blocks of 16 tokens" in told.out and told.out.count("failed") == 1
+    assert "recommended: --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 64" in told.out
+    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    measured, failed = result["settings"]
+    assert measured["config"]["block_size"] == 64 and measured["config"]["num_kv_blocks"] == 8
+    assert [of["repeat"] for of in measured["measurements"]] == [0, 1] and failed["config"] is None
+    # 160 prompt tokens in steps of at most 128 make two steps, five more the rest of the answers.
+    assert measured["measurements"][0]["runs"][0]["steps"] >= 7
+    assert result["environment"]["nanovllm"] and result["environment"]["cores"]

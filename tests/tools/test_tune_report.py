@@ -1,0 +1,159 @@
+"""`nanovllm tune`: advice, table, picture, and forecasts by the simulator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nanovllm.tools.tune import plot, report, result
+from nanovllm.tools.tune.forecast import forecast
+from nanovllm.tools.tune.goals import Goal
+from nanovllm.tools.tune.halving import Sweep, rounds_for
+from nanovllm.tools.tune.ranking import standing_of
+from nanovllm.tools.tune.settings import Resolver, Setting, values_to_try
+from nanovllm.tools.workloads.workloads import poisson, random_requests
+from tests.support.sweeps import CALIBRATION, ITL_40, TTFT_500, Machine, as_played, run, setting, sweep_of
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def outcome_of(runs: dict[Setting, dict], *goals: Goal, failing: tuple[Setting, ...] = (), **about) -> report.Outcome:
+    sweep = sweep_of(runs, goals=goals)
+    sweep.run(Machine(runs, failing=failing))
+    question = {"model": "m", "workload": {"name": "w"}}
+    return report.Outcome(sweep, Resolver("cpu", {}), question, {"torch": "2"}, **({"refused": []} | about))
+
+
+def test_the_advice_names_flags_and_numbers():
+    runs = {setting(1024): run(500, itl=0.05), setting(256): run(400, itl=0.02), setting(512): run(450, itl=0.03)}
+    lines = report.advice(outcome_of(runs, ITL_40, TTFT_500)).splitlines()
+    assert lines[0] == "recommended: --max-num-batched-tokens 512 --max-num-seqs 16 --block-size 64"
+    assert lines[1] == (
+        "because: 450 tokens/s is the most of 2 settings measured on the whole workload that keep ITL p99 <= 40 ms "
+        "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
+        "(ITL p99 +25%)"
+    )
+    alone = report.advice(outcome_of(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
+    assert "of 3 settings measured on the whole workload it alone keeps ITL p99 <= 25 ms (20 ms), with 400" in alone
+    assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
+
+
+def test_a_machine_that_others_used_is_told_whichever_setting_showed_it():
+    def measured(rates: list[float]) -> str:
+        left = {setting(1024): iter([500.0] * 9), setting(256): iter(rates)}
+        sweep = Sweep(list(left), [], rounds_for(2, 0.0), 2)
+        sweep.run(lambda of, share, repeat: [run(next(left[of]))])
+        return report.advice(report.Outcome(sweep, Resolver("cpu", {}), {}, None, []))
+
+    assert "came out up to 25% apart when it was measured again" in measured([400.0, 320.0])
+    assert "apart when" not in measured([400.0, 390.0])
+
+
+def test_where_nothing_keeps_the_goals_the_nearest_is_told_and_what_it_misses():
+    runs = {setting(1024): run(500, itl=0.08), setting(256): run(400, itl=0.05)}
+    lines = report.advice(outcome_of(runs, ITL_40, TTFT_500)).splitlines()
+    assert lines[0].startswith("no setting keeps the goals; the nearest: --max-num-batched-tokens 256")
+    assert "ITL p99 is 50 ms, 25% above the 40 ms that were asked for" in lines[1]
+
+
+def test_settings_with_as_many_tokens_are_called_equal():
+    runs = {setting(1024): run(500, itl=0.03), setting(256): run(499, itl=0.02)}
+    lines = report.advice(outcome_of(runs, ITL_40)).splitlines()
+    assert "--max-num-batched-tokens 256" in lines[0]
+    assert "the 2 with most tokens/s differ by less than 2%; it is furthest from the limits" in lines[1]
+    arriving = {of: told | {"rate": 4.0} for of, told in runs.items()}
+    assert "a higher --rate would show more" in report.advice(outcome_of(arriving, ITL_40))
+    assert "--rate" not in report.advice(outcome_of(runs, ITL_40))
+
+
+def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
+    runs = {setting(1024 + 64 * n): run(500 - n, itl=0.05 if n == 1 else 0.01) for n in range(6)}
+    failing = (setting(1088 + 64),)
+    refused = [({"max_num_seqs": 9}, "too much")]
+    lines = report.table(outcome_of(runs, ITL_40, failing=failing, refused=refused)).splitlines()
+    assert lines[0] == "all: max_num_seqs 16, block_size 64"
+    assert lines[1].split()[:4] == ["budget", "share", "rate", "tokens/s"]
+    rows = [line.split() for line in lines[2:7]]
+    assert rows[0][:5] == ["->", "1024", "all", "-", "500"] and lines[2].endswith("kept  (the defaults)")
+    assert [row[0] for row in rows[1:]] == ["1216", "1280", "1344", "1088"]  # 1088 was given up on half of the workload
+    assert rows[-1][1] == "0.5" and lines[6].endswith("ITL p99 +25%")
+    assert lines[7].strip() == "budget 1152: failed: out of memory"
+    assert lines[8].strip() == "seqs 9: refused: too much"
+    assert report.table(outcome_of(runs, failing=tuple(runs))).count("failed: out of memory") == 6
+
+
+def test_predictions_stand_beside_what_was_measured():
+    runs = {setting(1024): run(500), setting(256): run(400)}
+    goals = [ITL_40]
+    predicted = {of: standing_of(of, [[run(550, itl=0.012)]], goals) for of in runs}
+    outcome = outcome_of(runs, *goals, predicted=predicted)
+    lines = report.table(outcome).splitlines()
+    assert [line.count("550") for line in lines[2:]] == [1, 1] and "12 / 12" in lines[2]
+    assert "off by at most 38% on tokens/s, p99 between tokens by 20%" in report.advice(outcome)
+
+
+def test_the_result_holds_every_measurement_and_the_recommendation():
+    runs = {setting(1024): run(500), setting(256): run(400)}
+    told = json.loads(json.dumps(result.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
+    first, second = told["settings"]
+    assert [m["repeat"] for m in first["measurements"]] == [0, 1, 2] and first["config"] == {"a": 1}
+    assert first["measurements"][0]["runs"][0]["output_tokens_per_second"] == 500
+    assert second["failed"] == "out of memory" and second["measurements"] == []
+    assert told["recommended"]["options"]["max_num_batched_tokens"] == 1024 and told["goals"] == ["ITL p99 <= 40 ms"]
+    assert told["environment"] == {"torch": "2"} and told["question"]["model"] == "m"
+
+
+def test_the_picture_has_a_curve_for_each_setting_and_marks_the_chosen_point(tmp_path):
+    rates = (1.0, 2.0)
+    sweep = Sweep([setting(1024), setting(256)], [ITL_40], rounds_for(2, 0.0), 1)
+    sweep.run(
+        lambda of, share, repeat: [run(100 * rate, itl=of.values[0] * rate / 4e4, arrivals=rate) for rate in rates]
+    )
+    outcome = report.Outcome(sweep, Resolver("cpu", {}), {"model": "m", "workload": {"name": "w"}}, None, [])
+    lines = {line.get_label(): line for line in plot.draw(outcome).axes[0].lines}
+    assert list(lines["budget 1024 (the defaults)"].get_xdata()) == pytest.approx([25.6, 51.2])
+    assert list(lines["budget 256"].get_xdata()) == pytest.approx([6.4, 12.8])
+    assert list(lines["budget 256"].get_ydata()) == [100.0, 200.0]
+    assert (*lines["recommended"].get_xdata(), *lines["recommended"].get_ydata()) == pytest.approx((12.8, 200.0))
+    assert set(lines["ITL p99 <= 40 ms"].get_xdata()) == {40.0}
+    plot.save_plot(outcome, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------------------- forecast
+
+
+def test_the_best_by_forecast_is_the_best_of_all_simulations():
+    workload = poisson(random_requests(requests=24, prompt=(20, 300), output=(5, 40)), 12.0)
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=300, most_at_once=24, wide=True) | {
+        "block_size": [16, 64]
+    }
+    settings = Resolver("cpu", {}).candidates(values).settings[:40]
+    made = forecast(CALIBRATION, settings, {12.0: workload}, {}, model="m")
+    assert len(made.runs) == 40 and not made.refused
+    goal = Goal("itl", "p99", sorted(runs[0]["itl"]["p99"] for runs in made.runs.values())[20])
+    best = made.best(3, [goal], settings[0])
+    assert best[0] == settings[0] and len(set(best)) == 3
+    simulated = [as_played(workload, of.options) for of in settings]
+    most = max(figures["output_tokens_per_second"] for figures in simulated if goal.excess(figures) <= 0.0)
+    (chosen,) = made.runs[best[1]]
+    assert goal.excess(chosen) <= 0.0
+    assert chosen["output_tokens_per_second"] > 0.98 * most  # those that come so near rank by their tails
+
+
+def test_of_settings_with_one_forecast_only_one_is_measured():
+    workload = random_requests(requests=2, prompt=8, output=4)  # nothing that is tried matters to it
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=8, most_at_once=2, wide=True)
+    settings = Resolver("cpu", {}).candidates(values).settings
+    made = forecast(CALIBRATION, settings, {None: workload}, {}, model="m")
+    assert len(settings) > 10 and made.best(5, [], settings[0]) == [settings[0]]
+
+
+def test_a_forecast_tells_what_the_simulator_refuses():
+    workload = random_requests(requests=2, prompt=80, output=4)
+    settings = [setting(256), setting(512)]
+    made = forecast(CALIBRATION, settings, {None: workload}, {"max_model_len": 64}, model="m")
+    assert not made.runs and all("more than max_model_len (64)" in why for why in made.refused.values())
+    with pytest.raises(ValueError, match="of model='m', and model='other'"):
+        forecast(CALIBRATION, settings, {None: workload}, {}, model="other")

@@ -1,0 +1,127 @@
+"""`nanovllm tune`: the settings that are tried, and shares of a workload."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.tools.tune.settings import SWEPT, Resolver, sample, values_to_try
+from nanovllm.tools.tune.shares import share_of, smallest_share
+from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_requests, whales
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_the_first_setting_is_what_the_engine_does_when_nobody_says_anything():
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=10, most_at_once=10, wide=False)
+    assert values["max_num_seqs"] == [16]  # chosen, but not asked for
+    first = Resolver("cpu", {}).candidates(values).settings[0]
+    assert first.options == {
+        "max_num_batched_tokens": 1024, "max_num_seqs": 64, "block_size": 64, "max_num_partial_prefills": 4,
+        "max_long_partial_prefills": 1, "long_prefill_token_threshold": 512,
+    }  # fmt: skip
+    pinned = Resolver("cpu", {}).candidates({**values, "block_size": [32]}, ["block_size"]).settings[0]
+    assert pinned.options["block_size"] == 32 and pinned.options["max_num_batched_tokens"] == 1024
+
+
+def test_combinations_that_come_to_the_same_are_one_setting_and_contradictions_are_told():
+    values = {name: [None] for name in SWEPT} | {
+        "max_num_batched_tokens": [128, 1024], "max_num_seqs": [64, 128], "max_num_partial_prefills": [None, 4],
+    }  # fmt: skip
+    candidates = Resolver("cpu", {}).candidates(values)
+    # 128 with 64 sequences leaves 64 for a block; 128 with 128 leaves none. None and 4 are the same.
+    assert [of.values[:3] for of in candidates.settings] == [(1024, 64, 64), (128, 64, 64), (1024, 128, 64)]
+    ((options, why),) = candidates.refused
+    assert options == {"max_num_batched_tokens": 128, "max_num_seqs": 128}
+    assert "max_num_batched_tokens is 128, but" in why
+
+
+def test_values_that_cannot_differ_are_not_tried():
+    def tried(**about) -> dict:
+        return values_to_try(
+            "cpu", {}, backend="auto", **({"longest_prompt": 100, "most_at_once": 500, "wide": False} | about)
+        )
+
+    assert tried()["max_num_seqs"] == [16, 32, 64, 128]
+    assert tried(most_at_once=20)["max_num_seqs"] == [16, 32]  # 64 can never run
+    assert tried(most_at_once=4)["max_num_seqs"] == [16]
+    assert tried()["max_num_partial_prefills"] == (None,)
+    assert 16 in tried(longest_prompt=200)["max_num_partial_prefills"]  # it takes more than half of a step of 256
+    assert max(tried(wide=True)["max_num_batched_tokens"]) == 4096
+
+
+def test_limits_of_partial_prefills_are_tried_by_the_budgets_that_are_named():
+    def partial(*budgets: int) -> tuple:
+        named = {"max_num_batched_tokens": budgets}
+        values = values_to_try("cpu", named, backend="auto", longest_prompt=200, most_at_once=9, wide=False)
+        return values["max_num_partial_prefills"]
+
+    assert partial(4096, 8192) == (None,)  # 200 tokens are no long prompt there
+    assert partial(8192, 399) == (None, 16)
+
+
+@hypothesis.settings(deadline=None)
+@given(st.integers(16, 5000), st.integers(1, 300), st.sampled_from([16, 32, 64]), st.integers(1, 9), st.integers(1, 9))
+def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, partial, long):
+    resolver = Resolver("cpu", {})
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
+    options |= {"max_num_partial_prefills": partial, "max_long_partial_prefills": long}
+    try:
+        made = resolver.resolve(options)
+    except ValueError:
+        return
+    words = resolver.flags(made).split()
+    told = {flag[2:].replace("-", "_"): int(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
+    assert resolver.resolve(told) == made
+
+
+def test_a_sample_holds_the_first_and_every_value_about_equally_often():
+    values = values_to_try("cpu", {}, backend="auto", longest_prompt=5000, most_at_once=1000, wide=True)
+    settings = Resolver("cpu", {}).candidates(values).settings
+    taken = sample(settings, 36)
+    assert taken[0] == settings[0] and len(set(taken)) == 36 and set(taken) <= set(settings)
+    for place, name in enumerate(SWEPT[:3]):
+        counts = Counter(of.values[place] for of in taken)
+        assert set(counts) == {of.values[place] for of in settings}, name
+        assert max(counts.values()) - min(counts.values()) <= 3, (name, counts)
+    assert sample(settings, 10**6)[1:] != settings[1:] and set(sample(settings, 10**6)) == set(settings)
+    assert taken == sample(settings, 36)
+
+
+# --------------------------------------------------------------------------------------------------------------- shares
+
+
+def test_a_share_of_requests_over_time_is_their_beginning_at_the_same_rate():
+    whole = poisson(random_requests(requests=40, prompt=4), 5.0)
+    share = share_of(whole, 0.25)
+    assert share.requests == whole.requests[:10]
+    assert share_of(whole, 1.0) is whole
+    assert smallest_share(whole, max_num_seqs=500) == 8 / 40
+
+
+def test_whales_stay_among_those_that_decode():
+    share = share_of(whales(decoding=8, whales=4, prompt=2, whale_prompt=50, scale=1.0), 0.5)
+    assert [(request.arrival, len(request.prompt_token_ids)) for request in share.requests] == [(0, 2)] * 4 + [
+        (5, 50)
+    ] * 2
+
+
+def test_conversations_come_as_a_whole():
+    whole = chat(conversations=6, turns=3, system=0, user=2, answer=2)
+    share = share_of(whole, 0.5)
+    assert len(share.requests) == 9
+    for request in share.requests[3:]:
+        before = share.requests[request.after]
+        assert request.prompt_token_ids[: len(before.prompt_token_ids)] == before.prompt_token_ids
+    bursts = share_of(bursty(whole, 3.0, burst=1), 0.5)
+    assert [request.after for request in bursts.requests] == [None] * 3 + [0, 1, 2, 3, 4, 5]
+
+
+def test_a_share_of_requests_at_once_can_fill_the_engine():
+    workload = random_requests(requests=64, prompt=4)
+    assert smallest_share(workload, max_num_seqs=16) == 0.25
+    assert len(share_of(workload, smallest_share(workload, max_num_seqs=48)).requests) == 48
+    assert smallest_share(workload, max_num_seqs=128) == 1.0
