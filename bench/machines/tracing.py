@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.micro.test_bench_scheduler import decoding
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
 from nanovllm.batch import ScheduledBatch
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers, StepTimes
+from tests.support.steady_decodes import decoding
 
 STEP_SECONDS = 0.002  # of a steady decode; decides how many steps are written at once
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
-from test_bench_scheduler import BLOCK_SIZE, make_scheduler, make_sequence, report_per
 
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
 from nanovllm.server.live.engine_snapshot import EngineSnapshot, take_snapshot
 from nanovllm.server.live.live_feed import Look
+from tests.support.steady_decodes import BLOCK_SIZE, make_scheduler, make_sequence, report_per
 
 RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, 0.0, ())
 

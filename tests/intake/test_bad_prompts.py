@@ -27,7 +27,11 @@ def test_an_empty_list_of_token_ids_is_refused():
     assert_names(refused(ValueError, [[]], GREEDY), "empty", "at least one token")
 
 
-@pytest.mark.parametrize("prompts", [None, 7, 3.5, {"prompt": "a"}, b"bytes", object()], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 7, 3.5, {"prompt": "a"}, b"bytes", object()],
+    ids=["None", "int", "float", "dict", "bytes", "object"],
+)
 def test_prompts_of_a_wrong_type_are_refused(prompts):
     message = refused(TypeError, prompts, GREEDY)
     assert_names(message, "string", "list of token ids", "not ")

@@ -278,7 +278,7 @@ def forbid_all(_: list[int], row: Tensor) -> Tensor:
         {"logits_processors": forbid_all},
         {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1},
     ],
-    ids=str,
+    ids=["bad words", "logits processor", "min tokens"],
 )
 def test_a_row_of_which_all_is_forbidden_is_told_apart_from_one_that_is_not_finite(options, temperature):
     logits = random_rows(3)
