@@ -1,4 +1,4 @@
-"""Paged attention against a dense float32 reference, over caches in which every wrong read shows."""
+"""Paged attention of every backend against a dense float32 reference, over caches where a wrong read shows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nanovllm.batch_layout import build_layout
 from tests.support.paged_cases import DEVICE, MIXED_STEPS, PagedCase, cpp, flex, sdpa
 
 # The C++ kernel is the CPU's own.
-FORMS = pytest.mark.parametrize("form", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
+BACKENDS = pytest.mark.parametrize("backend", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
 
 
-@FORMS
+@BACKENDS
 @pytest.mark.parametrize("spans", MIXED_STEPS.values(), ids=MIXED_STEPS.keys())
-def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(form, spans):
+def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(backend, spans):
     case = PagedCase(spans)
-    case.check(case.run(form(case)))
+    case.check(case.run(backend(case)))
 
 
-@FORMS
-def test_any_split_of_any_sequences_equals_dense_attention(form):
+@BACKENDS
+def test_any_split_of_any_sequences_equals_dense_attention(backend):
     for seed in range(12):
         choice = random.Random(seed)
         spans = []
@@ -32,10 +32,10 @@ def test_any_split_of_any_sequences_equals_dense_attention(form):
             start = choice.choice([0, choice.randint(0, 60)])
             spans.append((start, choice.choice([1, choice.randint(1, 40)])))
         case = PagedCase(spans, seed=seed)
-        case.check(case.run(form(case)))
+        case.check(case.run(backend(case)))
 
 
-@FORMS
+@BACKENDS
 @pytest.mark.parametrize(
     ("num_kv_heads", "groups", "head_dim", "block_size", "dtype"),
     [
@@ -46,25 +46,25 @@ def test_any_split_of_any_sequences_equals_dense_attention(form):
     ],
 )
 def test_every_group_size_head_size_block_size_and_dtype_is_right(
-    form, num_kv_heads, groups, head_dim, block_size, dtype
+    backend, num_kv_heads, groups, head_dim, block_size, dtype
 ):
     spans = [(33, 1), (0, block_size + 3), (2 * block_size, 21), (70, 1)]
     shape = {"num_kv_heads": num_kv_heads, "groups": groups, "head_dim": head_dim, "block_size": block_size}
     case = PagedCase(spans, dtype=dtype, **shape)
-    case.check(case.run(form(case)))
+    case.check(case.run(backend(case)))
 
 
-def test_the_two_forms_agree():
+def test_sdpa_and_flex_agree():
     spans = [(33, 1), (5, 1), (0, 17), (48, 50)]
     first, second = PagedCase(spans), PagedCase(spans)
     torch.testing.assert_close(first.run(sdpa(first)), second.run(flex(second)), atol=2e-5, rtol=2e-5)
 
 
-@FORMS
-def test_keys_and_values_are_written_to_the_slots_of_their_own_rows_only(form):
+@BACKENDS
+def test_keys_and_values_are_written_to_the_slots_of_their_own_rows_only(backend):
     case = PagedCase([(33, 1), (0, 17)])
     before = [cache.clone() for cache in case.caches]
-    case.run(form(case))
+    case.run(backend(case))
     written = torch.zeros(len(before[0]), dtype=torch.bool)
     for number, entry in enumerate(case.entries):
         for position in range(entry.start, entry.start + entry.num_new_tokens):
@@ -78,41 +78,41 @@ def test_keys_and_values_are_written_to_the_slots_of_their_own_rows_only(form):
         torch.testing.assert_close(cache[untouched], old[untouched], equal_nan=True, atol=0, rtol=0)
 
 
-@FORMS
-def test_padding_rows_write_to_the_null_block_only_and_come_back_as_zero(form):
+@BACKENDS
+def test_padding_rows_write_to_the_null_block_only_and_come_back_as_zero(backend):
     case, unpadded = PagedCase([(33, 1)]), PagedCase([(33, 1)])
-    output = case.run(form(case), num_padding=3)
-    unpadded.run(form(unpadded))
+    output = case.run(backend(case), num_padding=3)
+    unpadded.run(backend(unpadded))
     case.check(output)
     assert not output[1:].any()
     for cache, other in zip(case.caches, unpadded.caches, strict=True):
         torch.testing.assert_close(cache[case.block_size :], other[case.block_size :], equal_nan=True, atol=0, rtol=0)
 
 
-@FORMS
-def test_a_later_token_never_changes_an_earlier_row(form):
+@BACKENDS
+def test_a_later_token_never_changes_an_earlier_row(backend):
     case = PagedCase([(16, 40)])
-    before = case.run(form(case)).clone()
+    before = case.run(backend(case)).clone()
     again = PagedCase([(16, 40)])
     for states in again.dense[0]:
         states[50:] += 3.0
-    after = again.run(form(again))
+    after = again.run(backend(again))
     assert torch.equal(before[: 50 - 16], after[: 50 - 16])
     assert not torch.allclose(before[50 - 16 :], after[50 - 16 :])
 
 
-@FORMS
-def test_nan_left_in_a_block_does_not_reach_its_next_owner(form):
+@BACKENDS
+def test_nan_left_in_a_block_does_not_reach_its_next_owner(backend):
     """Every free block holds NaN here; a fresh block that the step only begins is cleared first."""
     case = PagedCase([(0, 5), (0, 1), (16, 3)])
     assert len(case.layout.blocks_to_clear) == 3
-    output = case.run(form(case))
+    output = case.run(backend(case))
     assert output.isfinite().all()
     case.check(output)
 
 
-@FORMS
-def test_requests_of_one_step_share_blocks_that_this_very_step_fills(form):
+@BACKENDS
+def test_requests_of_one_step_share_blocks_that_this_very_step_fills(backend):
     """The second sequence's first two blocks are the first one's, written in this step."""
     case = PagedCase([(0, 40), (32, 5)], seed=3)
     writer, reader = case.entries
@@ -120,10 +120,10 @@ def test_requests_of_one_step_share_blocks_that_this_very_step_fills(form):
     for own, shared in zip(case.dense[1], case.dense[0], strict=True):
         own[:32] = shared[:32]
     case.layout = build_layout(case.entries, case.block_size)
-    case.check(case.run(form(case)))
+    case.check(case.run(backend(case)))
 
 
-def test_the_operator_computes_what_the_form_does():
+def test_the_operator_computes_what_the_backend_does():
     direct, opaque = PagedCase([(33, 1), (0, 17)]), PagedCase([(33, 1), (0, 17)])
     expected = direct.run(sdpa(direct), num_padding=1)
     actual = opaque.run(sdpa(opaque), num_padding=1, through_operator=True)
@@ -144,14 +144,14 @@ def test_the_operator_declares_what_it_does():
 
 def test_flex_compiles_a_bounded_number_of_graphs_over_many_shapes():
     case = PagedCase([(33, 1)])
-    flex_form = flex(case)
+    flex_backend = flex(case)
     torch._dynamo.utils.counters.clear()
     for seed in range(25):
         choice = random.Random(100 + seed)
         spans = [(choice.randint(0, 60), 1) for _ in range(choice.randint(0, 5))]
         spans += [(choice.randint(0, 30), choice.randint(2, 40)) for _ in range(choice.randint(0, 3))]
         case = PagedCase(spans or [(3, 1)], seed=seed)
-        case.check(case.run(flex_form))
+        case.check(case.run(flex_backend))
     # One for decodes and one for chunks, or none when earlier tests compiled them.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -1,4 +1,4 @@
-"""Which form of attention "auto" takes on a GPU where FlashAttention is there."""
+"""The backend that "auto" takes on a GPU where FlashAttention is installed."""
 
 from __future__ import annotations
 

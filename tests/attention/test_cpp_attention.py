@@ -1,4 +1,4 @@
-"""The CPU's own form: the C++ kernel's build and cache, when it is chosen, and the packed weights that go with it."""
+"""The C++ backend: build and cache of its kernels, when it is chosen, and the packed weights that go with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanovllm.batch_layout import build_layout
 from nanovllm.kernels import cpp as kernels
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
-from tests.support.paged_cases import cpp as cpp_form
+from tests.support.paged_cases import cpp as cpp_backend
 from tests.support.tiny_models import save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
@@ -49,7 +49,7 @@ def num_threads(request) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
     case = PagedCase([(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
-    case.check(case.run(cpp_form(case)))
+    case.check(case.run(cpp_backend(case)))
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -58,10 +58,10 @@ def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
 def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives(shared, dtype):
     spans = [(96, 1), (100, 1), (97, 1), (96, 30), (111, 1)]
     case = PagedCase(spans, dtype=dtype, shared=shared)
-    form = cpp_form(case)
-    groups = form.plan(case.layout).decode_groups
+    backend = cpp_backend(case)
+    groups = backend.plan(case.layout).decode_groups
     assert groups.shared.tolist() == [16 * shared] and sorted(groups.members) == list(range(4))
-    case.check(case.run(form))
+    case.check(case.run(backend))
 
 
 def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
@@ -72,7 +72,7 @@ def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
     entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
 
     def shared(of: list[ScheduledSequence]) -> dict[tuple[int, ...], int]:
-        groups = cpp_form(case).plan(build_layout(of, 16)).decode_groups
+        groups = cpp_backend(case).plan(build_layout(of, 16)).decode_groups
         parts = np.split(groups.members, groups.starts[1:-1])
         return {tuple(part.tolist()): tokens for part, tokens in zip(parts, groups.shared.tolist(), strict=True)}
 
@@ -84,7 +84,7 @@ def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
 def test_few_queries_read_for_themselves():
     for members, expected in ((3, 0), (4, 96)):  # of three heads a KV head each
         case = PagedCase([(96, 1)] * members, shared=6)
-        assert cpp_form(case).plan(case.layout).decode_groups.shared.tolist() == [expected]
+        assert cpp_backend(case).plan(case.layout).decode_groups.shared.tolist() == [expected]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
     case = PagedCase([(37, 1)])
     layout = replace(case.layout, entries=[case.entries[0]._replace(block_table=table)])
     with pytest.raises(ValueError, match=message):
-        cpp_form(case).plan(layout)
+        cpp_backend(case).plan(layout)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
@@ -133,20 +133,20 @@ def test_the_kernels_keep_within_their_memory(dtype, tmp_path):
 
 @pytest.mark.parametrize("processor", ["amx_bf16", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_right_whoever_computes_them(monkeypatch, processor, dtype):
+def test_chunks_are_right_with_and_without_amx(monkeypatch, processor, dtype):
     """With AMX, PyTorch's attention takes the chunks of bfloat16 models."""
     monkeypatch.setattr(kernels, "processor", lambda: processor)
     case = PagedCase([(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)], dtype=dtype)
-    form = cpp_form(case)
-    assert len(form.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
-    case.check(case.run(form))
+    backend = cpp_backend(case)
+    assert len(backend.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
+    case.check(case.run(backend))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 7, 12, 71])
 def test_groups_of_any_size_are_right(groups):
     """Uneven ones do not fill the kernel's lanes; very large ones leave room for few positions at once."""
     case = PagedCase([(33, 1), (0, 17), (48, 70), (7, 1)], num_kv_heads=1, groups=groups, head_dim=32)
-    case.check(case.run(cpp_form(case)))
+    case.check(case.run(cpp_backend(case)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
@@ -169,7 +169,7 @@ def test_a_live_module_is_not_packed_and_its_new_weights_count():
         assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_packing_lets_go_of_the_plain_weights_but_not_of_tied_ones(tmp_path):
+def test_packing_frees_the_plain_weights_but_not_tied_ones(tmp_path):
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
         model = llm._engine.model_runner.binding.model
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

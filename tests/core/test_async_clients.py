@@ -139,7 +139,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in
 
 
 @bounded
-async def test_an_event_loop_that_stands_still_keeps_one_output_for_each_stream_and_one_call():
+async def test_a_blocked_event_loop_keeps_one_output_for_each_stream_and_one_call():
     async with open_llm() as llm:
         streams = [llm.generate([number] * 20, ENDLESS, output_kind="delta") for number in range(4)]
         for stream in streams:

@@ -28,7 +28,7 @@ from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
 @bounded
-async def test_a_step_that_fails_now_and_then_is_tried_again_and_nobody_can_tell(monkeypatch):
+async def test_a_step_that_fails_now_and_then_is_tried_again_without_a_trace_in_the_answers(monkeypatch):
     prompts = random_prompts(5)
     async with open_llm() as llm:
         numbers = iter(range(1, 10_000))

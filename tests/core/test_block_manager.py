@@ -10,7 +10,7 @@ from tests.support.scheduling import make_sequence
 
 
 @pytest.mark.parametrize("num_holders", [1, 2, 254, 255, 300])
-def test_usage_tells_who_holds_a_block_and_what_can_be_found(num_holders):
+def test_usage_has_each_blocks_holders_and_whether_it_can_be_found(num_holders):
     manager = make_manager(6)
     holders = [computed(manager, A + B[:2]) for _ in range(num_holders if num_holders < 5 else 1)]
     while len(holders) < num_holders:  # more than there are blocks for tails

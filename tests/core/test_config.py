@@ -1,4 +1,4 @@
-"""Options of the engine: what is not set yields, what contradicts is refused, and every refusal names the remedy."""
+"""Engine options: defaults yield to what is set, contradictions are refused, every refusal names the remedy."""
 
 from dataclasses import FrozenInstanceError
 
@@ -126,7 +126,7 @@ def test_the_flash_backend_has_blocks_of_its_own_size():
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
-def test_every_form_of_device_is_accepted(device: str):
+def test_every_spelling_of_a_device_is_accepted(device: str):
     assert EngineConfig(device=device).device == device
 
 

@@ -1,6 +1,6 @@
 """Tiny random models of every family, greedy in float32: token for token what `transformers` generates.
 
-The same file runs on a GPU machine, where the engine takes the GPU by itself.
+The same file runs on a GPU machine, where the engine takes the GPU by default.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import random
 
 import pytest
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.operator import ATTENTION_NAME
 from tests.support.equality import DEVICE, NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
@@ -53,7 +55,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, setting):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neither_order_nor_company_changes_a_token(family):
+def test_neither_order_nor_neighbours_change_a_token(family):
     with LLM(model=model(family), **EAGER) as llm:
         order = list(range(len(prompts())))
         random.Random(1).shuffle(order)
@@ -116,10 +118,6 @@ def test_the_number_of_compiled_graphs_is_bounded_over_a_varied_run(backend):
 
 def test_no_mask_is_built_and_no_position_is_read_on_the_host():
     """`transformers` inspects positions on the host each step for any attention that has a mask function."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-    from nanovllm.attention.operator import ATTENTION_NAME
-
     assert ATTENTION_NAME not in AttentionMaskInterface._global_mapping
     assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
     masks = []

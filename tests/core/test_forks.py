@@ -1,4 +1,4 @@
-"""Forked children: what lives in the parent refuses them at once, ends quietly in them, and takes no harm."""
+"""Forked children: engines of the parent refuse them at once, and both processes end cleanly."""
 
 from __future__ import annotations
 

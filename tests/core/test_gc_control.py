@@ -1,4 +1,4 @@
-"""The garbage collector around calls that make many steps."""
+"""The garbage collector during calls of many steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_garbage_that_was_young_is_collected_at_the_beginning():
         assert garbage() is None
 
 
-def test_what_a_call_froze_that_an_interrupt_cut_short_the_next_one_lets_go():
+def test_objects_frozen_by_an_interrupted_call_are_unfrozen_by_the_next():
     OldObjectsFrozen().__enter__()
     assert gc.get_freeze_count() > 1000
     with OldObjectsFrozen():

@@ -25,7 +25,7 @@ from tests.support.async_llms import (
 
 
 @bounded
-async def test_steps_are_prepared_while_nobody_wants_anything_one_at_a_time(monkeypatch):
+async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeypatch):
     steps, prepared, may_go_on = [], [], threading.Event()
 
     def capture_ahead(runner: ModelRunner) -> bool:

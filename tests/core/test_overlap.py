@@ -1,4 +1,4 @@
-"""Overlap: a step is scheduled and launched before the one before it is read, and nobody can tell from the answers.
+"""Overlap: a step is scheduled and launched before the one before it is read; answers are the same.
 
 On a CPU a launched step is done at once, but all the bookkeeping is the same: tokens that the host does not know yet,
 wasted rows, blocks that fill while they are in flight.

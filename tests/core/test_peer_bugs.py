@@ -1,6 +1,6 @@
-"""Bugs that other engines had (DESIGN.md, part C), each with the test that keeps it out of this one.
+"""Bugs that other engines had, each with the test that keeps it out of this one.
 
-Here stand those that scheduler, block manager and options can show by themselves; the mock model checks every read.
+Those of scheduler, block manager and options; the mock model checks every read.
 """
 
 import pytest

@@ -100,7 +100,7 @@ def test_setting_only_max_num_batched_tokens_works():
     assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
 
 
-def test_the_config_tells_the_resolved_options():
+def test_the_config_has_the_resolved_options():
     config = open_llm().config
     assert (config.block_size, config.num_kv_blocks, config.max_model_len) == (16, 129, 512)
     assert None not in (config.max_num_batched_tokens, config.max_num_seqs, config.long_prefill_token_threshold)

@@ -1,4 +1,4 @@
-"""Priorities: lower runs first, in admission and in preemption, and with ageing nobody waits for ever."""
+"""Priorities: a lower number runs first, in admission and in preemption; with ageing no request starves."""
 
 from __future__ import annotations
 

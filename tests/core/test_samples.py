@@ -1,4 +1,4 @@
-"""Several samples of a request (n), and the same tokens in whatever way a request is stepped."""
+"""Several samples of a request (n): the same tokens under any chunking, preemption and overlap."""
 
 from __future__ import annotations
 

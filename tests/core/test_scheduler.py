@@ -133,7 +133,7 @@ def test_one_long_prompt_takes_at_most_the_threshold_while_others_want_the_budge
     assert chunks(loop.step()) == {"0": (0, 8), "1": (0, 8), "2": (0, 4)}
 
 
-def test_the_budget_that_nobody_else_wants_goes_to_the_chunks_that_the_threshold_cut():
+def test_leftover_budget_goes_to_the_chunks_that_the_threshold_capped():
     loop = make_loop(max_num_batched_tokens=32, long_prefill_token_threshold=8)
     loop.add(prompt(60))
     loop.add(prompt(5, 1))

@@ -1,4 +1,4 @@
-"""What a step and a request tell about themselves, and that whoever listens cannot harm them."""
+"""Step records and request metrics, and hooks that fail without harm to requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_a_record_tells_what_a_step_was_made_of():
+def test_a_step_record_has_the_steps_tokens_and_requests():
     records: list[StepRecord] = []
     prompt = random_prompts(1, low=40, high=40)[0]
     with open_llm(records) as llm:
@@ -77,7 +77,7 @@ def test_times_of_a_step_are_those_of_its_parts():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [64, 512])
-def test_each_sequence_tells_once_when_its_first_token_came(overlap, budget):
+def test_each_sequence_reports_its_first_token_once(overlap, budget):
     """Also those whose last chunk is a single token, and those that were preempted before or after it."""
     records: list[StepRecord] = []
     prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
@@ -112,7 +112,7 @@ def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog
     assert logged.exc_info is not None
 
 
-def test_a_hook_that_calls_its_own_engine_is_told_so_and_hangs_nobody():
+def test_a_hook_that_calls_its_own_engine_gets_an_error_and_does_not_hang():
     holder: list[LLM] = []
     with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=lambda _: holder[0].stats(), **OPTIONS) as llm:
         holder.append(llm)
@@ -148,7 +148,7 @@ def test_a_hook_that_cannot_be_called_is_refused():
 # ----------------------------------------------------------------------------------------------------------- requests
 
 
-def test_metrics_tell_waiting_first_token_and_the_gaps_between_tokens():
+def test_metrics_have_queue_time_ttft_and_itl():
     engine = build_engine(tiny_model(), None, None, OPTIONS | {"max_num_seqs": 1, "record_itl": True}, clock=Clock())
     engine.add(engine.input_processor.process_one("first", [5, 6, 7], params(5)))
     engine.add(engine.input_processor.process_one("second", [8, 9], params(4)))
@@ -176,7 +176,7 @@ def test_gaps_are_kept_only_if_asked_for_and_one_token_has_none():
         assert (output.metrics.mean_itl, output.metrics.max_itl) == (None, None)
 
 
-def test_metrics_tell_cached_tokens_and_preemptions():
+def test_metrics_have_cached_tokens_and_preemptions():
     prompts = random_prompts(3, low=40, high=50)
     with open_llm([], num_kv_blocks=14, max_model_len=160) as llm:
         outputs = llm.generate(prompts, params(60), use_tqdm=False)

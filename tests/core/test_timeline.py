@@ -1,4 +1,4 @@
-"""The page and the picture of a run show what its trace says; the page is tried in a real browser."""
+"""The timeline's page and picture show what the trace holds; the page runs in a real browser."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import colors, image
 from playwright.sync_api import Browser, Page
 
 from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.observability.timeline import STEP_VALUES, read_trace, summary, to_html
+from nanovllm.observability.timeline_plot import CACHED, COLORS, save_png
 from nanovllm.observability.trace_writer import STATES
 from tests.support import traces
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -109,10 +111,6 @@ def test_the_command_writes_page_and_picture_and_says_what_they_show(path, tmp_p
 
 
 def test_the_picture_shows_every_state_and_kind_of_token(path, tmp_path):
-    from matplotlib import colors, image
-
-    from nanovllm.observability.timeline_plot import CACHED, COLORS, save_png
-
     run = read_trace(path)
     save_png(run, "out.json", tmp_path / "run.png")
     pixels = {tuple(pixel) for row in (image.imread(tmp_path / "run.png")[..., :3] * 255).round() for pixel in row}
@@ -213,7 +211,7 @@ def test_the_page_draws_every_state_in_light_and_dark(file, open_page, scheme):
     assert page.locator("#legend span").count() == 8
 
 
-def test_hovering_tells_what_the_trace_says_of_a_span_and_of_a_step(file, path, open_page):
+def test_hovering_shows_the_traces_details_of_a_span_and_of_a_step(file, path, open_page):
     page, run = open_page(file), read_trace(path)
     height = page.evaluate("() => view.laneHeight")
     for number, lane in enumerate(run.lanes):

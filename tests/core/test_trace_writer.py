@@ -1,4 +1,4 @@
-"""A trace tells what happened: each request's states without a gap, each step's tokens, also when things go wrong."""
+"""Traces: each request's states without a gap, each step's tokens, also after failures."""
 
 from __future__ import annotations
 

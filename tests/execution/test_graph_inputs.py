@@ -1,4 +1,4 @@
-"""Shapes and packing of a GPU's steps, which are plain arithmetic: every bound, and what each row then sees."""
+"""Shapes and inputs of CUDA graphs, in plain arithmetic: every bound, and what each row attends to."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
     assert with_sampled(token_ids, torch.tensor([5, -1, 9])).tolist() == [7, 5, 0, 9]
 
 
-def test_the_rows_that_tell_of_prompts_are_found_behind_the_padding_of_the_decodes():
+def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
     def entry(number: int, start: int, count: int, num_prompt_tokens: int, asks: bool) -> ScheduledSequence:
         tokens = [1000 * number + place for place in range(num_prompt_tokens)]
         params = SamplingParams(prompt_logprobs=0 if asks else None)

@@ -1,4 +1,4 @@
-"""Engines on a GPU: captured or not, overlapped or not, in any company, token for token the same as `transformers`."""
+"""Engines on a GPU, with and without CUDA graphs and overlap: token for token the same as `transformers`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.execution.graph_inputs import StepShape
@@ -328,8 +329,6 @@ def test_a_pool_that_does_not_fit_says_what_there_is():
     reason="the embedded default model is not in this machine's cache",
 )
 def test_the_default_model_answers_as_transformers_does_in_float32():
-    from transformers import AutoModelForCausalLM
-
     folder = default_model.ensure_default_model()
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     questions = [

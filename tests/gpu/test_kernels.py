@@ -1,4 +1,4 @@
-"""The GPU's kernels against references computed densely, in float32, on the host."""
+"""The GPU's kernels against dense float32 references computed on the host."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.sampling.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
-_forms: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
+_backends: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 
 
-def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttention, Buckets]:
-    """One form per shape: it keeps its compiled kernels over many steps, as in an engine."""
+def backend_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttention, Buckets]:
+    """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
     num_heads, head_dim = case.queries[0].shape[1:]
     key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash)
-    if key not in _forms:
+    if key not in _backends:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         heads = case.num_kv_heads, num_heads // case.num_kv_heads, head_dim * case.dtype.itemsize
         options = KernelOptions(Gpu.of(torch.device("cuda")), *heads, case.block_size)
         buckets = Buckets(config, options)
-        form = GpuFlexAttention(
+        backend = GpuFlexAttention(
             options=options,
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
@@ -44,13 +44,13 @@ def form_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttent
             uses_flash=uses_flash,
             device=torch.device("cuda"),
         )
-        _forms[key] = form, buckets
-    return _forms[key]
+        _backends[key] = backend, buckets
+    return _backends[key]
 
 
 def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
-    form, buckets = form_of(case, uses_flash=uses_flash)
+    backend, buckets = backend_of(case, uses_flash=uses_flash)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.of(layout, block_size)
     shape = buckets.shape(layout, len(tiles.blocks), draws=True)._replace(is_uneven=is_uneven)
@@ -71,7 +71,7 @@ def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -
         cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
     store_states(states[1], states[2], case.caches, inputs.slots)
     with torch.no_grad():
-        plan = form.plan(tables_of(inputs, shape))
+        plan = backend.plan(tables_of(inputs, shape))
         output = plan.attend(states[0][0].transpose(0, 1).contiguous(), *case.caches, case.scaling)
     assert output.isfinite().all()  # in the padding too: it goes through the rest of the layers
     return output[rows.cuda()]
@@ -100,7 +100,7 @@ def test_decodes_that_are_split_finer_equal_dense_attention(num_kv_heads):
     """As many KV heads stand for as many more decodes: all entries of the options' table that are split finer."""
     spans = [(900, 1), (0, 1), (64, 1), (33, 1), (63, 1), (130, 1), (5, 1), (15, 1)]
     case = PagedCase(spans, num_kv_heads=num_kv_heads, groups=1, block_size=64, dtype=torch.bfloat16)
-    options = form_of(case)[0]._options
+    options = backend_of(case)[0]._options
     splits = [options.of_decodes(8, is_uneven=is_uneven).kernel["SPLIT_KV"] for is_uneven in (False, True)]
     assert splits[0] < splits[1]
     case.check(run(case))

@@ -98,6 +98,6 @@ def test_a_pool_of_exactly_one_sequence_is_accepted():
     assert answer_of(LLM(tiny_model(), **(OPTIONS | {"num_kv_blocks": 9}))) == expected_answer()
 
 
-def test_a_max_model_len_that_nobody_asked_for_yields_to_the_pool():
+def test_a_default_max_model_len_is_cut_to_what_the_pool_holds():
     options = OPTIONS | {"max_model_len": None, "num_kv_blocks": 8}
     assert LLM(tiny_model(), **options).config.max_model_len == 112

@@ -1,4 +1,4 @@
-"""Texts of conversations that spell control tokens: no role is forged, and other texts keep their tokens."""
+"""Conversations whose text spells control tokens: no role is forged, and other text keeps its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental text: equal to decoding everything at once, without half characters on the way, in linear time."""
+"""Incremental detokenization: equal to decoding at once, never half a character, in linear time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a request before it is queued: in which thread, how often, and not at all with a full queue."""
+"""Preparation of a request before it is queued: in which thread, how often, and not with a full queue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.errors import QueueFullError
+from nanovllm.requests import input_processor
 from nanovllm.requests.preparation import LONG_CHARS, Preparation, text_size
 from tests.support.async_llms import OPTIONS, bounded, offline
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -29,8 +30,6 @@ async def ended(outputs: Any) -> list[int]:
 
 def spelled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The words of each call that spells some."""
-    from nanovllm.requests import input_processor
-
     calls: list[tuple[str, ...]] = []
     spellings_of = input_processor.spellings_of
 

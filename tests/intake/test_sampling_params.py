@@ -1,4 +1,4 @@
-"""SamplingParams: what is accepted is normalised, what is not names the parameter, the value and what is allowed."""
+"""SamplingParams: normalised values, and refusals that name parameter, value and limit."""
 
 import copy
 import json

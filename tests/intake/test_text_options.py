@@ -1,4 +1,4 @@
-"""What a request may ask of its text and its prompt: shown stop strings, special tokens, truncation."""
+"""Options on text and prompt: stop strings in the output, special tokens, truncation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is changed in a layer's graph before it is compiled for few rows."""
+"""Graph rewrites of a layer before it is compiled for few rows."""
 
 from __future__ import annotations
 

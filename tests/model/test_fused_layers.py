@@ -1,4 +1,4 @@
-"""Fused decoder layers and packed products: they compute what the modules do, and keep off what they do not know."""
+"""Fused decoder layers and packed linears: equal to the modules, and not used on unknown modules."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_not_a_number_stays_in_its_row(kernels):
     assert output.isnan().any(dim=1).nonzero().flatten().tolist() == [7]
 
 
-def test_what_cannot_be_packed_is_told():
+def test_only_products_of_a_known_shape_and_dtype_can_be_packed():
     def linear(depth: int, outputs: int, **options: Any) -> nn.Linear:
         return nn.Linear(depth, outputs, bias=False, **options)
 
@@ -175,7 +175,7 @@ def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_
     assert any("computes something else" in record.message for record in caplog.records)
 
 
-def test_with_little_memory_each_layer_is_packed_again_and_lets_go_at_once(tmp_path, monkeypatch):
+def test_with_little_memory_each_layer_is_packed_again_and_freed_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
         assert num_fused(llm) == 2
@@ -213,7 +213,7 @@ def test_a_live_module_is_not_fused():
         assert num_fused(llm) == 0
 
 
-def test_eager_mode_and_other_forms_do_without(tmp_path):
+def test_eager_mode_and_other_backends_fuse_no_layers(tmp_path):
     folder = save_tiny(tmp_path / "model")
     for options in ({"enforce_eager": True}, {"attention_backend": "sdpa", "enforce_eager": True}):
         with LLM(folder, **OPTIONS, **options) as llm:
@@ -228,7 +228,7 @@ def test_a_step_of_the_whole_budget_fits_the_workspace(tmp_path):
         assert tokens(llm) == by_transformers(tiny_model())
 
 
-def test_the_tolerance_tells_a_forgotten_part_from_rounding(tmp_path):
+def test_the_tolerance_separates_a_missing_term_from_rounding(tmp_path):
     """A norm's epsilon, the smallest thing that could be forgotten, moves small hidden states by far more than that."""
     small = 0.01 * torch.randn(1, 8, 64)
     norms = [torch.nn.functional.rms_norm(small, (64,), eps=eps) for eps in (1e-6, 1e-5)]

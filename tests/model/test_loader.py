@@ -1,4 +1,4 @@
-"""Loading by name: what a folder must hold, what is said when it does not, and which options are honoured."""
+"""Loading by name: required files, errors that name what is missing, options that are honoured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose rows depend on the batch around them are refused by name when they are loaded; honest ones are not."""
+"""Models whose rows depend on the batch are refused by name when they are loaded; others are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding and head of different sizes: a request neither reaches its neighbours' logits nor ends their step."""
+"""Embedding and head of different sizes: no token id reaches another row's logits or fails the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad words and own logits processors, against `transformers`, and what happens when nothing is left to draw."""
+"""Bad words and logits processors against `transformers`, and rows with no token left to sample."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def forbid_all(_: list[int], row: Tensor) -> Tensor:
     ],
     ids=["bad words", "logits processor", "min tokens"],
 )
-def test_a_row_of_which_all_is_forbidden_is_told_apart_from_one_that_is_not_finite(options, temperature):
+def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(options, temperature):
     logits = random_rows(3)
     logits[2, 9] = torch.nan
     sequences = [

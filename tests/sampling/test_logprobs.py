@@ -1,4 +1,4 @@
-"""Log-probabilities, against the log-softmax of a plain forward pass of `transformers`, in every way of stepping."""
+"""Logprobs against the log-softmax of a plain forward pass, under any chunking, preemption and overlap."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def test_of_several_samples_the_first_alone_computes_the_whole_prompt():
     assert len(output.prompt_logprobs) == 100
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell():
+def test_a_prompt_of_one_token_has_no_logprobs():
     with open_llm() as llm:
         (output,) = generate(llm, [[5]], SamplingParams(max_tokens=2, prompt_logprobs=3))
     assert output.prompt_logprobs == [None]
 
 
-def test_a_truncated_prompt_is_told_of_as_it_was_computed():
+def test_a_truncated_prompt_has_logprobs_of_the_tokens_that_were_computed():
     model, params = tiny_model(), SamplingParams(max_tokens=2, prompt_logprobs=1, truncate_prompt_tokens=20)
     with open_llm(model) as llm:
         (output,) = generate(llm, random_prompts(1, low=50, high=50), params)

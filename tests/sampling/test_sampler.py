@@ -1,4 +1,4 @@
-"""Sampling: exact distributions, and noise that is a function of seed, position and token id and of nothing else."""
+"""The sampler: exact distributions, and noise that depends on seed, position and token id alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live view is told: what is so, nothing of what anybody asked, and only while somebody listens."""
+"""The live view's feed: true figures, no prompt or answer text, and snapshots only while someone watches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> StillEngine:
 
 
 @bounded
-async def test_a_snapshot_tells_who_runs_and_waits_and_how_far_they_are():
+async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress():
     steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **OPTIONS | {"max_num_seqs": 2})
     async with llm:
@@ -120,7 +120,7 @@ async def test_a_snapshot_tells_who_runs_and_waits_and_how_far_they_are():
 
 
 @bounded
-async def test_of_many_requests_some_rows_are_told_and_the_count_of_all():
+async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all():
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1})
     async with llm:
         streams = [llm.generate([7] * 4, ENDLESS, request_id=f"{n}" * 100) for n in range(10, 10 + MAX_ROWS + 5)]
@@ -164,7 +164,7 @@ def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_block
 
 
 @bounded
-async def test_a_watcher_is_told_what_the_steps_were_and_then_what_is_new(still):
+async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
     feed = LiveFeed(still, {"model": "x"})
     still.steps = [step_of(1), step_of(2)]
     async with aclosing(feed.watch()) as watch:
@@ -185,7 +185,7 @@ async def test_a_watcher_is_told_what_the_steps_were_and_then_what_is_new(still)
 
 
 @bounded
-async def test_nobody_is_looked_for_once_the_last_watcher_has_gone(still):
+async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
     feed = LiveFeed(still, {})
     assert still.num_looks == 0
     for _ in range(2):
@@ -260,9 +260,7 @@ def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
     [("die", "dead"), ("close", "closed"), ("look", "failed")],
 )
 @bounded
-async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_who_come_later(
-    fails, reason, monkeypatch
-):
+async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reason, monkeypatch):
     llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
     feed = LiveFeed(llm, {})
     async with aclosing(feed.watch()) as watch:
@@ -285,7 +283,7 @@ async def test_the_end_is_told_with_its_reason_to_those_who_watch_and_to_those_w
     ("error", "reason"), [(EngineDeadError("dead"), "dead"), (EngineClosedError("closed"), "closed")]
 )
 @bounded
-async def test_the_last_steps_of_an_engine_are_told_though_no_snapshot_could_follow_them(error, reason):
+async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follows(error, reason):
     engine = StillEngine()
     engine.steps = [step_of(3)]
     feed = LiveFeed(engine, {})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The live view as a person meets it, in a real browser: ask, watch, pause, go back, and every state that may come."""
+"""The live view's page in a real browser: ask, watch, pause, go back, and every state of the server."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_what_the_model_says_is_shown_as_text_and_nothing_of_it_runs(running, op
     assert page.title() == "nanovllm"
 
 
-def test_a_full_queue_and_a_refused_question_are_told_and_may_be_asked_again(open_page):
+def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(open_page):
     with serving(max_num_seqs=1, max_queue=0, max_model_len=1024) as running:
         page = open_page(running.url, allowed="429|400")
         state(page, "live")
@@ -296,7 +296,7 @@ def test_a_full_queue_and_a_refused_question_are_told_and_may_be_asked_again(ope
         expect(page.locator(".message .failure").nth(1)).to_contain_text("max_model_len")
 
 
-def test_a_dead_engine_and_a_server_that_is_gone_are_told(open_page):
+def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
     with serving() as running:
         page = open_page(running.url, allowed="503|ERR_|INCOMPLETE")
         state(page, "live")

@@ -1,4 +1,4 @@
-"""The endpoints, driven by OpenAI's own client: the offline engine's tokens in OpenAI's forms, refusals by name."""
+"""The endpoints, driven by OpenAI's own client: the offline engine's tokens, and refusals by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput
 from nanovllm.server.openai.generation import finish
@@ -292,8 +293,6 @@ def test_more_tokens_than_a_context_has_are_not_made_text(running):
 
 
 def test_health_and_version(running):
-    import nanovllm
-
     with running.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.head("/health").status_code == 200

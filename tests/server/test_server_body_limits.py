@@ -1,4 +1,4 @@
-"""Limits of what a body holds, and large bodies that stay possible."""
+"""Limits on request bodies, and large bodies that are accepted."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,6 @@ def test_without_its_packages_the_command_says_what_to_install(served, capsys, m
 
 def test_other_commands_need_none_of_them():
     """Nothing of the server's packages is imported with the package or its command line."""
-    import subprocess
-
     script = (
         "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
     )

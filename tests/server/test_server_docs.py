@@ -1,4 +1,4 @@
-"""docs/guide/server.md says what is so: its commands run, its file is read, its lists are whole."""
+"""docs/guide/server.md: its commands run, its configuration loads, its lists are complete."""
 
 from __future__ import annotations
 

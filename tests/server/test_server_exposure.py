@@ -1,4 +1,4 @@
-"""Who reaches a server, under which name, from which page, and how urgently; and a port that another process has."""
+"""Hosts, origins and priorities that a server accepts, and a port already in use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from nanovllm.cli.main import main
+from nanovllm.server.hosts import log_exposure
 from nanovllm.server.settings import ServerSettings
 from tests.support.serving import serving
 
@@ -74,8 +75,6 @@ def test_elsewhere_any_name_is_answered_to_unless_some_are_named():
     ],
 )
 def test_what_others_can_reach_is_logged(caplog, settings, has_keys, levels):
-    from nanovllm.server.hosts import log_exposure
-
     caplog.set_level(logging.INFO, logger="nanovllm")
     log_exposure(ServerSettings(**settings), has_keys=has_keys)
     assert [record.levelname for record in caplog.records] == levels

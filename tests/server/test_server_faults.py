@@ -1,4 +1,4 @@
-"""Clients that leave or do not read, full queues, a nearly full pool, a server told to stop, an engine that dies."""
+"""Clients that leave or do not read, full queues, a nearly full pool, shutdown, an engine that dies."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_what_waits_to_be_tokenised_is_bounded_as_the_queue_is():
         comes_true(lambda: admission.num_open == 0)
 
 
-def test_of_several_prompts_a_bad_one_is_told_before_the_stream_of_any_begins(monkeypatch):
+def test_a_bad_prompt_among_several_is_refused_before_any_stream_begins(monkeypatch):
     with serving() as running, running.http() as http:
         tokenize = running.engine._input_processor.tokenize
 
@@ -444,7 +444,7 @@ def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch
         assert "secret" not in last
 
 
-def test_when_the_engine_dies_every_client_is_told_and_health_is_503_and_the_exit_code_is_1(monkeypatch):
+def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_exit_code_is_1(monkeypatch):
     with serving() as running, running.http() as http:
         slow_steps(running, monkeypatch, 0.02)
         connections = [raw_stream(running, ENDLESS) for _ in range(3)]
@@ -484,7 +484,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ stopping
 
 
-def test_told_to_stop_it_lets_open_answers_end_and_takes_no_new_ones(monkeypatch):
+def test_a_server_that_drains_ends_open_answers_and_takes_no_new_ones(monkeypatch):
     with serving({"drain_timeout": 30.0}) as running, running.http() as http:
         slow_steps(running, monkeypatch, 0.02)
         open_answer = raw_stream(running, ENDLESS | {"max_tokens": 40})
@@ -513,7 +513,7 @@ def start_command(folder: Path, *options: str) -> tuple[subprocess.Popen[str], s
     raise AssertionError(f"it ended with {process.wait()}")
 
 
-def test_a_process_that_is_told_to_stop_cuts_off_what_does_not_end_and_exits_with_0(tmp_path):
+def test_a_process_that_gets_a_signal_cuts_off_answers_that_do_not_end_and_exits_with_0(tmp_path):
     process, url = start_command(save_tiny(tmp_path / "tiny"), "--drain-timeout", "0.3")
     try:
         with httpx.Client(base_url=url, timeout=60.0) as http:

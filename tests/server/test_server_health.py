@@ -1,4 +1,4 @@
-"""What monitoring and refused clients are told: figures at once, a stall by its name, and when to come again."""
+"""Health and refusals: figures at once, a stall by its name, and Retry-After."""
 
 from __future__ import annotations
 

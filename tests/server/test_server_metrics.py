@@ -1,4 +1,4 @@
-"""Metrics: what they count, and a dashboard that asks for nothing else."""
+"""Prometheus metrics: what they count, and a dashboard that asks for no other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from nanovllm.server.metrics import GapHistogram
 from tests.support.prometheus import figures
@@ -116,8 +117,6 @@ def test_an_answer_that_is_not_streamed_counts_too_when_its_client_leaves():
 
 
 def test_gaps_are_counted_as_prometheus_counts_them():
-    from prometheus_client import CollectorRegistry, Histogram, generate_latest
-
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     gaps = GapHistogram("gap_seconds", "Text.", "m", (0.001, 0.5, 5.0))
     ours.register(gaps)

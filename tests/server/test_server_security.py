@@ -1,4 +1,4 @@
-"""Keys, limits, origins, and what answers and logs do not tell."""
+"""API keys, limits, origins, and what answers and logs must not reveal."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.state import served_name
 from tests.support.serving import MODEL, Serving, serving
 
 PROMPT = list(range(100, 148))
@@ -175,8 +176,6 @@ def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
 
 
 def test_the_model_is_not_named_by_its_path(tmp_path):
-    from nanovllm.server.state import served_name
-
     (tmp_path / "my-model").mkdir()
     assert served_name(ServerSettings(), tmp_path / "my-model") == "my-model"
     assert served_name(ServerSettings(), "org/model") == "org/model"

@@ -1,4 +1,4 @@
-"""Tool calls: told to the model through its template, read from its answer in the form of its family."""
+"""Tool calls: rendered into the prompt by the chat template, parsed from the answer by model family."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
-def test_calls_and_content_are_told_apart_in_a_whole_answer(form, text, content, calls):
+def test_tool_calls_and_content_are_separated_in_a_whole_answer(form, text, content, calls):
     assert read(form, [text]) == (content, calls)
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
-def test_the_same_comes_of_an_answer_wherever_it_is_cut(form, text, content, calls):
+def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, content, calls):
     whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token comes in one piece
     body = text.removesuffix("<|eot|>")
     cuts = [[body[:at], body[at:]] for at in range(len(body) + 1)]
@@ -87,7 +87,7 @@ def test_the_same_comes_of_an_answer_wherever_it_is_cut(form, text, content, cal
         assert read(form, [*parts, *whole]) == (content, calls), parts
 
 
-def test_a_call_is_told_as_soon_as_it_has_ended_and_text_behind_it_as_it_comes():
+def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once():
     stream = ToolStream(FORMATS["hermes"], NAMES)
     assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ("Now:", [])
     content, (call,) = stream.add("}</tool_call>", is_last=False)
@@ -130,7 +130,7 @@ def running():
         yield running
 
 
-def test_the_template_is_told_of_the_tools_unless_none_is_to_be_called(running):
+def test_the_template_gets_the_tools_unless_tool_choice_is_none(running):
     messages = [{"role": "user", "content": "Hello"}]
     with running.client() as client:
         for choice, begin in (("auto", "weather time "), ("none", "<|user|>")):

@@ -76,10 +76,10 @@ class PagedCase:
         padded = [torch.cat([r, torch.full((num_padding, *r.shape[1:]), torch.nan, dtype=r.dtype)]) for r in rows]
         return [r.transpose(0, 1)[None].to(DEVICE) for r in padded]
 
-    def run(self, form, num_padding=0, through_operator=False):
-        step = AttentionStep(form.plan(self.layout), self.layout.num_tokens)
+    def run(self, backend, num_padding=0, through_operator=False):
+        step = AttentionStep(backend.plan(self.layout), self.layout.num_tokens)
         query, key, value = self.inputs(num_padding)
-        if form.reads_whole_pages:
+        if backend.reads_whole_pages:
             blocks = torch.from_numpy(self.layout.blocks_to_clear).to(DEVICE)
             for cache in self.caches:
                 cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
@@ -120,15 +120,15 @@ def sdpa(case):
     return SdpaAttention(case.block_size, page_bytes, case.dtype, DEVICE)
 
 
-_flex_forms = {}
+_flex_backends = {}
 
 
 def flex(case):
-    """One form per shape: it keeps its compiled kernels over many steps, as in an engine."""
+    """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
     num_heads = case.queries[0].shape[1]
     key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
-    if key not in _flex_forms:
-        _flex_forms[key] = FlexAttention(
+    if key not in _flex_backends:
+        _flex_backends[key] = FlexAttention(
             num_blocks=NUM_BLOCKS,
             block_size=case.block_size,
             num_groups=num_heads // case.num_kv_heads,
@@ -136,7 +136,7 @@ def flex(case):
             max_num_batched_tokens=512,
             device=DEVICE,
         )
-    return _flex_forms[key]
+    return _flex_backends[key]
 
 
 def cpp(case):

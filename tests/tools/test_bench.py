@@ -1,4 +1,4 @@
-"""`nanovllm bench`: requests are played when they are due, figures add up, and two results compare."""
+"""`nanovllm bench`: requests are sent when due, figures add up, two results compare."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_output_of_another_length_is_no_result():
         figures(workload, played)
 
 
-def test_a_spread_tells_mean_median_and_tails():
+def test_a_spread_has_mean_median_and_tails():
     told = spread(float(value) for value in range(101))
     assert told == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
     assert spread([]) is None
@@ -148,7 +148,7 @@ def test_token_times_are_of_each_token_and_in_order(folder):
         assert ended.token_times[-1] - arrival < played.seconds
 
 
-def test_an_engine_that_must_not_tell_token_times_cannot_be_measured(folder):
+def test_an_engine_with_record_itl_off_cannot_be_measured(folder):
     with pytest.raises(ValueError, match="record_itl is False"):
         open_player("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
 
@@ -245,7 +245,7 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
 
 
-def test_what_an_engine_refuses_is_told_with_its_name(folder, capsys):
+def test_a_refusal_is_reported_with_the_name_of_its_engine(folder, capsys):
     arguments = ["--workload", "random:requests=2,prompt=500,output=13,vocab=512"]
     assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Other engines as `nanovllm bench` plays them, with doubles of their packages that do what those are known to do."""
+"""`nanovllm bench` with other engines, by doubles of their packages."""
 
 from __future__ import annotations
 

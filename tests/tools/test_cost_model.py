@@ -1,4 +1,4 @@
-"""The cost model: what a batch's shape counts, and that a fit finds the costs that made the samples."""
+"""The cost model: features of a batch, and a fit that finds the costs that made the samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator: virtual times equal a computation by hand, decisions equal the real engine's, nothing is lost."""
+"""The simulator: virtual times equal those by hand, decisions equal the real engine's, no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nanovllm tune` as a command: whole sweeps over engines that are simulated, and one over true ones."""
+"""`nanovllm tune` as a command: whole sweeps over simulated engines, and one over real ones."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
     assert len(engines.options) == measured
 
 
-def test_contradictions_are_told_of_values_that_were_asked_for(engines, tune):
+def test_contradictions_are_reported_for_values_that_were_asked_for(engines, tune):
     assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
     out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
     assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
@@ -149,7 +149,7 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
 
 
-def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_told(engines, tune, tmp_path):
+def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
     assert "forecasts are of a KV cache" not in tune(*arguments)[2]
@@ -190,7 +190,7 @@ def test_with_a_calibration_of_flash_the_defaults_can_be_simulated(tmp_path):
     assert question.candidates.settings[0] in made.runs and not made.refused
 
 
-def test_what_the_simulator_refuses_for_every_setting_is_told_and_not_measured(engines, tune, tmp_path):
+def test_what_the_simulator_refuses_for_every_setting_is_reported_and_not_measured(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     arguments = ["--simulate", str(tmp_path / "costs.json"), "--max-model-len", "32"]
     status, out, err = tune(*arguments)

@@ -124,7 +124,7 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
     assert [row[1] for row in rows if row[0] == "->"] == ["101"]
 
 
-def test_a_run_at_the_very_end_is_told_of_the_setting_that_had_it():
+def test_the_advice_has_the_last_run_of_a_setting_beside_its_first():
     stays = report.advice(unshared(repeats=2, _100=[run(500), run(500), run(490)], _101=[run(450)] * 2))
     assert "the last time, after all others, 490, and 500 the first" in stays
     # 100 is best until its last run, which takes its median from 500 to 400.

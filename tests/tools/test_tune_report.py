@@ -39,7 +39,7 @@ def test_the_advice_names_flags_and_numbers():
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
 
 
-def test_a_machine_that_others_used_is_told_whichever_setting_showed_it():
+def test_a_busy_machine_is_reported_whichever_setting_showed_it():
     def measured(rates: list[float]) -> str:
         left = {setting(1024): iter([500.0] * 9), setting(256): iter(rates)}
         sweep = Sweep(list(left), [], rounds_for(2, 0.0), 2)
@@ -50,7 +50,7 @@ def test_a_machine_that_others_used_is_told_whichever_setting_showed_it():
     assert "apart when" not in measured([400.0, 390.0])
 
 
-def test_where_nothing_keeps_the_goals_the_nearest_is_told_and_what_it_misses():
+def test_where_nothing_keeps_the_goals_the_nearest_setting_is_named_with_what_it_misses():
     runs = {setting(1024): run(500, itl=0.08), setting(256): run(400, itl=0.05)}
     lines = report.advice(outcome_of(runs, ITL_40, TTFT_500)).splitlines()
     assert lines[0].startswith("no setting keeps the goals; the nearest: --max-num-batched-tokens 256")
@@ -150,7 +150,7 @@ def test_of_settings_with_one_forecast_only_one_is_measured():
     assert len(settings) > 10 and made.best(5, [], settings[0]) == [settings[0]]
 
 
-def test_a_forecast_tells_what_the_simulator_refuses():
+def test_a_forecast_names_what_the_simulator_refuses():
     workload = random_requests(requests=2, prompt=80, output=4)
     settings = [setting(256), setting(512)]
     made = forecast(CALIBRATION, settings, {None: workload}, {"max_model_len": 64}, model="m")

@@ -15,7 +15,7 @@ from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_req
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_the_first_setting_is_what_the_engine_does_when_nobody_says_anything():
+def test_the_first_setting_is_the_engines_defaults():
     values = values_to_try("cpu", {}, backend="auto", longest_prompt=10, most_at_once=10, wide=False)
     assert values["max_num_seqs"] == [16]  # chosen, but not asked for
     first = Resolver("cpu", {}).candidates(values).settings[0]
@@ -27,7 +27,7 @@ def test_the_first_setting_is_what_the_engine_does_when_nobody_says_anything():
     assert pinned.options["block_size"] == 32 and pinned.options["max_num_batched_tokens"] == 1024
 
 
-def test_combinations_that_come_to_the_same_are_one_setting_and_contradictions_are_told():
+def test_equivalent_combinations_are_one_setting_and_contradictions_are_reported():
     values = {name: [None] for name in SWEPT} | {
         "max_num_batched_tokens": [128, 1024], "max_num_seqs": [64, 128], "max_num_partial_prefills": [None, 4],
     }  # fmt: skip

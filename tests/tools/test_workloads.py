@@ -1,4 +1,4 @@
-"""Workloads: what they hold, that a seed makes them, when their requests arrive, and their files."""
+"""Workloads: content by seed, arrival times, and files."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_bursts_come_together_at_the_same_rate():
     assert len(times) / times[-1] == pytest.approx(5.0, rel=0.1)
 
 
-def test_only_what_waits_for_nobody_gets_another_arrival():
+def test_only_requests_that_follow_no_other_get_a_new_arrival():
     before = chat(conversations=4, turns=2, scale=0.1)
     after = poisson(before, 1.0)
     for old, new in zip(before.requests, after.requests, strict=True):
@@ -166,7 +166,7 @@ def test_a_rate_that_cannot_be_is_refused(rate):
 # ----------------------------------------------------------------------------------------------------------- from texts
 
 
-def test_a_text_names_the_workload_by_what_differs_from_the_defaults_and_tells_all_parameters():
+def test_a_workloads_name_has_what_differs_from_the_defaults_and_its_parameters_have_all():
     workload = build("random:requests=5,prompt=3-9,output=64", seed=7)
     assert workload.name == "random:requests=5,prompt=3-9,seed=7"
     assert workload.parameters == {
