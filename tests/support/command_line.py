@@ -1,4 +1,4 @@
-"""The flags of a tiny engine, and what a command answered."""
+"""Flags of a tiny engine, and readers and checks of a command's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wheels with a tiny random model in the default model's format, and processes that build from them."""
+"""Wheels with a tiny random model in the default model's format, and checks of the cache they are built in."""
 
 import hashlib
 import os

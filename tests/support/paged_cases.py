@@ -1,4 +1,4 @@
-"""Steps of paged attention over poisoned caches, with what dense float32 attention says to them."""
+"""Steps of paged attention over poisoned caches, and the dense float32 reference of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refusal must say, and that the engine that refused stays usable."""
+"""Checks that a refusal names what it must, and that the engine stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a live module, to show that between calls it is its owner's, untouched."""
+"""Snapshots of a live module's state, to compare before and after a call."""
 
 from __future__ import annotations
 
