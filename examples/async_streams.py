@@ -1,4 +1,4 @@
-"""Many clients of one engine: answers come word by word, side by side, and one that takes too long is left."""
+"""Concurrent clients of one engine: streamed answers, and a request that ends when its client leaves."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Generate with a module that is being trained: the engine uses its very weights and leaves it as it was."""
+"""Generate with a module in training: the engine uses its weights in place and restores the module after each call."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""How probable an answer was to the model, token by token, and how probable a text is that it did not write."""
+"""Log-probabilities of an answer, token by token, and of a given text."""
 
 import math
 

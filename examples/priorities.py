@@ -1,4 +1,4 @@
-"""Urgent requests pass others that wait; ageing lets no one wait for ever; a timeout bounds the whole."""
+"""Urgent requests overtake waiting ones; ageing prevents starvation; a timeout bounds a request."""
 
 from nanovllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Several samples of one prompt: the prompt is computed once, each sample has noise of its own."""
+"""Several samples of one prompt: the prompt is computed once, each sample has its own noise."""
 
 from nanovllm import LLM, SamplingParams
 

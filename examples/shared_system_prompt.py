@@ -1,4 +1,4 @@
-"""Many requests that share a system prompt: its whole blocks are computed once, in the very step that needs them."""
+"""Requests that share a system prompt: its whole blocks are computed once, in the step that first needs them."""
 
 from nanovllm import LLM, SamplingParams
 
