@@ -24,8 +24,8 @@ _HOMES = {
     "OutputKind": "nanovllm.outputs",
     "StepRecord": "nanovllm.observability.step_records",
     "TraceWriter": "nanovllm.observability.trace_writer",
-    "ModelLoadError": "nanovllm.model.loader",
-    "UnsupportedModelError": "nanovllm.model.probe",
+    "ModelLoadError": "nanovllm.errors",
+    "UnsupportedModelError": "nanovllm.errors",
     "StepError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
     "QueueFullError": "nanovllm.errors",
@@ -55,10 +55,8 @@ __all__ = [
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.config import EngineConfig
-    from nanovllm.errors import EngineDeadError, QueueFullError, StepError
+    from nanovllm.errors import EngineDeadError, ModelLoadError, QueueFullError, StepError, UnsupportedModelError
     from nanovllm.llm import LLM
-    from nanovllm.model.loader import ModelLoadError
-    from nanovllm.model.probe import UnsupportedModelError
     from nanovllm.observability.step_records import StepRecord
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.outputs import (

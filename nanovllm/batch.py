@@ -1,4 +1,4 @@
-"""What the scheduler tells the model runner: one immutable record of a step."""
+"""The scheduler's decision for one step, as an immutable record."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from nanovllm.sequence import Sequence
 # no token that could be drawn.
 NON_FINITE = -1
 NOTHING_LEFT = -2
+
+NULL_BLOCK = 0  # never handed out: padded reads and writes go there
 
 
 class ScheduledSequence(NamedTuple):

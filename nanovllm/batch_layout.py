@@ -29,7 +29,7 @@ class BatchLayout:
     row_starts: [num_entries + 1] first row of each entry.
     token_ids: [num_tokens] int64; -1 - i for the token that the step before samples in its i-th place.
     positions: [num_tokens] int64, position of each row's token in its sequence.
-    slots: [num_tokens] int64, cache slot that takes the row's K and V.
+    slot_mapping: [num_tokens] int64, cache slot that takes the row's K and V.
     sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`.
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
@@ -40,7 +40,7 @@ class BatchLayout:
     row_starts: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
     blocks_to_clear: NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class BatchLayout:
 
     @property
     def table_lengths(self) -> NDArray[np.int64]:
-        """[num_entries] pages in each entry's block table."""
+        """[num_entries] blocks in each entry's block table."""
         return np.fromiter((len(entry.block_table) for entry in self.entries), np.int64, len(self.entries))
 
     @property
@@ -92,6 +92,27 @@ def build_layout(
 
     # A row's position is its place in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
+    slot_mapping, blocks_to_clear = _slot_mapping(entries, starts, counts, positions, block_size)
+    return BatchLayout(
+        entries=entries,
+        num_decodes=num_decodes,
+        row_starts=row_starts,
+        token_ids=_token_ids(entries, int(row_starts[-1]), in_flight or {}),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        sample_rows=last_rows[samples],
+        blocks_to_clear=blocks_to_clear,
+    )
+
+
+def _slot_mapping(
+    entries: list[ScheduledSequence],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    block_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The slot mapping, and the blocks to clear; see `BatchLayout`."""
     ends = starts + counts
     # Only the blocks that this step touches, flattened; a row finds its own through the offset of its entry.
     first_blocks, last_blocks = starts // block_size, (ends - 1) // block_size
@@ -107,18 +128,9 @@ def build_layout(
     )
     offsets = np.cumsum(widths) - widths
     block_of_row = flat_blocks[positions // block_size + np.repeat(offsets - first_blocks, counts)]
-
     unfinished = (last_blocks * block_size >= starts) & (ends % block_size != 0)
-    return BatchLayout(
-        entries=entries,
-        num_decodes=num_decodes,
-        row_starts=row_starts,
-        token_ids=_token_ids(entries, int(row_starts[-1]), in_flight or {}),
-        positions=positions,
-        slots=block_of_row * block_size + positions % block_size,
-        sample_rows=last_rows[samples],
-        blocks_to_clear=flat_blocks[(offsets + widths - 1)[unfinished]],
-    )
+    slot_mapping = block_of_row * block_size + positions % block_size
+    return slot_mapping, flat_blocks[(offsets + widths - 1)[unfinished]]
 
 
 def _token_ids(

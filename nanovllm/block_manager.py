@@ -23,9 +23,9 @@ from operator import is_not
 
 import xxhash
 
+from nanovllm.batch import NULL_BLOCK
 from nanovllm.sequence import Sequence
 
-NULL_BLOCK = 0  # never handed out: padded reads and writes go there
 UNREGISTERED = 0  # prefix ids count from 1
 
 

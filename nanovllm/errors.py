@@ -1,6 +1,18 @@
-"""Errors of a running engine."""
+"""Errors of loading a model and of a running engine."""
 
 from __future__ import annotations
+
+
+class ModelLoadError(ValueError):
+    """The model or its tokenizer could not be found or read; the message names what is missing and where."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model does something in attention that the engine does not implement; the message names it."""
+
+
+class KernelBuildError(RuntimeError):
+    """The C++ kernels could not be compiled; the message has the compiler's last words."""
 
 
 class DeviceError(RuntimeError):

@@ -45,7 +45,7 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
         entries.append(ScheduledSequence(sequence, start, count, True, table, start))
         num_blocks += blocks
     kernels = load_kernels(torch.bfloat16, HEAD_DIM, HEADS // KV_HEADS)
-    form = CppAttention(kernels, num_blocks=num_blocks, block_size=block_size, page_bytes=1)
+    form = CppAttention(kernels, num_blocks=num_blocks, block_size=block_size, block_bytes=1)
     plan = form.plan(build_layout(entries, block_size))
     caches = [torch.randn(2, num_blocks * block_size, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(LAYERS)]
     query = torch.randn(sum(count for _, count in spans), HEADS, HEAD_DIM).bfloat16()

@@ -1,4 +1,4 @@
-"""Which form of attention an engine gets: what was measured fastest on its device, as far as it can be had there.
+"""Chooses the attention backend: the one measured fastest on the device among those available there.
 
 docs/guide/tuning.md and docs/results/gpu.md have the figures.
 """
@@ -9,28 +9,31 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash
 from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
-from nanovllm.execution.direct import AttentionForm
-from nanovllm.kernels.cpp import KernelBuildError, Kernels, load_kernels
-from nanovllm.model.binding import ModelBinding
+from nanovllm.device import find_kernel
+from nanovllm.errors import KernelBuildError
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp import Kernels
 
 logger = logging.getLogger("nanovllm")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What was chosen.
+    """The chosen backend, and what it allows.
 
     backend: "flex", "flash", "sdpa" or "cpp".
     compiles: whether layers may be compiled.
-    uses_graphs: whether steps are captured, or at least laid out for it (on a GPU, "flex" and "flash").
+    uses_graphs: whether steps are laid out for CUDA graphs (on a GPU, "flex" and "flash").
     kernels: of "cpp".
     """
 
@@ -40,22 +43,23 @@ class AttentionChoice:
     kernels: Kernels | None
 
     @classmethod
-    def of(cls, binding: ModelBinding, config: EngineConfig) -> AttentionChoice:
-        """Raises ValueError for a backend that was asked for and cannot be had, saying what is missing."""
-        device = binding.device
+    def for_model(cls, layer: AttentionLayer, device: torch.device, config: EngineConfig) -> AttentionChoice:
+        """Raises ValueError for a backend that the user set and that is unavailable, naming what is missing."""
         compiles = _may_compile(config, device)
         wanted = config.attention_backend
         kernels = None
         if wanted == "auto":
-            fastest = "cpp" if device.type != "cuda" else "flash" if _auto_takes_flash(binding, config) else "flex"
+            fastest = "cpp"
+            if device.type == "cuda":
+                fastest = "flash" if _auto_takes_flash(layer, device, config) else "flex"
             wanted = fastest if compiles else "sdpa"
         if wanted == "flash":
-            missing = _missing_for_flash(binding, config) or import_failure()
+            missing = _missing_for_flash(layer, device, config) or import_failure()
             if missing is not None:
                 raise ValueError(f"attention_backend='flash' cannot be had: {missing}. Use 'auto' or 'flex'.")
         if wanted == "cpp":
             try:
-                kernels = _load_kernels(binding)
+                kernels = _load_kernels(layer, device)
             except (KernelBuildError, ValueError) as error:
                 if config.attention_backend == "cpp":
                     raise ValueError(f"attention_backend='cpp' cannot be had: {error}") from error
@@ -64,7 +68,7 @@ class AttentionChoice:
         return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
 
     def captures(self, config: EngineConfig, device: torch.device) -> bool:
-        """What `cuda_graphs` comes to; raises ValueError if it was asked for and cannot be had."""
+        """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable."""
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
                 "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', and this "
@@ -72,36 +76,39 @@ class AttentionChoice:
             )
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
 
-    def form(self, binding: ModelBinding, config: EngineConfig, *, uncompiled: bool = False) -> AttentionForm:
-        """The form itself, for steps that are not captured; config is fully resolved, but for one `uncompiled`."""
-        layer = binding.layers[0]
+    def build(
+        self, layer: AttentionLayer, device: torch.device, config: EngineConfig, *, uncompiled: bool = False
+    ) -> AttentionBackend:
+        """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`."""
         if self.backend == "flex" and not uncompiled:
             return FlexAttention(
                 num_blocks=config.num_kv_blocks,
                 block_size=config.block_size,
-                num_groups=layer.num_heads // layer.num_kv_heads,
+                num_groups=layer.num_groups,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                device=binding.device,
+                device=device,
             )
-        page_bytes = binding.caches.num_bytes(config.block_size) // len(binding.layers)
+        block_bytes = layer.token_bytes * config.block_size
         if self.kernels is not None and not uncompiled:
+            from nanovllm.attention.cpp import CppAttention
+
             return CppAttention(
                 self.kernels,
                 num_blocks=config.num_kv_blocks,
                 block_size=config.block_size,
-                page_bytes=page_bytes,
+                block_bytes=block_bytes,
             )
-        return SdpaAttention(config.block_size, page_bytes, layer.dtype, binding.device)
+        return SdpaAttention(config.block_size, block_bytes, layer.dtype, device)
 
 
-def preferred_block_size(binding: ModelBinding, config: EngineConfig) -> int | None:
-    """Where the user set none: what the form that they want works on; None for the device's default."""
+def preferred_block_size(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> int | None:
+    """The block size that the wanted backend needs, where the user set none; None for the device's default."""
     if config.block_size is not None:
         return None
     takes_flash = config.attention_backend == "flash"  # where it is missing, `AttentionChoice` says what
     if config.attention_backend == "auto":
-        takes_flash = _auto_takes_flash(binding, replace(config, block_size=FLASH_BLOCK_SIZE))
+        takes_flash = _auto_takes_flash(layer, device, replace(config, block_size=FLASH_BLOCK_SIZE))
     return FLASH_BLOCK_SIZE if takes_flash else None
 
 
@@ -135,9 +142,9 @@ def _missing_compiler(device: torch.device) -> str | None:
         return "a C++ compiler"
 
 
-def _auto_takes_flash(binding: ModelBinding, config: EngineConfig) -> bool:
-    """Where the user has installed it, in the version that was measured, and asked for nothing that it cannot do."""
-    if config.enforce_eager or not has_tried_version() or _missing_for_flash(binding, config) is not None:
+def _auto_takes_flash(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> bool:
+    """Whether the measured version is installed and serves this model and these options."""
+    if config.enforce_eager or not has_tried_version() or _missing_for_flash(layer, device, config) is not None:
         return False
     failure = import_failure()
     if failure is not None:
@@ -145,16 +152,18 @@ def _auto_takes_flash(binding: ModelBinding, config: EngineConfig) -> bool:
     return failure is None
 
 
-def _missing_for_flash(binding: ModelBinding, config: EngineConfig) -> str | None:
-    layer = binding.layers[0]
-    missing = missing_for_flash(binding.device, layer.dtype, layer.head_dim)
+def _missing_for_flash(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> str | None:
+    missing = missing_for_flash(device, layer.dtype, layer.head_dim)
     if missing is None and config.block_size != FLASH_BLOCK_SIZE:
         return f"it works on blocks of {FLASH_BLOCK_SIZE} tokens, and block_size is {config.block_size}"
     return missing
 
 
-def _load_kernels(binding: ModelBinding) -> Kernels:
-    layer = binding.layers[0]
-    if binding.device.type != "cpu":
-        raise ValueError(f"they run on a CPU, and the model is on {binding.device}.")
-    return load_kernels(layer.dtype, layer.head_dim, layer.num_heads // layer.num_kv_heads)
+def _load_kernels(layer: AttentionLayer, device: torch.device) -> Kernels:
+    if device.type != "cpu":
+        raise ValueError(f"they run on a CPU, and the model is on {device}.")
+    load_kernels = find_kernel("cpp", "load_kernels")
+    if load_kernels is None:
+        raise ValueError("the folder `kernels` of this installation is missing.")
+    kernels: Kernels = load_kernels(layer.dtype, layer.head_dim, layer.num_groups)
+    return kernels

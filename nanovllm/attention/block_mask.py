@@ -1,4 +1,4 @@
-"""What the forms of compiled FlexAttention share."""
+"""Compiled FlexAttention: block masks, and a code object for each engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def forward_mask(
     """A block mask of hand-built tables, for forward passes alone.
 
     Args:
-        partial, full: counts [batch, heads, num_tiles] int32 and pages [batch, heads, num_tiles, width] int32 of the
-            pages seen in part and whole.
-        block_size: rows of a tile, slots of a page.
+        partial, full: counts [batch, heads, num_tiles] int32 and blocks [batch, heads, num_tiles, width] int32 of the
+            blocks seen in part and whole.
+        block_size: rows of a tile, slots of a block.
     """
     return BlockMask(
         seq_lengths=seq_lengths,

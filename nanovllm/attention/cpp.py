@@ -1,4 +1,4 @@
-"""The CPU's own form: C++ kernels (`csrc/paged_attention.cpp`) that read K and V straight from their pages."""
+"""The CPU's backend: C++ kernels (`csrc/paged_attention.cpp`) that read K and V straight from their blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan
-from nanovllm.batch import ScheduledSequence
+from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.batch_layout import BatchLayout
-from nanovllm.block_manager import NULL_BLOCK
-from nanovllm.kernels.cpp import Kernels, has_matrix_tiles
+from nanovllm.kernels.cpp import Kernels
 
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
 # kernel's vectors are empty. Estimated from the cost of a tile in both ways.
@@ -20,29 +19,28 @@ MIN_SHARING_QUERIES = 12
 
 
 class CppAttention(SdpaAttention):
-    """The `cpp` form. One instance serves every layer of an engine.
+    """The `cpp` backend. One instance serves every layer of an engine.
 
     Args:
         kernels: from `load_kernels`, for the layers' dtype and sizes.
         num_blocks: of the caches.
-        block_size, page_bytes: as of `SdpaAttention`.
+        block_size, block_bytes: as of `SdpaAttention`.
     """
 
-    def __init__(self, kernels: Kernels, *, num_blocks: int, block_size: int, page_bytes: int) -> None:
-        super().__init__(block_size, page_bytes, kernels.dtype, torch.device("cpu"))
+    def __init__(self, kernels: Kernels, *, num_blocks: int, block_size: int, block_bytes: int) -> None:
+        super().__init__(block_size, block_bytes, kernels.dtype, torch.device("cpu"))
         self._kernels = kernels
         self._num_blocks = num_blocks
         # PyTorch's attention multiplies bfloat16 in AMX's tiles, where there are any.
-        self._gathers_chunks = self.reads_whole_pages = has_matrix_tiles(kernels.dtype)
+        self._gathers_chunks = self.reads_whole_blocks = kernels.has_matrix_tiles
 
     def plan(self, layout: BatchLayout) -> CppPlan:
-        """What all layers of one step share. Raises ValueError for tables and slots outside the caches, where the
-        kernels, which check nothing, would read and write foreign memory."""
+        """Raises ValueError for block tables outside of the caches: the kernels check nothing."""
         chunks = self._chunks(layout) if self._gathers_chunks else []
-        decodes = _Rows.of(layout.decodes, 0, self.block_size, self._num_blocks)
-        groups = _Groups.of(decodes, self.block_size, -(-MIN_SHARING_QUERIES // self._kernels.num_groups))
+        decodes = _Rows.from_entries(layout.decodes, 0, self.block_size, self._num_blocks)
+        groups = _Groups.from_rows(decodes, self.block_size, -(-MIN_SHARING_QUERIES // self._kernels.num_groups))
         own_entries = [] if self._gathers_chunks else layout.chunks
-        own_chunks = _Rows.of(own_entries, layout.num_decodes, self.block_size, self._num_blocks)
+        own_chunks = _Rows.from_entries(own_entries, layout.num_decodes, self.block_size, self._num_blocks)
         return CppPlan(
             self.block_size,
             [],
@@ -62,22 +60,22 @@ def _addresses(*arrays: np.ndarray) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of consecutive entries, as the kernels want them: all int64, one item an entry."""
+    """Rows of consecutive entries as the kernels read them: int64, one item per entry."""
 
     first_rows: np.ndarray  # in the flat batch
     starts: np.ndarray  # position of the first row
     counts: np.ndarray  # rows
     contexts: np.ndarray  # tokens that the last row sees
-    tables: np.ndarray  # [num_entries, max_pages]
+    tables: np.ndarray  # [num_entries, max_blocks]
 
     @classmethod
-    def of(cls, entries: list[ScheduledSequence], first_row: int, block_size: int, num_blocks: int) -> _Rows:
+    def from_entries(cls, entries: list[ScheduledSequence], first_row: int, block_size: int, num_blocks: int) -> _Rows:
         starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
         counts = np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
         contexts = starts + counts
-        num_pages = -(-contexts // block_size)
-        tables = np.full((len(entries), int(num_pages.max(initial=0))), NULL_BLOCK, np.int64)
-        for row, (entry, count) in enumerate(zip(entries, num_pages.tolist(), strict=True)):
+        num_blocks_seen = -(-contexts // block_size)
+        tables = np.full((len(entries), int(num_blocks_seen.max(initial=0))), NULL_BLOCK, np.int64)
+        for row, (entry, count) in enumerate(zip(entries, num_blocks_seen.tolist(), strict=True)):
             if len(entry.block_table) < count:
                 raise ValueError(
                     f"the block table of {entry.sequence.request_id!r} ends at {len(entry.block_table) * block_size} "
@@ -86,10 +84,10 @@ class _Rows:
             tables[row, :count] = entry.block_table[:count]
         outside = np.argwhere((tables < 0) | (tables >= num_blocks))
         if len(outside):
-            row, page = outside[0].tolist()
+            row, column = outside[0].tolist()
             raise ValueError(
-                f"the block table of {entries[row].sequence.request_id!r} names block {tables[row, page]}; the caches "
-                f"have blocks 0 to {num_blocks - 1}."
+                f"the block table of {entries[row].sequence.request_id!r} names block {tables[row, column]}; the "
+                f"caches have blocks 0 to {num_blocks - 1}."
             )
         return cls(first_row + np.cumsum(counts) - counts, starts, counts, contexts, tables)
 
@@ -104,7 +102,7 @@ class _Groups:
     shared: np.ndarray  # [num_groups] tokens, whole blocks
 
     @classmethod
-    def of(cls, rows: _Rows, block_size: int, min_members: int) -> _Groups:
+    def from_rows(cls, rows: _Rows, block_size: int, min_members: int) -> _Groups:
         tables = rows.tables
         if not len(tables):
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64))
@@ -140,7 +138,7 @@ class CppPlan(SdpaPlan):
     def attend_by_kernels(
         self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
     ) -> None:
-        """Fill the rows of output that are the kernels' own: all of them, but for chunks on a processor with AMX."""
+        """Fill the rows of output that the kernels compute: all rows except chunks on a processor with AMX."""
         pointers = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
         num_kv_heads, threads = key_cache.shape[1], torch.get_num_threads()
         num_decodes, width = self.decode_rows.tables.shape

@@ -3,10 +3,10 @@
 The query heads that share a KV head (a group of G) are folded into the query's rows, so that K and V are read once
 for all of them. Rows come in tiles, one row of the block mask each::
 
-    decode tile   G rows, all at the sequence's last position          full: its earlier pages   partial: its last page
-    chunk tile    G x block_size rows, the positions of one block      full: the blocks before   partial: its own block
+    decode tile   G rows, all at the sequence's last position         full: its earlier blocks   partial: its last block
+    chunk tile    G x block_size rows, the positions of one block     full: the blocks before    partial: its own block
 
-With a query at position q in row q % block_size of its block's tile, the partial page of a chunk tile is seen
+With a query at position q in row q % block_size of its block's tile, the partial block of a chunk tile is seen
 diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captured. FlexAttention: Dong et al. 2024.
 """
 
@@ -28,7 +28,7 @@ MIN_TILES = 2  # one would be compiled as a special case
 
 
 class FlexAttention:
-    """The `flex` form. One instance serves every layer of an engine; each of its two calls compiles once.
+    """The `flex` backend. One instance serves every layer of an engine; each of its two calls compiles once.
 
     Args:
         num_blocks: physical blocks of the cache.
@@ -36,7 +36,7 @@ class FlexAttention:
         max_num_seqs, max_num_batched_tokens: bounds of a step, which size the index buffers.
     """
 
-    reads_whole_pages = True  # masked slots too
+    reads_whole_blocks = True  # masked slots too
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FlexAttention:
         max_decode_tiles = max(MIN_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
         max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
-        # The lowering wants one index column for each physical page.
+        # The lowering wants one index column for each physical block.
         self.decode_index = _IndexBuffers(max_decode_tiles, num_blocks, device)
         self.chunk_index = _IndexBuffers(max_chunk_tiles, num_blocks, device)
         self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
@@ -66,7 +66,7 @@ class FlexAttention:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
         num_chunk_tiles, chunk_rows = self._plan_chunks(layout)
         return FlexPlan(
-            form=self,
+            backend=self,
             num_decodes=layout.num_decodes,
             num_decode_tiles=self._plan_decodes(layout),
             num_chunk_tiles=num_chunk_tiles,
@@ -80,16 +80,16 @@ class FlexAttention:
         num_full = last // self.block_size
         tables = (e.block_table[:n] for e, n in zip(layout.decodes, num_full.tolist(), strict=True))
         full = np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(num_full.sum()))
-        tail_pages = layout.slots[: layout.num_decodes] // self.block_size
+        tail_blocks = layout.slot_mapping[: layout.num_decodes] // self.block_size
         num_tiles = max(MIN_TILES, layout.num_decodes)
-        self.decode_index.fill(num_tiles, num_full, full, tail_pages)
+        self.decode_index.fill(num_tiles, num_full, full, tail_blocks)
         offsets = torch.from_numpy((last % self.block_size).astype(np.int32))
         self.tail_offsets[: layout.num_decodes].copy_(offsets)
         return num_tiles
 
     def _plan_chunks(self, layout: BatchLayout) -> tuple[int, np.ndarray]:
         """Returns the number of tiles and, for each chunk row, its row among the tiles' (head group aside)."""
-        tile_rows, num_full, full, own_pages = [], [], [], []
+        tile_rows, num_full, full, own_blocks = [], [], [], []
         num_tiles = 0
         for entry in layout.chunks:
             first, end = entry.start // self.block_size, -(-(entry.start + entry.num_new_tokens) // self.block_size)
@@ -99,12 +99,12 @@ class FlexAttention:
             for block in range(first, end):
                 num_full.append(block)
                 full.append(table[:block])
-            own_pages.append(table[first:end])
+            own_blocks.append(table[first:end])
             num_tiles += end - first
         if not num_tiles:
             return 0, np.zeros(0, np.int64)
         padded = max(MIN_TILES, num_tiles)
-        self.chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_pages))
+        self.chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
         return padded, np.concatenate(tile_rows)
 
 
@@ -112,7 +112,7 @@ class FlexAttention:
 class FlexPlan:
     """One step's tiles; `attend` is called once a layer."""
 
-    form: FlexAttention
+    backend: FlexAttention
     num_decodes: int
     num_decode_tiles: int
     num_chunk_tiles: int
@@ -121,64 +121,66 @@ class FlexPlan:
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
         """See `AttentionPlan`."""
         num_kv_heads, head_dim = key_cache.shape[1:]
-        form, groups = self.form, self.form.num_groups
+        backend, groups = self.backend, self.backend.num_groups
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
         grouped = query.view(-1, num_kv_heads, groups, head_dim)
         output = torch.empty_like(grouped)
         if self.num_decodes:
-            n, tiles, tile = self.num_decodes, self.num_decode_tiles, form.decode_tile
+            n, tiles, tile = self.num_decodes, self.num_decode_tiles, backend.decode_tile
             rows = query.new_zeros(1, num_kv_heads, tiles, tile, head_dim)
             rows[0, :, :n, :groups] = grouped[:n].transpose(0, 1)
             rows = rows.view(1, num_kv_heads, tiles * tile, head_dim)
-            attended = form.decode.attend(rows, keys, values, form.decode_index.tables, form.tail_offsets, scaling)
+            attended = backend.decode.attend(
+                rows, keys, values, backend.decode_index.tables, backend.tail_offsets, scaling
+            )
             output[:n] = attended.view(num_kv_heads, tiles, tile, head_dim)[:, :n, :groups].transpose(0, 1)
         if self.num_chunk_tiles:
-            tiles, size = self.num_chunk_tiles, form.block_size
+            tiles, size = self.num_chunk_tiles, backend.block_size
             # [kv head, tile, group, position in block, head_dim]: so that row % block_size is the position
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
             rows[self.chunk_rows] = grouped[self.num_decodes :]
             rows = rows.view(tiles, size, num_kv_heads, groups, head_dim).permute(2, 0, 3, 1, 4)
-            rows = rows.reshape(1, num_kv_heads, tiles * form.chunk_tile, head_dim)
-            attended = form.chunk.attend(rows, keys, values, form.chunk_index.tables, None, scaling)
+            rows = rows.reshape(1, num_kv_heads, tiles * backend.chunk_tile, head_dim)
+            attended = backend.chunk.attend(rows, keys, values, backend.chunk_index.tables, None, scaling)
             attended = attended.view(num_kv_heads, tiles, groups, size, head_dim).permute(1, 3, 0, 2, 4)
             output[self.num_decodes :] = attended.reshape(tiles * size, num_kv_heads, groups, head_dim)[self.chunk_rows]
         return output.view(query.shape)
 
 
 class _IndexBuffers:
-    """The block mask's tables: for each tile, the pages seen whole and the one page seen in part.
+    """The block mask's tables: for each tile, the blocks seen whole and the one block seen in part.
 
-    Columns behind a tile's count keep old page numbers: a kernel may read one of them ahead, so they must be valid.
+    Columns behind a tile's count keep old block numbers: a kernel may read one of them ahead, so they must be valid.
     """
 
     def __init__(self, max_tiles: int, width: int, device: torch.device) -> None:
-        self.full_pages = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
+        self.full_blocks = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
         self.num_full = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
-        self.own_page = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
+        self.own_block = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
         self.num_own = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
 
-    def fill(self, num_tiles: int, num_full: np.ndarray, full_pages: np.ndarray, own_pages: np.ndarray) -> None:
-        """Set the first tiles from their counts and concatenated pages; further ones up to num_tiles see nothing."""
+    def fill(self, num_tiles: int, num_full: np.ndarray, full_blocks: np.ndarray, own_blocks: np.ndarray) -> None:
+        """Set the first tiles from their counts and concatenated blocks; further ones up to num_tiles see nothing."""
         used = len(num_full)
         device = self.num_full.device
         tiles = np.repeat(np.arange(used), num_full)
-        columns = np.arange(len(full_pages)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
+        columns = np.arange(len(full_blocks)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
         at = torch.from_numpy(np.stack([tiles, columns])).to(device)
-        self.full_pages[0, 0].index_put_((at[0], at[1]), torch.from_numpy(full_pages).to(device))
+        self.full_blocks[0, 0].index_put_((at[0], at[1]), torch.from_numpy(full_blocks).to(device))
         self.num_full[0, 0, :num_tiles] = 0
         self.num_full[0, 0, :used] = torch.from_numpy(num_full.astype(np.int32)).to(device)
-        self.own_page[0, 0, :used, 0] = torch.from_numpy(own_pages.astype(np.int32)).to(device)
+        self.own_block[0, 0, :used, 0] = torch.from_numpy(own_blocks.astype(np.int32)).to(device)
         self.num_own[0, 0, :num_tiles] = 0
         self.num_own[0, 0, :used] = 1
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.num_own, self.own_page, self.num_full, self.full_pages
+        return self.num_own, self.own_block, self.num_full, self.full_blocks
 
 
 class _TileAttention(nn.Module):
-    """FlexAttention over tiles of `tile` query rows and pages of `block_size` slots.
+    """FlexAttention over tiles of `tile` query rows and blocks of `block_size` slots.
 
     The sizes are attributes of a module because there alone the compiler takes whole numbers as constants; as
     arguments they may become symbols.
@@ -211,7 +213,7 @@ def _attend_tiles(
 ) -> Tensor:
     """Attention of query [1, num_kv_heads, num_tiles * tile, head_dim] over all slots, as the tables say.
 
-    Of its own page a decode tile sees the slots up to `tail_offsets` [max_tiles]; a chunk tile (None) the diagonal.
+    Of its own block a decode tile sees the slots up to `tail_offsets` [max_tiles]; a chunk tile (None) the diagonal.
     """
     tile, block_size = sizes.tile, sizes.block_size
 
@@ -223,11 +225,11 @@ def _attend_tiles(
         return slot % block_size <= row % block_size
 
     num_tiles = query.shape[2] // tile
-    num_own, own_page, num_full, full_pages = (table[:, :, :num_tiles] for table in tables)
+    num_own, own_block, num_full, full_blocks = (table[:, :, :num_tiles] for table in tables)
     block_mask = forward_mask(
         (query.shape[2], keys.shape[2]),
-        (num_own, own_page),
-        (num_full, full_pages),
+        (num_own, own_block),
+        (num_full, full_blocks),
         (tile, block_size),
         diagonal if tail_offsets is None else up_to_last_position,
     )

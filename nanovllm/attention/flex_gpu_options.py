@@ -1,4 +1,4 @@
-"""Options of FlexAttention's GPU kernels: one table, and what follows from sizes alone.
+"""Options of FlexAttention's GPU kernels: a measured table, and rules for other sizes and GPUs.
 
 The table was measured on an H200 (sm_90; bfloat16, heads of 128, pages of 64). Other GPUs (sm_80, sm_100) take the
 same by two rules, which were not measured: batches count in proportion to the multiprocessors, and tiles are as large,
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nanovllm.attention.operator import AttentionLayer
+
 BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
 
@@ -22,7 +24,7 @@ class DecodeEntry(NamedTuple):
     """For batches up to this one."""
 
     batch: int
-    piece: int  # slots of a block that are read or left out together, at most
+    kv_tile: int  # slots of a block that are read or left out together, at most
     splits: int  # programs a sequence and KV head
     uneven_splits: int  # the same, where one sequence would keep them waiting
     num_stages: int
@@ -34,7 +36,7 @@ _DECODES = (
     DecodeEntry(40, 32, 2, 8, 4, 1), DecodeEntry(80, 64, 2, 8, 2, 2), DecodeEntry(128, 64, 1, 6, 3, 2),
     DecodeEntry(1 << 30, 64, 1, 4, 3, 2),
 )  # fmt: skip
-MIN_PIECE = min(entry.piece for entry in _DECODES)
+MIN_KV_TILE = min(entry.kv_tile for entry in _DECODES)
 MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)
 # Of the GPU that it was measured on: a program serves one sequence and KV head.
 _PROGRAMS_PER_BATCH, _MULTIPROCESSORS = 8, 132
@@ -44,7 +46,7 @@ _TOKENS_PER_US, _FINER_US = 64, 4.0
 
 
 class Gpu(NamedTuple):
-    """What the options depend on.
+    """The GPU's sizes that the options depend on.
 
     shared_memory: bytes of a multiprocessor that one program may take.
     """
@@ -53,7 +55,7 @@ class Gpu(NamedTuple):
     shared_memory: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Gpu:
+    def from_device(cls, device: torch.device) -> Gpu:
         properties: Any = torch.cuda.get_device_properties(device)
         return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
@@ -61,7 +63,7 @@ class Gpu(NamedTuple):
 class DecodeOptions(NamedTuple):
     """For a fixed number of decodes."""
 
-    piece: int  # divides a block
+    kv_tile: int  # slots; divides a block
     kernel: dict[str, Any]
 
 
@@ -79,45 +81,50 @@ class KernelOptions:
     head_bytes: int
     block_size: int
 
+    @classmethod
+    def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
+        head_bytes = layer.head_dim * layer.dtype.itemsize
+        return cls(Gpu.from_device(device), layer.num_kv_heads, layer.num_groups, head_bytes, block_size)
+
     @property
     def padded_groups(self) -> int:
         """Decodes take groups of a power of two of query heads; the kernel fills them up to 16 anyway."""
         return 1 << (self.num_groups - 1).bit_length()
 
     def is_uneven(self, num_decodes: int, contexts: NDArray[np.int64]) -> bool:
-        """Whether the longest context, in tokens, would be read for longer than all of them together.
+        """Whether reading the longest context, in tokens, takes longer than reading all of them together.
 
         Then a step waits for the programs of one sequence, and is split finer. `num_decodes` counts padding too.
         """
-        entry = self._entry_of(num_decodes)
+        entry = self._entry_for(num_decodes)
         if entry.splits == entry.uneven_splits or not len(contexts):
             return False
         alone = contexts.max() / entry.splits / _TOKENS_PER_US
         together = contexts.sum() * self.num_kv_heads / self.gpu.num_multiprocessors / _TOKENS_PER_US
         return bool(alone > together + _FINER_US)
 
-    def of_decodes(self, num_decodes: int, *, is_uneven: bool) -> DecodeOptions:
+    def for_decodes(self, num_decodes: int, *, is_uneven: bool) -> DecodeOptions:
         """For a fixed number of decodes."""
         block_m = max(16, self.padded_groups)
-        entry = self._entry_of(num_decodes)
+        entry = self._entry_for(num_decodes)
         splits = entry.uneven_splits if is_uneven else entry.splits
-        piece = min(entry.piece, self.block_size)
-        num_warps = entry.num_warps if piece >= 32 else 1
-        sizes = self._fitting(entry.num_stages, block_m, piece)
-        return DecodeOptions(piece, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+        kv_tile = min(entry.kv_tile, self.block_size)
+        num_warps = entry.num_warps if kv_tile >= 32 else 1
+        sizes = self._fitting(entry.num_stages, block_m, kv_tile)
+        return DecodeOptions(kv_tile, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
 
-    def of_chunks(self) -> dict[str, Any]:
+    def for_chunks(self) -> dict[str, Any]:
         """For tiles of `block_size` rows."""
         block_m = min(64, self.block_size)
         sizes = self._fitting(CHUNK_STAGES, block_m, self.block_size)
         fixed = {"num_warps": CHUNK_WARPS, "IS_DIVISIBLE": True, "FORCE_USE_FLEX_ATTENTION": True}
         return {"BLOCK_M": block_m, **fixed, **sizes}
 
-    def most_parts(self, max_decodes: int) -> int:
-        """Into how many parts the decodes of a step are split together, at most."""
+    def most_splits(self, max_decodes: int) -> int:
+        """Upper bound of the splits of all decodes of a step together."""
         return max(min(max_decodes, self._most_decodes(entry)) * entry.uneven_splits for entry in _DECODES)
 
-    def _entry_of(self, num_decodes: int) -> DecodeEntry:
+    def _entry_for(self, num_decodes: int) -> DecodeEntry:
         return next(entry for entry in _DECODES if num_decodes <= self._most_decodes(entry))
 
     def _most_decodes(self, entry: DecodeEntry) -> int:

@@ -1,4 +1,4 @@
-"""The memory that K and V of all tokens stand in: a cache for each layer, and how it is made, cleared and let go."""
+"""The KV cache: one tensor per layer, allocated, cleared and released here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.kv_writes import clear_blocks
-from nanovllm.model.probe import AttentionLayer
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.device import find_kernel
 
 
 class KVCaches:
@@ -19,7 +19,7 @@ class KVCaches:
 
     Args:
         layers: of the model, all alike.
-        device: where they stand.
+        device: of the caches.
 
     Attributes:
         of_layers: [2, num_slots, num_kv_heads, head_dim] for each layer, K first; empty until they are allocated.
@@ -28,12 +28,13 @@ class KVCaches:
     def __init__(self, layers: Sequence[AttentionLayer], device: torch.device) -> None:
         self._layers = layers
         self._device = device
-        self._together: list[Tensor] = []  # the memory of several, alike but for the first dimension
+        self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
+        self._together: list[Tensor] = []  # allocations, each of one or more layers' caches
         self.of_layers: list[Tensor] = []
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of K and V for this many tokens over all layers."""
-        per_token = sum(2 * layer.num_kv_heads * layer.head_dim * layer.dtype.itemsize for layer in self._layers)
+        per_token = sum(layer.token_bytes for layer in self._layers)
         return per_token * num_tokens
 
     def allocate(self, num_slots: int) -> None:
@@ -47,14 +48,14 @@ class KVCaches:
     def _zeros(self, count: int, num_slots: int) -> Tensor:
         layer = self._layers[0]
         shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
-        with torch.inference_mode(False):  # else a cache made within somebody's inference mode could be used only there
+        with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
             if self._device.type != "cpu":
                 return torch.zeros(shape, dtype=layer.dtype, device=self._device)
             # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
             # zeros to the default pool took 5 s of start-up.
             num_bytes = math.prod(shape) * layer.dtype.itemsize
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
-            with suppress(OSError, AttributeError):  # not everywhere to be had
+            with suppress(OSError, AttributeError):  # not available everywhere
                 pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
@@ -74,8 +75,8 @@ class KVCaches:
             by_kernel: by one kernel of our own, which has to be compiled, instead of dozens; for a GPU.
         """
         for caches in self._together:
-            if by_kernel:
-                clear_blocks(caches, blocks, block_size)
+            if by_kernel and self._clear_kernel is not None:
+                self._clear_kernel(caches, blocks, block_size)
             else:
                 caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
 

@@ -1,32 +1,66 @@
-"""What every attention layer calls: it writes this step's K and V to their slots, then attends over the pages.
+"""What every attention layer calls: it writes this step's K and V to their slots, then attends over the blocks.
 
 Attention is one operator, opaque to the compiler, so that a layer compiles once with only the token count dynamic,
-while inside the form is chosen freely. The writes are plain indexing, or in a GPU's compiled code a kernel.
+while inside the backend is chosen freely. The writes are plain indexing, or in a GPU's compiled code a kernel.
 All of a layer's writes come before its reads; so requests of one step may share a prefix that this very step computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.kv_writes import store_states
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.device import find_kernel
 
 ATTENTION_NAME = "nanovllm"
 # Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments. Where
 # a model does not pass these down, the module carries its engine's number, by which they are found.
 LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
-STEP_HANDLE, STEP_SLOTS = "nanovllm_step", "nanovllm_slots"
+STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention module and what it hands over."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scaling: float  # of the scores
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class AttentionBackend(Protocol):
+    """How one engine's rows see the KV cache; one instance serves all layers."""
+
+    reads_whole_blocks: bool  # masked slots too, which must then hold finite values
+
+    def plan(self, layout: BatchLayout) -> AttentionPlan:
+        """The masks of one step, shared by all layers."""
+        ...
 
 
 class AttentionPlan(Protocol):
-    """One step's attention in one of the forms."""
+    """One step's attention by one backend."""
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        """Attention of all rows over the caches, in which this step's keys and values stand already.
+        """Attention of all rows over the caches, which hold this step's keys and values already.
 
         Args:
             query: [num_tokens, num_heads, head_dim].
@@ -39,7 +73,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What every layer of one step shares.
+    """One step's attention, shared by all layers.
 
     num_tokens: rows that the plan knows; the dense part may carry padding behind them.
     """
@@ -70,7 +104,7 @@ _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def enter_step(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> None:
-    """Args: tensors: handle and slots, for a model that does not pass its keyword arguments to attention."""
+    """Args: tensors: handle and slot mapping, for a model that does not pass its keyword arguments to attention."""
     _steps[handle] = step
     if tensors is not None:
         _step_tensors[handle] = tensors
@@ -104,31 +138,41 @@ def attention_function(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls in each attention layer while an engine's step runs."""
+    """The function that `transformers` calls in each attention layer while an engine's step runs."""
     if STEP_HANDLE in kwargs:
-        handle, slots = kwargs[STEP_HANDLE], kwargs[STEP_SLOTS]
+        handle, slot_mapping = kwargs[STEP_HANDLE], kwargs[STEP_SLOT_MAPPING]
     else:
-        handle, slots = _step_tensors[getattr(module, LAYER_ENGINE)]
+        handle, slot_mapping = _step_tensors[getattr(module, LAYER_ENGINE)]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
     cache = getattr(module, LAYER_CACHE)
     if torch.compiler.is_compiling():
-        write = store_states if key.is_cuda else write_states
-        write(key, value, cache, slots)
+        write = _write_compiled if key.is_cuda else write_states
+        write(key, value, cache, slot_mapping)
         return paged_attention(query, cache[0], cache[1], handle, scaling), None
-    write_states(key, value, cache, slots)
+    write_states(key, value, cache, slot_mapping)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
     return running_step(handle).attend(query, cache[0], cache[1], scaling), None
 
 
-def write_states(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Put K and V of some tokens into their slots.
 
     Args:
         key, value: [1, num_kv_heads, num_tokens, head_dim].
         cache: [2, num_slots, num_kv_heads, head_dim], K first.
-        slots: [num_tokens] int64; padding goes to those of the null block.
+        slot_mapping: [num_tokens] int64; padding goes to those of the null block.
     """
-    cache[0].index_copy_(0, slots, key[0].transpose(0, 1))
-    cache[1].index_copy_(0, slots, value[0].transpose(0, 1))
+    cache[0].index_copy_(0, slot_mapping, key[0].transpose(0, 1))
+    cache[1].index_copy_(0, slot_mapping, value[0].transpose(0, 1))
+
+
+# What compiled code on a GPU writes K and V by: the kernel once `use_write_kernel` has found it.
+_write_compiled: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_states
+
+
+def use_write_kernel() -> None:
+    """Let compiled code on a GPU write K and V by the kernel, if it exists; the same for every engine."""
+    global _write_compiled
+    _write_compiled = find_kernel("kv_writes", "store_states") or write_states

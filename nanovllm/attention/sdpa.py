@@ -1,4 +1,4 @@
-"""Attention that gathers each sequence's pages and calls PyTorch's own attention: needs no compiler.
+"""Attention that gathers each sequence's blocks and calls PyTorch's own attention: needs no compiler.
 
 Decodes are batched, padded to the longest of their group; chunks go one by one.
 """
@@ -13,54 +13,53 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch import ScheduledSequence
+from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.batch_layout import BatchLayout
-from nanovllm.block_manager import NULL_BLOCK
 
-# Decodes are gathered together while the longest of a group has at most this many times the pages of the shortest:
+# Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
 # padding costs memory traffic, a further call costs some tens of microseconds a layer.
 GROUP_RATIO = 1.5
 # Nor do they gather more than this at once: what was gathered is read again while a processor's cache still holds it
-# (64 requests of 9 pages: 4.8 ms a layer in parts of 7 MB, 7.5 ms in one).
+# (64 requests of 9 blocks: 4.8 ms a layer in parts of 7 MB, 7.5 ms in one).
 GROUP_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     rows: Tensor  # [group] int64: rows of the flat batch
-    pages: Tensor  # [group * max_pages] int64, each row padded with the null block
+    blocks: Tensor  # [group * max_blocks] int64, each row padded with the null block
     context: int  # of the longest
     mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a sequence by itself
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Rows of one sequence's chunk and the pages that they see."""
+    """Rows of one sequence's chunk and the blocks that they see."""
 
     first_row: int
     end_row: int
-    pages: Tensor  # [num_pages] int64
+    blocks: Tensor  # [num_blocks] int64
     context: int  # keys to see, the chunk included
     mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
 
 
 class SdpaAttention:
-    """The `sdpa` form. One instance serves every layer of an engine.
+    """The `sdpa` backend. One instance serves every layer of an engine.
 
     Args:
-        page_bytes: K and V of one block in one layer.
+        block_bytes: K and V of one block in one layer.
     """
 
-    reads_whole_pages = True  # masked slots too
+    reads_whole_blocks = True  # masked slots too
 
-    def __init__(self, block_size: int, page_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, block_size: int, block_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size = block_size
-        self.max_group_pages = max(1, GROUP_BYTES // page_bytes)
+        self.max_group_blocks = max(1, GROUP_BYTES // block_bytes)
         self.dtype = dtype
         self.device = device
 
     def plan(self, layout: BatchLayout) -> SdpaPlan:
-        """What all layers of one step share."""
+        """The masks of one step, shared by all layers."""
         return SdpaPlan(self.block_size, self._decode_groups(layout), self._chunks(layout))
 
     def _chunks(self, layout: BatchLayout) -> list[_Chunk]:
@@ -73,25 +72,25 @@ class SdpaAttention:
         if not layout.num_decodes:
             return []
         contexts = layout.positions[: layout.num_decodes] + 1
-        num_pages = -(-contexts // self.block_size)
-        order = np.argsort(num_pages, kind="stable")
-        sorted_pages = num_pages[order]
+        num_blocks = -(-contexts // self.block_size)
+        order = np.argsort(num_blocks, kind="stable")
+        sorted_blocks = num_blocks[order]
         groups = []
         first = 0
         while first < len(order):
-            end = int(np.searchsorted(sorted_pages, sorted_pages[first] * GROUP_RATIO, side="right"))
-            end = min(end, first + max(1, self.max_group_pages // int(sorted_pages[end - 1])))
+            end = int(np.searchsorted(sorted_blocks, sorted_blocks[first] * GROUP_RATIO, side="right"))
+            end = min(end, first + max(1, self.max_group_blocks // int(sorted_blocks[end - 1])))
             rows = order[first:end]
-            width = int(sorted_pages[end - 1])
-            pages = np.full((len(rows), width), NULL_BLOCK, np.int64)
+            width = int(sorted_blocks[end - 1])
+            blocks = np.full((len(rows), width), NULL_BLOCK, np.int64)
             for index, row in enumerate(rows.tolist()):
-                table = layout.entries[row].block_table[: num_pages[row]]
-                pages[index, : len(table)] = table
+                table = layout.entries[row].block_table[: num_blocks[row]]
+                blocks[index, : len(table)] = table
             context = int(contexts[rows].max())
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
-                    torch.from_numpy(pages.reshape(-1)).to(self.device),
+                    torch.from_numpy(blocks.reshape(-1)).to(self.device),
                     context,
                     self._decode_mask(contexts[rows], context) if len(rows) > 1 else None,
                 )
@@ -106,14 +105,14 @@ class SdpaAttention:
 
     def _chunk(self, first_row: int, entry: ScheduledSequence) -> _Chunk:
         count, context = entry.num_new_tokens, entry.start + entry.num_new_tokens
-        num_pages = -(-context // self.block_size)
-        pages = torch.tensor(entry.block_table[:num_pages], device=self.device)
+        num_blocks = -(-context // self.block_size)
+        blocks = torch.tensor(entry.block_table[:num_blocks], device=self.device)
         if entry.start == 0:
-            return _Chunk(first_row, first_row + count, pages, context, None)
+            return _Chunk(first_row, first_row + count, blocks, context, None)
         queries = torch.arange(entry.start, context, device=self.device)
         hidden = torch.arange(context, device=self.device)[None] > queries[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-        return _Chunk(first_row, first_row + count, pages, context, mask[None, None])
+        return _Chunk(first_row, first_row + count, blocks, context, mask[None, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,8 @@ class SdpaPlan:
     ) -> None:
         for chunk in self.chunks:
             rows = slice(chunk.first_row, chunk.end_row)
-            keys = self._gather(key_cache, chunk.pages)[: chunk.context]
-            values = self._gather(value_cache, chunk.pages)[: chunk.context]
+            keys = self._gather(key_cache, chunk.blocks)[: chunk.context]
+            values = self._gather(value_cache, chunk.blocks)[: chunk.context]
             attended = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
@@ -158,7 +157,7 @@ class SdpaPlan:
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
             folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
             keys, values = (
-                self._gather(cache, group.pages)
+                self._gather(cache, group.blocks)
                 .view(size, -1, num_kv_heads, head_dim)[:, : group.context]
                 .transpose(1, 2)
                 for cache in (key_cache, value_cache)
@@ -167,8 +166,8 @@ class SdpaPlan:
             attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
             output[group.rows] = attended.reshape(size, -1, head_dim)
 
-    def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
-        """[num_pages * block_size, num_kv_heads, head_dim] copied out of the cache."""
-        # One row a page: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
+    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """[num_blocks * block_size, num_kv_heads, head_dim] copied out of the cache."""
+        # One row a block: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
         rows = cache.view(-1, self.block_size * cache.shape[1] * cache.shape[2])
-        return rows.index_select(0, pages).view(-1, *cache.shape[1:])
+        return rows.index_select(0, blocks).view(-1, *cache.shape[1:])

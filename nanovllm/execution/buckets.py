@@ -1,20 +1,28 @@
-"""The sizes that a step's decodes and rows are rounded up to on a GPU, so that a few captured CUDA graphs serve all."""
+"""Buckets: a step's sizes rounded up on a GPU, so that a few captured CUDA graphs serve all steps. No torch."""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanovllm.attention.flex_gpu_options import KernelOptions
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 
 
 class RowSizes:
-    """Fine where a step is short and of one kind, coarse where kinds multiply: mixed steps.
+    """Bucket sizes in ascending order: fine for short steps of decodes alone, coarse for steps with chunks.
 
-    decodes: what the number of decodes becomes in a step without chunks, in ascending order.
-    mixed_decodes: likewise in one with chunks.
-    mixed_rows: what all rows of one with chunks become, the decodes' padding included.
+    decodes: of the decodes in a step without chunks.
+    mixed_decodes: of the decodes in a step with chunks.
+    mixed_rows: of all rows of a step with chunks, the decodes' padding included.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -27,8 +35,8 @@ class RowSizes:
         self.mixed_rows = [*up_to(budget, sizes), *(budget + size for size in up_to(most, [64, 128, 256, 512]))]
 
     @classmethod
-    def of(cls, config: EngineConfig) -> RowSizes | None:
-        """Those of an engine with this configuration, fully resolved; None if it rounds nothing up.
+    def from_config(cls, config: EngineConfig) -> RowSizes | None:
+        """The sizes of a fully resolved configuration; None without CUDA graphs' layout.
 
         A device that is still "auto" counts as one that rounds nothing up.
         """
@@ -36,8 +44,8 @@ class RowSizes:
             return None
         return cls(config.max_num_seqs, config.max_num_batched_tokens)
 
-    def of_step(self, num_decodes: int, num_chunk_rows: int) -> tuple[int, int]:
-        """The decodes and the rows that a step of so many is computed as."""
+    def padded(self, num_decodes: int, num_chunk_rows: int) -> tuple[int, int]:
+        """The numbers of decodes and of rows, rounded up."""
         if not num_chunk_rows:
             size = round_up(self.decodes, num_decodes)
             return size, size
@@ -46,9 +54,99 @@ class RowSizes:
 
 
 def up_to(limit: int, sizes: list[int]) -> list[int]:
-    """The sizes below the limit, and the limit."""
+    """The sizes below the limit, then the limit."""
     return [*(size for size in sizes if size < limit), limit]
 
 
 def round_up(sizes: list[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
+
+
+class GraphShape(NamedTuple):
+    """Sizes of a captured step, padding included: first the decodes, padded, then the chunks, padded.
+
+    num_rows: of the flat batch.
+    draws: whether the graph samples; else the host's sampler takes its logits.
+    is_uneven: whether one decode's context is much longer than the others'; see `KernelOptions.is_uneven`.
+    """
+
+    num_decodes: int
+    num_rows: int
+    num_tiles: int
+    num_samples: int
+    draws: bool
+    is_uneven: bool = False
+
+    @property
+    def num_chunk_rows(self) -> int:
+        return self.num_rows - self.num_decodes if self.num_tiles else 0
+
+
+class Buckets:
+    """Rounds a step up to a shape, its rows by `RowSizes`.
+
+    The first step of a shape waits for its graph; one of a new number of decodes (with the FLASH backend also of tiles)
+    waits for the compiler.
+    """
+
+    def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
+        self._block_size = config.block_size
+        self._options = options
+        self._budget = config.max_num_batched_tokens
+        self._sizes = RowSizes(config.max_num_seqs, self._budget)
+        # Whole blocks need one tile each, and a chunk may need one more, or two; decodes are sampled, and some chunks.
+        self._more = up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
+        self.max_decodes = self._sizes.decodes[-1]
+        self.max_rows = self._sizes.mixed_rows[-1]
+        self.max_tiles = self._tiles(self.max_rows, self._more[-1])
+
+    def shape(self, layout: BatchLayout, num_tiles: int, *, draws: bool) -> GraphShape:
+        """The shape of a step whose chunks are cut into `num_tiles`."""
+        num_samples = len(layout.sample_rows)
+        num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
+        is_uneven = self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
+        if not num_tiles:
+            return GraphShape(num_decodes, num_rows, 0, num_decodes, draws, is_uneven)
+        num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
+        num_samples = self._samples(num_decodes, round_up(self._more, max(0, num_samples - num_decodes)))
+        return GraphShape(num_decodes, num_rows, num_tiles, num_samples, draws, is_uneven)
+
+    def _samples(self, num_decodes: int, more: int) -> int:
+        return min(self.max_decodes, num_decodes + more)
+
+    def _tiles(self, num_rows: int, more: int) -> int:
+        num_tiles = self._whole_tiles(num_rows) + more
+        step = min(64, max(4, 1 << max(0, num_tiles.bit_length() - 3)))  # an eighth to a quarter of most numbers
+        return -(-num_tiles // step) * step
+
+    def _whole_tiles(self, num_rows: int) -> int:
+        return -(-num_rows // self._block_size)
+
+    def common(self) -> list[GraphShape]:
+        """Shapes captured at start-up: the largest, and decodes of a middling, the largest and the smallest number.
+
+        Compiled code is laid out for the first of its kind: for decodes the middling one.
+        """
+        most, rows = self.max_decodes, self.max_rows
+        sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
+        largest = GraphShape(most, rows, self._tiles(rows, self._more[0]), most, draws=True)
+        return [largest, *(GraphShape(size, size, 0, size, draws=True) for size in sizes)]
+
+    def usual(self) -> list[GraphShape]:
+        """Shapes worth capturing while idle: decodes of any number, alone and beside chunks of a few prompts."""
+        sizes = self._sizes
+        shapes = [GraphShape(size, size, 0, size, draws=True) for size in sizes.decodes]
+        far = np.array([10**9])  # one token decoded behind a very long context
+        few = (size for size in sizes.decodes if size <= 96 and self._options.is_uneven(size, far))
+        shapes += [GraphShape(size, size, 0, size, draws=True, is_uneven=True) for size in few]
+        counts = [count for count in sizes.mixed_decodes if count <= 64]
+        rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
+        return shapes + [
+            GraphShape(count, size, self._tiles(size, self._more[0]), self._samples(count, self._more[0]), draws=True)
+            for count, size in itertools.product(counts, rows)
+            if count < size and (count or size <= self._budget)
+        ]
+
+    def largest(self) -> GraphShape:
+        """An upper bound of every part of the inputs."""
+        return GraphShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, draws=True)

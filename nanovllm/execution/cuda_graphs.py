@@ -1,14 +1,13 @@
-"""Runs a step on a GPU with one copy to the device and one launch: a CUDA graph for each shape of step.
+"""Runs a step on a GPU with one copy to the device and one launch: a CUDA graph for each shape.
 
-A graph does all of it: it finds the tokens that the step before sampled, fills the attention tables, runs the model and
-samples. It is captured when the first step of its shape comes, or before, in idle time. The memory that graphs work in
-is shared by all of them, since they run one after the other.
+A graph takes the tokens that the previous step sampled, fills the block masks, runs the model and samples. It is
+captured at the first step of its shape, or earlier while idle. All graphs share one memory pool: they run one at a
+time.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,27 +17,29 @@ from torch import Tensor
 
 from nanovllm.attention.block_mask import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
-from nanovllm.attention.flex_gpu_options import MIN_PIECE, Gpu, KernelOptions
-from nanovllm.attention.operator import AttentionStep
+from nanovllm.attention.flex_gpu_options import KernelOptions
+from nanovllm.attention.operator import AttentionStep, use_write_kernel
+from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
-from nanovllm.execution.graph_inputs import Buckets, StepInputs, StepPacking, StepShape, Tiles, with_sampled
+from nanovllm.device import DEVICE_LOCK, to_device
+from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.graph_inputs import StepInputs, StepPacking, with_sampled
+from nanovllm.interrupts import interrupts_let_through
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepReport
 from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.sampler import FILTERED_AT_ONCE, DrawInputs, Sampler
+from nanovllm.sampling.sampler import DrawInputs, Sampler, needs_logits_only
 
 logger = logging.getLogger("nanovllm")
 
-# While one thread captures, CUDA lets no other wait for the device or give memory back to it: engines take turns.
-DEVICE_LOCK = threading.RLock()
 MAX_GRAPHS = 128  # the one that was not used for longest makes room
 GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured graph takes of the device
 
 
 class GraphExecutor:
-    """The `flex` form on a GPU.
+    """Runs the `flex` and `flash` backends on a GPU, a captured graph for each shape.
 
     Args:
         binding: with compiled layers and its caches allocated.
@@ -46,27 +47,29 @@ class GraphExecutor:
     """
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler) -> None:
-        block_size, options = config.block_size, options_of(binding, config)
+        block_size = config.block_size
+        options = KernelOptions.for_layer(binding.layers[0], binding.device, block_size)
+        use_write_kernel()
         self._binding = binding
         self._sampler = sampler
         self._block_size = block_size
         self._captures = config.cuda_graphs
         self._buckets = Buckets(config, options)
-        max_pages = -(-config.max_model_len // block_size)
-        self._form = GpuFlexAttention(
+        max_blocks = -(-config.max_model_len // block_size)
+        self.backend = GpuFlexAttention(
             options=options,
             max_decodes=self._buckets.max_decodes,
             max_tiles=self._buckets.max_tiles,
-            max_pages=max_pages,
+            max_blocks=max_blocks,
             num_blocks=config.num_kv_blocks,
             uses_flash=config.attention_backend == "flash",
             device=binding.device,
         )
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         self._packing = cache(lambda shape: StepPacking(shape, block_size))
-        self._graphs: OrderedDict[StepShape, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[GraphShape, torch.cuda.CUDAGraph] = OrderedDict()
         with torch.inference_mode(False):
-            num_words = StepPacking(self._buckets.largest(), block_size).num_words + config.max_num_seqs * max_pages
+            num_words = StepPacking(self._buckets.largest(), block_size).num_words + config.max_num_seqs * max_blocks
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(self._buckets.max_decodes, dtype=torch.int64, device=binding.device)
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
@@ -75,17 +78,16 @@ class GraphExecutor:
         self._stream = torch.cuda.Stream(binding.device)  # for captures
         self._addresses: list[int] = []  # of the weights that the graphs read
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout, report: StepReport) -> Tensor:
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepReport) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, batch.sampled_positions
-        tiles = Tiles.of(layout, self._block_size)
-        shape = self._buckets.shape(layout, len(tiles.blocks), draws=_is_drawn_within(batch, positions))
+        shape = self._buckets.shape(layout, len(tiles.blocks), draws=needs_logits_only(sequences, positions))
         if report.prompt is None:
             run = self._runner_of(shape)
-        else:  # the pieces of logits that it reads have no place in a graph
+        else:  # prompt logits are read in pieces, which no graph has captured
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
             run = partial(self._run, shape, report)
-        draws = DrawInputs.of(sequences, positions) if shape.draws else None
+        draws = DrawInputs.from_sequences(sequences, positions) if shape.draws else None
         self._upload(shape, layout, tiles, draws)
         run()
         count = len(sequences)
@@ -96,7 +98,7 @@ class GraphExecutor:
                 self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest, report)
         return self._sampled[:count]
 
-    def _upload(self, shape: StepShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
+    def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
         blocks = layout.blocks_to_clear
         num_words = packing.num_words + int(layout.table_lengths.sum())
@@ -105,24 +107,25 @@ class GraphExecutor:
         packing.pack(layout, tiles, draws, buffer.numpy())
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
         if len(blocks):
-            pinned = torch.from_numpy(blocks).pin_memory()
-            begun = pinned.to(self._binding.device, non_blocking=True)
+            begun = to_device(blocks, self._binding.device)
             self._binding.caches.clear_blocks(begun, self._block_size, by_kernel=True)
 
     # -------------------------------------------------------------------------------------------------- the step
 
-    def _run(self, shape: StepShape, report: StepReport | None = None) -> None:
-        """The whole step of a shape, on what stands in the inputs; this is what a graph captures."""
+    def _run(self, shape: GraphShape, report: StepReport | None = None) -> None:
+        """The whole step of a shape on the packed inputs; this is what a graph captures."""
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
-            plan = self._form.plan(tables_of(inputs, shape))
+            plan = self.backend.fill(tables_of(inputs, shape))
         step = AttentionStep(plan, shape.num_rows)
-        logits = self._binding.forward_step(step, token_ids, inputs.positions, inputs.slots, inputs.sample_rows, report)
+        logits = self._binding.forward_step(
+            step, token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows, report
+        )
         with torch.no_grad():
             self._finish(shape, inputs, logits)
 
-    def _finish(self, shape: StepShape, inputs: StepInputs, logits: Tensor) -> None:
+    def _finish(self, shape: GraphShape, inputs: StepInputs, logits: Tensor) -> None:
         if shape.draws:
             self._sampled[: shape.num_samples] = self._sampler.draw(
                 logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
@@ -135,19 +138,19 @@ class GraphExecutor:
 
     # ---------------------------------------------------------------------------------------------------- graphs
 
-    def _runner_of(self, shape: StepShape) -> Callable[[], None]:
+    def _runner_of(self, shape: GraphShape) -> Callable[[], None]:
         if not self._captures or self._binding.has_hooks():  # a hook is the owner's own code, to be called in each step
             return lambda: self._run(shape)
         return self._graph_of(shape).replay
 
-    def _graph_of(self, shape: StepShape) -> torch.cuda.CUDAGraph:
+    def _graph_of(self, shape: GraphShape) -> torch.cuda.CUDAGraph:
         if shape not in self._graphs:
-            with DEVICE_LOCK:
+            with interrupts_let_through(), DEVICE_LOCK:  # it takes seconds and changes no books
                 self._capture(shape)
         self._graphs.move_to_end(shape)
         return self._graphs[shape]
 
-    def _capture(self, shape: StepShape) -> None:
+    def _capture(self, shape: GraphShape) -> None:
         if not self._graphs:
             self._addresses = self._binding.weight_addresses()
         while len(self._graphs) >= MAX_GRAPHS:
@@ -178,13 +181,13 @@ class GraphExecutor:
         self._graphs[shape] = graph
 
     def warm_up(self) -> None:
-        """Capture the steps that come most, the largest among them, so that no request waits for it."""
+        """Capture the most common shapes and the largest, so that no request waits for it."""
         for shape in self._buckets.common():
             self._inputs.zero_()  # a step of padding alone
             self._runner_of(shape)()
 
     def capture_ahead(self) -> bool:
-        """Capture one more step of those that usually come; False if none is left."""
+        """Capture one more of the usual shapes; False if none is left."""
         while self._captures and self._usual and len(self._graphs) < MAX_GRAPHS:
             shape = self._usual.popleft()
             if shape not in self._graphs:
@@ -193,7 +196,7 @@ class GraphExecutor:
         return False
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Graphs do what the model did when they were captured, with the weights that stand where they stood.
+        """Drop the graphs if they no longer compute what the model does: they read weights by address.
 
         Args:
             in_place: whether nothing but the weights can have changed.
@@ -212,55 +215,9 @@ class GraphExecutor:
         self._forget_graphs()
 
 
-def options_of(binding: ModelBinding, config: EngineConfig) -> KernelOptions:
-    layer = binding.layers[0]
-    return KernelOptions(
-        Gpu.of(binding.device),
-        layer.num_kv_heads,
-        layer.num_heads // layer.num_kv_heads,
-        layer.head_dim * layer.dtype.itemsize,
-        config.block_size,
-    )
-
-
-def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
-    """Bytes that a step takes beyond what was measured: attention and its tables, logits for the host's sampler, twice
-    for log-probabilities, and what it does with them, and the graphs themselves.
-    """
-    layer, options = binding.layers[0], options_of(binding, config)
-    buckets = Buckets(config, options)
-    row_values = layer.num_heads * layer.head_dim
-    tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
-    sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
-    padded_values = layer.num_kv_heads * options.padded_groups * layer.head_dim
-    parts = options.most_parts(buckets.max_decodes) * padded_values * 4  # of outputs, in float32
-    max_pages = -(-config.max_model_len // config.block_size)
-    pieces = max_pages * max(1, config.block_size // MIN_PIECE)
-    width = max_pages + 1
-    if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
-        width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
-    tables = 4 * (buckets.max_decodes * (pieces + 4) + buckets.max_tiles * 2 * (width + 1))
-    return tiles + sampling + parts + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
-
-
-def tables_of(inputs: StepInputs, shape: StepShape) -> StepTables:
+def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
     return StepTables(
-        inputs.tables, inputs.decode_tables, inputs.decode_pages, inputs.positions[: shape.num_decodes],
+        inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
         shape.is_uneven, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows,
         inputs.chunk_rows,
     )  # fmt: skip
-
-
-def _is_drawn_within(batch: ScheduledBatch, positions: list[int]) -> bool:
-    """Whether no request of the step needs the host's sampler; see `StepShape.draws`."""
-    for sequence, position in zip(batch.sampling, positions, strict=True):
-        params = sequence.params
-        if (
-            params.changes_logits
-            or params.has_filters
-            or params.is_cold
-            or params.logprobs is not None
-            or position - sequence.num_prompt_tokens < params.min_tokens
-        ):
-            return False
-    return True

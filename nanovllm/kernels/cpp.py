@@ -11,19 +11,22 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.model.default_model import cache_root
+from nanovllm.errors import KernelBuildError
+from nanovllm.kernels.packed_product import LANES, can_pack
+from nanovllm.paths import cache_root
 
 logger = logging.getLogger("nanovllm")
 
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-LANES = 16  # elements that the kernels handle at once
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 # The functions' arguments; the sources describe them.
 _SIGNATURES = {
@@ -36,15 +39,16 @@ _SIGNATURES = {
 }
 
 
-class KernelBuildError(RuntimeError):
-    """The C++ kernels could not be compiled; the message has the compiler's last words."""
-
-
 class Kernels:
-    """The functions of the compiled library, for one dtype and number of query heads a KV head."""
+    """The functions of the compiled library, for one dtype and number of query heads a KV head.
+
+    Attributes:
+        has_matrix_tiles: whether the processor has AMX for this dtype, which PyTorch uses and the kernels do not.
+    """
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int) -> None:
         self.dtype, self.num_groups = dtype, num_groups
+        self.has_matrix_tiles = dtype == torch.bfloat16 and "amx_bf16" in processor()
         functions = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
             function = getattr(functions, name)
@@ -55,6 +59,10 @@ class Kernels:
         self.attention_outputs: Any = functions.attention_outputs
         self.linear: Any = functions.linear
         self.linear_unrounded: Any = functions.linear_unrounded
+
+    def can_pack(self, linears: Sequence[nn.Linear]) -> bool:
+        """Whether `PackedProduct` takes these layers, side by side."""
+        return can_pack(linears, self.dtype)
 
 
 def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
@@ -86,11 +94,6 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-def has_matrix_tiles(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies such matrices in tiles (AMX), which the kernels do not use but PyTorch does."""
-    return dtype == torch.bfloat16 and "amx_bf16" in processor()
 
 
 def _build(command: list[str], library: Path) -> None:

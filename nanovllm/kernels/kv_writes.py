@@ -26,7 +26,7 @@ def _kernels() -> tuple[Any, Any]:
         values,
         key_cache,
         value_cache,
-        slots,
+        slot_mapping,
         key_row,
         key_head,
         value_row,
@@ -38,7 +38,7 @@ def _kernels() -> tuple[Any, Any]:
         row = tl.program_id(0).to(tl.int64)
         elements = tl.arange(0, BLOCK)
         head, dim, is_there = elements // head_dim, elements % head_dim, elements < width
-        to = tl.load(slots + row) * width + elements
+        to = tl.load(slot_mapping + row) * width + elements
         key = tl.load(keys + row * key_row + head * key_head + dim, mask=is_there)
         value = tl.load(values + row * value_row + head * value_head + dim, mask=is_there)
         tl.store(key_cache + to, key, mask=is_there)
@@ -55,7 +55,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 @torch.library.custom_op("nanovllm::store_states", mutates_args=("cache",))
-def store_states(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """See `operator.write_states`."""
     _, num_heads, num_rows, head_dim = key.shape
     key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
@@ -63,12 +63,12 @@ def store_states(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> No
     strides = key.stride(2), key.stride(1), value.stride(2), value.stride(1)
     with torch.cuda.device(key.device):
         _kernels()[0][(num_rows,)](
-            key, value, cache[0], cache[1], slots, *strides, head_dim, width, 1 << (width - 1).bit_length()
+            key, value, cache[0], cache[1], slot_mapping, *strides, head_dim, width, 1 << (width - 1).bit_length()
         )
 
 
 @store_states.register_fake
-def _(key, value, cache, slots):
+def _(key, value, cache, slot_mapping):
     return None
 
 

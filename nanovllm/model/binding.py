@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,25 @@ from nanovllm.attention.operator import (
     LAYER_CACHE,
     LAYER_ENGINE,
     STEP_HANDLE,
-    STEP_SLOTS,
+    STEP_SLOT_MAPPING,
     AttentionStep,
     attention_function,
     enter_step,
     leave_step,
 )
-from nanovllm.kernels.cpp import Kernels
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls
-from nanovllm.model.fused_layers import FusedLayer, NotFusedError, fuse_layers
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
-from nanovllm.model.packed_linears import let_go, pack_linear_layers, plain_weights_hidden, with_own_weights
-from nanovllm.model.patches import Change, Overrides
-from nanovllm.model.probe import PROBE_NAME, AnyProbe, UnsupportedModelError, probe_function, probe_model, probing_with
+from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
+from nanovllm.model.patches import AttributePatches, Change
+from nanovllm.model.probe import PROBE_NAME, AnyProbe, probe_function, probe_model, probing_with
 from nanovllm.model.weight_watch import WeightsWatch, modules_of
 from nanovllm.sampling.logprobs import StepReport
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp import Kernels
+    from nanovllm.model.fused_layers import FusedLayer
 
 logger = logging.getLogger("nanovllm")
 
@@ -70,7 +73,7 @@ class ModelBinding:
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
         self._fused_layers: list[FusedLayer] = []
-        self._overrides = Overrides()
+        self._patches = AttributePatches()
         self._is_installed = False
         probe = probe_model(model, self._probing)
         self.layers, self.window = probe.layers, probe.window
@@ -127,21 +130,23 @@ class ModelBinding:
         try:
             with plain_weights_hidden(self.model):
                 probe_model(self.model, self._probing)
-            spare = with_own_weights(self.model)
+            unshared = with_own_weights(self.model)
         except UnsupportedModelError:  # some module reads a linear layer's weight by itself
-            spare = set()
+            unshared = set()
         if kernels is not None and self._passes_keywords:
+            from nanovllm.model.fused_layers import NotFusedError, fuse_layers
+
             try:
                 self._fused_layers = fuse_layers(
                     self._layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches,
-                    let_go=lambda fused: let_go(fused.linears, spare),
+                    on_fused=lambda fused: free_weights(fused.linears, unshared),
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
-        pack_linear_layers(self.model, kernels, spare=spare, packed=packed)
+        pack_linear_layers(self.model, kernels, unshared=unshared, packed=packed)
 
     def merge_linears(self) -> None:
         """Compute linear layers that read the same input in one product. Only for a model of our own."""
@@ -149,7 +154,7 @@ class ModelBinding:
             probe_model(self.model, self._probing)
 
     def weight_addresses(self) -> list[int]:
-        """Where each parameter and buffer stands."""
+        """The address of each parameter and buffer."""
         return [
             tensor.data_ptr()
             for module in modules_of(self.model)
@@ -159,7 +164,7 @@ class ModelBinding:
         ]
 
     def structure(self) -> int:
-        """A number that changes with what a module's owner sets on it besides weights: submodules, functions, flags."""
+        """A hash of what an owner may set on a module besides weights: submodules, functions, flags."""
         parts: list[Any] = []
         for module in modules_of(self.model):
             parts.append(id(module))
@@ -175,7 +180,7 @@ class ModelBinding:
         )
 
     def compile_layers(self) -> None:
-        """Compile the decoder layers, and on a GPU what small modules stand around them."""
+        """Compile the decoder layers, and on a GPU the small modules around them."""
         self._compiled_calls = compile_calls(self.model, self._layer_modules)
 
     @property
@@ -207,14 +212,14 @@ class ModelBinding:
             changes.append((vars(module), "_compiled_call_impl", compiled))
         for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
-        self._overrides.apply(changes)
+        self._patches.apply(changes)
         self._is_installed = True
 
     def uninstall(self) -> None:
         """Give the module back as it was before `installed`; may be called again if it was interrupted."""
         with self._lock:
             self._is_installed = False
-            self._overrides.undo()
+            self._patches.undo()
 
     def _quieting(self) -> list[Change]:
         """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
@@ -229,7 +234,7 @@ class ModelBinding:
 
     @contextmanager
     def _base_model_runs_once(self) -> Iterator[None]:
-        """What calls the base model again gets what it gave the first time: more logits of the same hidden states."""
+        """Repeated calls of the base model return its first output: more logits of the same hidden states."""
         base: Any = self.model.base_model
         given: list[Any] = []
 
@@ -238,12 +243,12 @@ class ModelBinding:
                 given.append(base._call_impl(*args, **kwargs))
             return given[0]
 
-        num_changes = len(self._overrides)
-        self._overrides.apply([(vars(base), "_compiled_call_impl", run)])
+        num_changes = len(self._patches)
+        self._patches.apply([(vars(base), "_compiled_call_impl", run)])
         try:
             yield
         finally:
-            self._overrides.undo(down_to=num_changes)
+            self._patches.undo(down_to=num_changes)
 
     @contextmanager
     def _probing(self, probe: AnyProbe) -> Iterator[None]:
@@ -251,7 +256,7 @@ class ModelBinding:
         changes = [(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in self._configs()]
         with self._lock:
             try:
-                self._overrides.apply(self._quieting() + changes)
+                self._patches.apply(self._quieting() + changes)
                 with self._plain_arithmetic(), probing_with(probe):
                     yield
             finally:
@@ -296,7 +301,7 @@ class ModelBinding:
         step: AttentionStep,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        slot_mapping: Tensor,
         sample_rows: Tensor,
         report: StepReport | None = None,
     ) -> Tensor:
@@ -305,13 +310,13 @@ class ModelBinding:
         Args:
             step: what every attention layer shares.
             token_ids, positions: [num_rows] int64.
-            slots: [num_rows] int64, the cache slot that takes each row's K and V.
+            slot_mapping: [num_rows] int64, the cache slot that takes each row's K and V.
             report: gets the logits of its rows of prompts, piece by piece.
         """
-        tensors = self._handle_tensor, slots
-        extra = dict(zip((STEP_HANDLE, STEP_SLOTS), tensors, strict=True)) if self._passes_keywords else {}
+        tensors = self._handle_tensor, slot_mapping
+        extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:
-            torch._dynamo.maybe_mark_dynamic(slots, 0)
+            torch._dynamo.maybe_mark_dynamic(slot_mapping, 0)
         enter_step(self.handle, step, None if extra else tensors)
         try:
             with self.installed():

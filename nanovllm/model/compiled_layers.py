@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
 from nanovllm.attention.block_mask import own_code
+from nanovllm.device import find_kernel
 from nanovllm.model.weight_watch import modules_of
 
 # A layer's code is laid out for the first step that runs it, that of few rows and of many apart. With few, small
@@ -23,7 +23,7 @@ FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
 
 
 def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """What takes the place of each module's call; compilation itself happens in the first calls.
+    """A replacement for each module's call; compilation itself happens in the first calls.
 
     Args:
         layers: the decoder layers of `model`, all of one kind.
@@ -49,15 +49,18 @@ def _compile_for_few(module: GraphModule, inputs: Any) -> Any:
 def join_last_sum(module: GraphModule) -> None:
     """Let the product that a layer ends with add the residual itself, which would take a launch of its own.
 
-    The residual must be a tensor of the product's shape and dtype; nothing is joined where a graph does not tell them.
+    The residual must be a tensor of the product's shape and dtype; nothing is joined where the graph lacks them.
     """
+    if find_kernel("skinny_linear", "linear_and_add") is None:
+        return
+    linear_and_add = torch.ops.nanovllm.linear_and_add.default
     for output in module.graph.output_node().all_input_nodes:
         if output.target not in (operator.add, torch.add) or len(output.args) != 2 or output.kwargs:
             continue
         for last, residual in (output.args, output.args[::-1]):
             if _is_product(last) and residual is not last and _are_alike(last, residual, output):
                 with module.graph.inserting_before(output):
-                    joined = module.graph.call_function(_linear_and_add, (*last.args, residual))
+                    joined = module.graph.call_function(linear_and_add, (*last.args, residual))
                 output.replace_all_uses_with(joined)
                 module.graph.erase_node(output)
                 module.graph.erase_node(last)
@@ -65,12 +68,10 @@ def join_last_sum(module: GraphModule) -> None:
     module.recompile()
 
 
-_linear, _linear_and_add = torch.ops.nanovllm.linear, torch.ops.nanovllm.linear_and_add.default
-
-
 def _is_product(value: Any) -> TypeGuard[Node]:
-    """Of two tensors, and nobody else reads it."""
-    if not isinstance(value, Node) or value.target not in (_linear, _linear.default) or value.kwargs:
+    """Whether it is a product of two tensors with one reader."""
+    linear = torch.ops.nanovllm.linear
+    if not isinstance(value, Node) or value.target not in (linear, linear.default) or value.kwargs:
         return False
     return len(value.users) == 1
 
@@ -98,7 +99,7 @@ def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor,
 
 
 def _small_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """What a model computes outside of its layers, such as norms and rotary embeddings, but for products."""
+    """What a model computes outside of its layers, such as norms and rotary embeddings; no products."""
     within = {module for layer in layers for module in modules_of(layer)}
     products = (nn.Embedding, nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
     return [

@@ -19,6 +19,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.paths import cache_root
+
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
@@ -63,13 +65,6 @@ _MODULES = {  # of each layer, except the first two
 
 class DefaultModelError(RuntimeError):
     """The default model could not be made ready; the message says what happened, where, and the remedy."""
-
-
-def cache_root() -> Path:
-    """The folder that holds the default model: $NANOVLLM_CACHE, else `nanovllm` in the user's cache folder."""
-    if own := os.environ.get("NANOVLLM_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm"
 
 
 def ensure_default_model(*, progress: bool = True) -> Path:

@@ -1,17 +1,17 @@
 """Decoder layers of the most common kind, in a few calls of C++ instead of sixty operations.
 
 That kind is Llama's (Mistral, Qwen2, Qwen3, SmolLM2 are of it): RMS norms before attention and before a SiLU-gated
-feed-forward block, rotary embedding, residual sums. A layer's modules are recognised by their names; that it computes
-nothing else is not believed but tried, by comparing both on a batch. Any other layer runs as it is.
+feed-forward block, rotary embedding, residual sums. A layer's modules are recognised by their names, then both
+are compared on a batch: a layer that computes anything else runs as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int64, c_void_p
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.cpp import CppPlan
-from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOTS, running_step
-from nanovllm.kernels.cpp import Kernels
-from nanovllm.model.packed_linears import PackedProduct, ProductStruct, can_pack
-from nanovllm.model.probe import AttentionLayer
+from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp import Kernels
+    from nanovllm.kernels.packed_product import NormStruct, PackedProduct
 
 # How far a fused layer's change of the hidden states may lie from the module's own, in relation to its size: in the
 # median of the rows, and four times as far in the worst row. Measured on SmolLM2: median 2e-6 and 0.013, worst 2e-5 and
@@ -32,19 +33,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
 
 class NotFusedError(ValueError):
     """The layer is of another kind; the message says in what."""
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Norm) for name in ("input_norm", "post_attention_norm", "query_norm", "key_norm")),
-        *((name, ProductStruct) for name in ("qkv", "attention_output", "gate_up", "down")),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-    ]
 
 
 @dataclass(slots=True)
@@ -64,6 +52,8 @@ class FusedLayer:
     """
 
     def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels) -> None:
+        from nanovllm.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
+
         self._kernels = kernels
         self._scaling, self.head_dim = layer.scaling, layer.head_dim
         self._caches: tuple[Tensor, Tensor] | None = None
@@ -77,15 +67,15 @@ class FusedLayer:
             self.linears += linears  # type: ignore[arg-type]
             return PackedProduct(linears, interleave=interleave)  # type: ignore[arg-type]
 
-        def norm(name: str, size: int, *, optional: bool = False) -> _Norm:
+        def norm(name: str, size: int, *, optional: bool = False) -> NormStruct:
             found = parts.get(name)
             if found is None and optional:
-                return _Norm(None, 0.0)
+                return NormStruct(None, 0.0)
             epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
             if found is None or epsilon is None or not _is_rms_norm(found, size, epsilon, layer.dtype):
                 raise NotFusedError(f"{kind} has no RMS norm {name} over {size} elements")
             norms.append(found.weight)
-            return _Norm(found.weight.data_ptr(), epsilon)
+            return NormStruct(found.weight.data_ptr(), epsilon)
 
         norms: list[Any] = []
         heads, kv_heads = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
@@ -101,17 +91,14 @@ class FusedLayer:
         if sizes != [(heads + kv_heads, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]:
             raise NotFusedError(f"{kind} has projections of other sizes: {sizes}")
         self._keep = (module, qkv, output, gate_up, down)  # alive as long as the pointers to them
-        self._struct = _Layer(
+        self._struct = LayerStruct(
             norm("input_layernorm", hidden),
             norm("post_attention_layernorm", hidden),
             norm("self_attn.q_norm", layer.head_dim, optional=True),
             norm("self_attn.k_norm", layer.head_dim, optional=True),
             qkv.struct, output.struct, gate_up.struct, down.struct, layer.num_heads, layer.num_kv_heads,
         )  # fmt: skip
-        known = {id(weight) for weight in [*norms, *(p for linear in self.linears for p in linear.parameters())]}
-        others = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
-        if others:
-            raise NotFusedError(f"{kind} has more parameters: {', '.join(others)}")
+        _check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
 
     def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace, index: int) -> None:
         """Set what the layer works on.
@@ -134,7 +121,7 @@ class FusedLayer:
         hidden = hidden_states.contiguous()
         layer, threads = ctypes.byref(self._struct), torch.get_num_threads()
         self._kernels.attention_inputs(
-            layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOTS].data_ptr(),
+            layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOT_MAPPING].data_ptr(),
             keys.data_ptr(), values.data_ptr(), space.queries.data_ptr(), space.scratch.data_ptr(), num_rows, threads,
         )  # fmt: skip
         plan.attend_by_kernels(space.attended, space.queries, keys, values, self._scaling)
@@ -153,7 +140,7 @@ def fuse_layers(
     *,
     max_rows: int,
     run_batches: Callable[[], Any],
-    let_go: Callable[[FusedLayer], None],
+    on_fused: Callable[[FusedLayer], None],
 ) -> list[FusedLayer]:
     """A fused layer for each module, which were found to compute the same.
 
@@ -161,13 +148,15 @@ def fuse_layers(
         caches: K and V of each layer.
         max_rows: of any step.
         run_batches: runs some batches through the modules, beside which the fused layers are tried.
-        let_go: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
+        on_fused: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
 
-    Raises NotFusedError, before anything was let go, if a layer is of another kind.
+    Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
     """
     if not modules or len(modules) != len(layers):
         raise NotFusedError("the attention modules are in no list of layers")
     workspaces: list[Workspace] = []
+    kept: list[FusedLayer | None] = [None] * len(modules)
+    has_room = _has_room_for_both(modules)
 
     def make(index: int) -> FusedLayer:
         fused = FusedLayer(modules[index], layers[index], kernels)
@@ -180,26 +169,32 @@ def fuse_layers(
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             fused = kept[index] or make(index)
             _compare(module, fused, args, kwargs, output, kernels.dtype)
-            if has_room:
-                kept[index] = fused
+            kept[index] = fused if has_room else None
 
         return hook
 
-    # Both forms of all weights at once, if there is memory for that; otherwise each layer is packed again.
-    num_bytes = sum(parameter.nbytes for module in modules for parameter in module.parameters())
-    has_room = psutil.virtual_memory().available > 2 * num_bytes
-    kept: list[FusedLayer | None] = [None] * len(modules)
-    hooks = [module.register_forward_hook(compare(index), with_kwargs=True) for index, module in enumerate(modules)]
-    try:
+    with ExitStack() as hooks:
+        for index, module in enumerate(modules):
+            hooks.callback(module.register_forward_hook(compare(index), with_kwargs=True).remove)
         run_batches()
-    finally:
-        for handle in hooks:
-            handle.remove()
     result = []
     for index, fused in enumerate(kept):
         result.append(fused or make(index))
-        let_go(result[-1])
+        on_fused(result[-1])
     return result
+
+
+def _has_room_for_both(modules: Sequence[nn.Module]) -> bool:
+    """Whether plain and packed weights fit into memory at once; otherwise each layer is packed twice."""
+    num_bytes = sum(parameter.nbytes for module in modules for parameter in module.parameters())
+    return psutil.virtual_memory().available > 2 * num_bytes
+
+
+def _check_knows_all(module: nn.Module, weights: list[Any]) -> None:
+    known = {id(weight) for weight in weights}
+    others = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
+    if others:
+        raise NotFusedError(f"{type(module).__name__} has more parameters: {', '.join(others)}")
 
 
 def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max_rows: int) -> Workspace:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.model.probe import Probing, StateProbe, UnsupportedModelError, positions_of
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.model.probe import Probing, StateProbe, positions_of
 
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
 
@@ -134,7 +135,7 @@ def _check_sampled_rows(name: str, own: Observation, ours: Observation, rows: li
 
 
 def _plain_tokens(model: Any, count: int, vocab_size: int) -> list[int]:
-    """Ids all over the vocabulary but for special ones, which a model may treat in a way of its own."""
+    """Ids spread over the vocabulary, without special ones, which a model may treat differently."""
     special: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True)):
         for name, value in config.to_dict().items():

@@ -16,15 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model.probe import UnsupportedModelError, positions_of
+from nanovllm.model.probe import positions_of
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-class ModelLoadError(ValueError):
-    """The model or its tokenizer could not be found or read; the message names what is missing and where."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Linear layers that read the same input, as one product: q, k and v, or gate and up, whatever a model calls them.
 
-Which ones do is seen in one forward pass. Only for a model that nobody else uses: its modules are replaced.
+Which ones do is seen in one forward pass. Only for a model of the engine's own: its modules are replaced.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.skinny_linear import linear, suits
+from nanovllm.device import find_kernel
 from nanovllm.model.packed_linears import with_own_weights
 
 
 class _Shared:
-    """What the layers of a group share: their weights, and the product from the first one's call to the last one's."""
+    """The weights of a group's layers, and their product from the first one's call to the last one's."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.weight = torch.cat([linear.weight.detach() for linear in linears])
@@ -56,11 +56,11 @@ class MergedLinear(_Part):
         super().__init__(shared, in_features, 0, end)
         self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
         self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
-        self.is_skinny = shared.bias is None and suits(shared.weight)
+        self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
 
     def forward(self, states: Tensor) -> Tensor:
         if self.is_skinny:
-            product = linear(states, self.all_weights)
+            product = torch.ops.nanovllm.linear(states, self.all_weights)
         else:
             product = F.linear(states, self.all_weights, self.all_biases)
         self._shared.product = product
@@ -86,7 +86,8 @@ class SkinnyLinear(nn.Linear):
     """A linear layer by itself, whose products of a few rows are our own."""
 
     def forward(self, states: Tensor) -> Tensor:
-        return linear(states, self.weight)
+        result: Tensor = torch.ops.nanovllm.linear(states, self.weight)
+        return result
 
 
 @contextmanager
@@ -108,8 +109,14 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
         for group in _groups(calls.pop(layer)):
             _merge(layer, group)
         for module in layer.modules():
-            if type(module) is nn.Linear and module.bias is None and suits(module.weight):
+            if type(module) is nn.Linear and module.bias is None and _suits_kernel(module.weight):
                 module.__class__ = SkinnyLinear
+
+
+def _suits_kernel(weight: Tensor) -> bool:
+    """Whether the operator `nanovllm::linear`, which this registers, is the faster product for a few rows."""
+    suits = find_kernel("skinny_linear", "suits")
+    return suits is not None and suits(weight)
 
 
 def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:

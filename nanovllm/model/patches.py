@@ -1,4 +1,4 @@
-"""Attributes that are set on somebody else's objects for a while, and put back exactly as they were."""
+"""Attributes set on a caller's objects for a while, and put back exactly as they were."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among
 _ABSENT = object()
 
 
-class Overrides:
-    """What is set, in its order. Undoing may be cut short by an interrupt, and goes on when it is called again."""
+class AttributePatches:
+    """A stack of patches. An `undo` that an interrupt cut short can be called again."""
 
     def __init__(self) -> None:
         self._undo: list[Change] = []

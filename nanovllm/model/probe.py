@@ -1,4 +1,4 @@
-"""What attention layers hand over, learnt in one small forward pass; what cannot be served is refused by name."""
+"""A probe of the attention layers in one small forward pass; unsupported features are refused by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.errors import UnsupportedModelError
+
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them
 
@@ -23,22 +26,6 @@ _HARMLESS = {
 }  # fmt: skip
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-class UnsupportedModelError(ValueError):
-    """The model does something in attention that the engine does not implement; the message names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """One attention module and what it hands over."""
-
-    module: nn.Module
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scaling: float  # of the scores
 
 
 @dataclass(slots=True)
@@ -84,7 +71,7 @@ class Probe:
 
 
 def probe_model(model: Any, probing: Probing) -> Probe:
-    """What the attention layers of a causal language model hand over; raises UnsupportedModelError."""
+    """The attention layers of a causal language model; raises UnsupportedModelError."""
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
@@ -128,7 +115,7 @@ def probe_model(model: Any, probing: Probing) -> Probe:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a text model has; None if its config does not tell."""
+    """How many positions a text model has; None if its config does not say."""
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
         limit = getattr(config, name, None)
         if limit:

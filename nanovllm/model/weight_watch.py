@@ -24,7 +24,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 class WeightsWatch:
-    """Tells whether any parameter or buffer of a module was written or replaced (by version and storage)."""
+    """Detects whether any parameter or buffer of a module was written or replaced (by version and storage)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -48,9 +48,9 @@ class WeightsWatch:
 
 
 class _TensorState:
-    """What tells that a tensor was written to or replaced.
+    """Version and storage of a tensor, to detect writes and replacements.
 
-    An address alone tells nothing, since the memory of weights that were replaced is used again for the next ones; but
+    An address alone is not enough, since the memory of weights that were replaced is used again for the next ones; but
     while the storage that was seen there lives, no other can have its address.
     """
 

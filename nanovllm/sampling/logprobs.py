@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.device import to_device, to_host
 from nanovllm.outputs import Logprob, TokenLogprobs
-from nanovllm.sampling.penalties import to_device
 from nanovllm.sequence import Sequence
 
 ROWS_AT_ONCE = 64  # a piece of a prompt takes this many rows of logits, in float32 and in the model's own dtype
@@ -37,7 +37,7 @@ class Measured:
     ranks: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> Measured:
+    def from_logits(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> Measured:
         """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
         from vocab_size on for tokens without a logit.
         """
@@ -49,7 +49,7 @@ class Measured:
 
     def to_host(self) -> Measured:
         """On the way to the host; there once the device has done what it was asked before."""
-        return Measured(*(_to_host(tensor) for tensor in (self.token_ids, self.logprobs, self.ranks)))
+        return Measured(*(to_host(tensor) for tensor in (self.token_ids, self.logprobs, self.ranks)))
 
     def rows(self, num_top: Iterable[int]) -> Iterator[TokenLogprobs]:
         """Each row's report, with as many of the most probable tokens as it asks for."""
@@ -71,18 +71,11 @@ def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     return torch.cat([chosen, top.indices], dim=1), logprobs, ranks
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step that tell how probable tokens of prompts were: row p of a sequence tells of token p + 1.
+    """The rows of a step that give prompt log-probabilities: row p of a sequence gives that of token p + 1.
 
-    spans: the sequences, each with the positions of its tokens that are told of: the first, and behind the last.
+    spans: the sequences, each with the range of positions that are reported.
     rows: [num_rows] int64, rows of the flat batch.
     token_ids: [num_rows] int64, the tokens that came.
     """
@@ -92,8 +85,8 @@ class PromptRows:
     token_ids: NDArray[np.int64]
 
     @classmethod
-    def of(cls, layout: BatchLayout) -> PromptRows | None:
-        """None if no prompt of the step is to be reported on. Looks at chunks alone: decodes are past their prompts."""
+    def from_layout(cls, layout: BatchLayout) -> PromptRows | None:
+        """None if no request of the step asks for it. Only chunks have prompt rows: decodes are past their prompts."""
         spans, rows, token_ids = [], [], []
         for entry, first_row in zip(layout.chunks, layout.row_starts[layout.num_decodes : -1].tolist(), strict=True):
             sequence = entry.sequence
@@ -110,7 +103,7 @@ class PromptRows:
 
 
 class StepReport:
-    """What a step tells besides its tokens: log-probabilities, and errors in what requests brought along."""
+    """What a step returns besides its tokens: log-probabilities, and errors of requests' own logits processors."""
 
     def __init__(self, prompt: PromptRows | None = None) -> None:
         self.prompt = prompt
@@ -120,7 +113,7 @@ class StepReport:
         self._sampled: Measured | None = None
 
     def shift_prompt_rows(self, distance: int) -> None:
-        """The rows of chunks stand this much further back in the flat batch than its layout says."""
+        """Shift the rows of chunks by the decodes' padding."""
         if self.prompt is not None:
             self.prompt = replace(self.prompt, rows=self.prompt.rows + distance)
 
@@ -134,13 +127,13 @@ class StepReport:
         assert self.prompt is not None
         first = ROWS_AT_ONCE * len(self._prompt_pieces)
         token_ids = to_device(self.prompt.token_ids[first : first + len(logits)], logits.device)
-        self._prompt_pieces.append(Measured.of(logits, token_ids, self.prompt.num_top))
+        self._prompt_pieces.append(Measured.from_logits(logits, token_ids, self.prompt.num_top))
 
     def add_sampled(self, sequences: SequenceABC[Sequence], logits: Tensor, token_ids: Tensor) -> None:
         """Take the logits [num_rows, vocab_size] with which these sequences drew token_ids [num_rows]."""
         self._sequences = list(sequences)
         num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
-        self._sampled = Measured.of(logits, token_ids, num_top)
+        self._sampled = Measured.from_logits(logits, token_ids, num_top)
 
     def to_host(self) -> StepReport:
         """Send what was measured to the host; it is there with the step's tokens."""
@@ -150,7 +143,7 @@ class StepReport:
         return self
 
     def record(self, sequences: SequenceABC[Sequence], token_ids: SequenceABC[int]) -> None:
-        """Write into the sequences what belongs to them; to be called right before they get their tokens.
+        """Write each sequence's log-probabilities and errors into it; call it right before `Scheduler.update`.
 
         Args:
             sequences, token_ids: what the step sampled.

@@ -1,7 +1,8 @@
-"""What changes a request's logits before they are drawn from: tokens forbidden, biases, penalties, own functions."""
+"""Changes to logits before sampling: allowed tokens, bad words, biases, penalties, logits processors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.device import to_device
 from nanovllm.sequence import Sequence
 
 
@@ -26,12 +28,6 @@ class LatestTokens:
     previous: Tensor | None
 
 
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor of numbers from the host, without waiting for what the device does meanwhile."""
-    tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def change_logits(
     logits: Tensor,
     sequences: SequenceABC[Sequence],
@@ -44,7 +40,7 @@ def change_logits(
     Allowed tokens come first, then bad words, biases, penalties in the order repetition, frequency, presence (so far as
     in vLLM), and the request's own functions, which have the last word. Repetition (Keskar et al. 2019) divides the
     positive logits of tokens in prompt or output, and multiplies the negative ones; frequency is taken off once for
-    each time that a token stands in the output, presence once for all.
+    each occurrence of a token in the output, presence once.
 
     Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
     and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary. A bad
@@ -62,31 +58,27 @@ def change_logits(
     if not rows:
         return logits
     logits = logits.float()
-    limited = [row for row in rows if sequences[row].params.allowed_token_ids]
-    if limited:
-        places = to_device(limited, logits.device)
-        logits[places] += _mask_of([sequences[row].params.allowed_token_ids for row in limited], logits)
-    worded = [row for row in rows if sequences[row].bad_words]
-    if worded:
-        _forbid_bad_words(logits, worded, sequences, positions, latest)
-    biased = [row for row in rows if sequences[row].params.logit_bias]
-    if biased:
-        _add_biases(logits, biased, [sequences[row].params.logit_bias for row in biased])
-    penalised = [row for row in rows if sequences[row].params.penalises]
-    if penalised:
-        places = to_device(penalised, logits.device)
-        chosen = [sequences[row] for row in penalised]
-        ends = [positions[row] for row in penalised]
-        outputs = [s.token_ids[s.num_prompt_tokens : end] for s, end in zip(chosen, ends, strict=True)]
-        counts = _counts(outputs, logits)
-        if latest is not None and latest.previous is not None:
-            _count_in_flight(counts, latest.token_ids[penalised], latest.previous)
-        in_prompt = _counts([s.token_ids[: s.num_prompt_tokens] for s in chosen], logits)
-        logits[places] = _penalise(logits[places], counts, in_prompt, chosen)
-    for row in rows:
-        if sequences[row].params.logits_processors:
-            _run_processors(logits[row], sequences[row], positions[row], {} if errors is None else errors)
+    step = _Step(sequences, positions, latest, {} if errors is None else errors)
+    for applies, apply in _CHANGES:
+        chosen = [row for row in rows if applies(sequences[row])]
+        if chosen:
+            apply(logits, chosen, step)
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of `change_logits` besides the logits."""
+
+    sequences: SequenceABC[Sequence]
+    positions: SequenceABC[int]
+    latest: LatestTokens | None
+    errors: dict[Sequence, str]
+
+
+def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
+    allowed = [step.sequences[row].params.allowed_token_ids for row in rows]
+    logits[to_device(rows, logits.device)] += _mask_of(allowed, logits)
 
 
 def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
@@ -95,20 +87,14 @@ def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
     return mask.view(-1).index_fill_(0, _flat_places(allowed, logits), 0.0).view(mask.shape)
 
 
-def _forbid_bad_words(
-    logits: Tensor,
-    rows: list[int],
-    sequences: SequenceABC[Sequence],
-    positions: SequenceABC[int],
-    latest: LatestTokens | None,
-) -> None:
+def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
     """Forbid each token that would complete a bad word, prompt and output taken together as in `transformers`."""
-    vocab_size, device = logits.shape[1], logits.device
+    vocab_size, device, latest = logits.shape[1], logits.device, step.latest
     sure: list[int] = []  # places in a flat logits
     unsure: list[tuple[int, int, int]] = []  # such a place; which token in flight decides, and what it would have to be
     for row in rows:
-        token_ids, position = sequences[row].token_ids, positions[row]
-        for *beginning, last in sequences[row].bad_words:
+        token_ids, position = step.sequences[row].token_ids, step.positions[row]
+        for *beginning, last in step.sequences[row].bad_words:
             if last >= vocab_size:  # no logit: never drawn
                 continue
             place = row * vocab_size + last
@@ -130,6 +116,11 @@ def _forbid_bad_words(
         flat.scatter_add_(0, places, flat.new_zeros(places.shape).masked_fill_(is_complete, -torch.inf))
 
 
+def _run_all_processors(logits: Tensor, rows: list[int], step: _Step) -> None:
+    for row in rows:
+        _run_processors(logits[row], step.sequences[row], step.positions[row], step.errors)
+
+
 def _run_processors(row: Tensor, sequence: Sequence, position: int, errors: dict[Sequence, str]) -> None:
     """Overwrite a row [vocab_size] with what the request's own functions make of it, each given a copy of its own."""
     token_ids = sequence.token_ids[:position].tolist()
@@ -147,7 +138,8 @@ def _run_processors(row: Tensor, sequence: Sequence, position: int, errors: dict
         )
 
 
-def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]]) -> None:
+def _add_biases(logits: Tensor, rows: list[int], step: _Step) -> None:
+    biases = [step.sequences[row].params.logit_bias for row in rows]
     row_of_each = np.repeat(rows, [len(bias) for bias in biases])
     token_ids = np.fromiter((token_id for bias in biases for token_id in bias), np.int64, len(row_of_each))
     values = np.fromiter((value for bias in biases for value in bias.values()), np.float32, len(row_of_each))
@@ -156,7 +148,7 @@ def _add_biases(logits: Tensor, rows: list[int], biases: list[dict[int, float]])
 
 
 def _counts(tokens: list[Any], logits: Tensor) -> Tensor:
-    """[num_rows, vocab_size] float32: how often each token stands in each row's tokens.
+    """[num_rows, vocab_size] float32: occurrences of each token in each row's tokens.
 
     Prompts may hold tokens without a logit, which cannot be penalised.
     """
@@ -177,13 +169,25 @@ def _flat_places(tokens: list[Any], logits: Tensor) -> Tensor:
 def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor) -> None:
     rows = np.flatnonzero(latest < 0)
     if len(rows):
-        # A row without a token (its logits were not finite) ends when that is read; until then any token will do.
+        # A row whose logits were not finite ends when the step is read; until then any token will do.
         tokens = previous[to_device(-1 - latest[rows], counts.device)].clamp(min=0)
         places = to_device(rows * counts.shape[1], counts.device) + tokens
         counts.view(-1).scatter_add_(0, places, counts.new_ones(len(rows)))
 
 
-def _penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: list[Sequence]) -> Tensor:
+def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
+    places = to_device(rows, logits.device)
+    sequences = [step.sequences[row] for row in rows]
+    ends = [step.positions[row] for row in rows]
+    outputs = [s.token_ids[s.num_prompt_tokens : end] for s, end in zip(sequences, ends, strict=True)]
+    counts = _counts(outputs, logits)
+    if step.latest is not None and step.latest.previous is not None:
+        _count_in_flight(counts, step.latest.token_ids[rows], step.latest.previous)
+    in_prompt = _counts([s.token_ids[: s.num_prompt_tokens] for s in sequences], logits)
+    logits[places] = _penalised(logits[places], counts, in_prompt, sequences)
+
+
+def _penalised(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: list[Sequence]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return to_device(np.array(values, np.float32), logits.device)[:, None]
 
@@ -192,3 +196,13 @@ def _penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: list
     logits = torch.where((counts > 0) | (in_prompt > 0), penalised, logits)
     logits -= column([sequence.params.frequency_penalty for sequence in sequences]) * counts
     return logits - column([sequence.params.presence_penalty for sequence in sequences]) * (counts > 0)
+
+
+# In the order in which they are applied.
+_CHANGES: tuple[tuple[Callable[[Sequence], Any], Callable[[Tensor, list[int], _Step], None]], ...] = (
+    (lambda sequence: sequence.params.allowed_token_ids, _keep_allowed),
+    (lambda sequence: sequence.bad_words, _forbid_bad_words),
+    (lambda sequence: sequence.params.logit_bias, _add_biases),
+    (lambda sequence: sequence.params.penalises, _penalise),
+    (lambda sequence: sequence.params.logits_processors, _run_all_processors),
+)

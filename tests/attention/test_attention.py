@@ -165,5 +165,5 @@ def test_layout_lists_decodes_first_and_maps_samples_back_to_batch_order():
     assert layout.positions.tolist() == [33, *range(5), 16, 17, 18]
     assert layout.sample_rows.tolist() == [5, 0, 8]
     slots = [case.slot(e.block_table, p) for e in layout.entries for p in range(e.start, e.start + e.num_new_tokens)]
-    assert layout.slots.tolist() == slots
-    assert isinstance(layout.slots, np.ndarray)
+    assert layout.slot_mapping.tolist() == slots
+    assert isinstance(layout.slot_mapping, np.ndarray)

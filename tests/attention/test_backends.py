@@ -18,7 +18,7 @@ from nanovllm.attention.flash import TRIED_VERSION
 from nanovllm.config import EngineConfig
 
 LAYER = SimpleNamespace(dtype=torch.bfloat16, head_dim=128)
-BINDING = SimpleNamespace(device=torch.device("cuda", 0), layers=[LAYER])
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def flash_is_there(monkeypatch):
 
 def choice(**options):
     config = EngineConfig(**options)
-    size = preferred_block_size(BINDING, config)
-    return AttentionChoice.of(BINDING, config.resolve_limits("cuda", 4096, block_size=size)).backend, size
+    size = preferred_block_size(LAYER, DEVICE, config)
+    return AttentionChoice.for_model(LAYER, DEVICE, config.resolve_limits("cuda", 4096, block_size=size)).backend, size
 
 
 def test_auto_takes_flash_and_blocks_of_its_size(flash_is_there):
@@ -129,8 +129,7 @@ def test_a_package_around_it_that_is_broken_is_no_end_either(install, tmp_path, 
 def test_flash_is_imported_once_and_only_where_it_may_be_used(install, monkeypatch):
     install("")
     assert choice(block_size=64) == ("flex", None) and choice(enforce_eager=True)[0] == "sdpa"
-    cpu = SimpleNamespace(device=torch.device("cpu"), layers=[LAYER])
-    assert preferred_block_size(cpu, EngineConfig()) is None
+    assert preferred_block_size(LAYER, torch.device("cpu"), EngineConfig()) is None
     assert install.num_imports() == 0
     assert choice() == choice() == ("flash", 128)
     assert install.num_imports() == 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanovllm.block_manager import NULL_BLOCK, BlockManager
+from nanovllm.batch import NULL_BLOCK
+from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 from tests.support.blocks import SIZE, A, B, C, D, computed, make_manager, release
 from tests.support.scheduling import make_sequence

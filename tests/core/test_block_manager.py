@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanovllm.block_manager import NULL_BLOCK, BlockManager
+from nanovllm.batch import NULL_BLOCK
+from nanovllm.block_manager import BlockManager
 from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, num_hits, release
 from tests.support.scheduling import make_sequence
 

@@ -10,12 +10,13 @@ import torch
 
 from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.execution.buckets import MIN_ROWS, RowSizes
+from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.cuda_graphs import MAX_GRAPHS
-from nanovllm.execution.graph_inputs import Buckets, StepPacking, StepShape, Tiles, with_sampled
+from nanovllm.execution.graph_inputs import StepPacking, with_sampled
 from nanovllm.sampling.logprobs import PromptRows, StepReport
 from nanovllm.sampling.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ def options_of(block_size: int, num_kv_heads: int = 8) -> KernelOptions:
     return KernelOptions(H200, num_kv_heads, 2, 256, block_size)
 
 
-def assert_fits(shape: StepShape, buckets: Buckets, block_size: int) -> None:
+def assert_fits(shape: GraphShape, buckets: Buckets, block_size: int) -> None:
     largest = buckets.largest()
     assert all(size <= bound for size, bound in zip(shape[:4], largest[:4], strict=True)), (shape, largest)
     assert StepPacking(shape, block_size).num_words <= StepPacking(largest, block_size).num_words
@@ -85,7 +86,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
                 choice, block_size=block_size, max_num_seqs=min(max_num_seqs, 60), budget=budget, max_model_len=300
             )
             layout = build_layout(entries, block_size, in_flight)
-            tiles = Tiles.of(layout, block_size)
+            tiles = Tiles.from_layout(layout, block_size)
             shape = buckets.shape(layout, len(tiles.blocks), draws=True)
             assert_fits(shape, buckets, block_size)
             assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
@@ -105,7 +106,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
             if loop.scheduler.waiting or loop.scheduler.running:
                 batch = loop.step()
                 layout = build_layout(batch.entries, 16)
-                shape = buckets.shape(layout, len(Tiles.of(layout, 16).blocks), draws=True)
+                shape = buckets.shape(layout, len(Tiles.from_layout(layout, 16).blocks), draws=True)
                 assert StepCosts.of(batch, 16, sizes).num_tokens == shape.num_rows
 
 
@@ -138,7 +139,7 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
     assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
     assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
 
-    def shape_of(num_decodes: int, length: int, context: int = 6) -> StepShape:
+    def shape_of(num_decodes: int, length: int, context: int = 6) -> GraphShape:
         """Of a step of decodes, the first of them behind a context, and a chunk."""
         tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
         sequence = Sequence(NewRequest("r", tokens, SamplingParams()), arrival=0, max_model_len=10**6)
@@ -146,7 +147,7 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
         entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
         entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
         layout = build_layout(entries, block_size)
-        return buckets.shape(layout, len(Tiles.of(layout, block_size).blocks), draws=True)
+        return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks), draws=True)
 
     for shape in usual:
         assert_fits(shape, buckets, block_size)
@@ -177,7 +178,7 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
             prompt = Sequence(NewRequest("chunk", [1] * chunk, SamplingParams()), arrival=0, max_model_len=10**6)
             entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
         layout = build_layout(entries, 64)
-        return buckets.shape(layout, len(Tiles.of(layout, 64).blocks), draws=True).is_uneven
+        return buckets.shape(layout, len(Tiles.from_layout(layout, 64).blocks), draws=True).is_uneven
 
     for count in range(1, 1025, 7):
         assert not is_uneven(*[500] * count)
@@ -198,12 +199,14 @@ def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
     for count in range(4, 1025, 4):
         alike = -(-count * H200.num_multiprocessors // gpu.num_multiprocessors)
         for is_uneven in (False, True):
-            options, measured = (of.of_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike)))
-            assert (options.piece, options.kernel["SPLIT_KV"]) == (measured.piece, measured.kernel["SPLIT_KV"])
+            options, measured = (
+                of.for_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike))
+            )
+            assert (options.kv_tile, options.kernel["SPLIT_KV"]) == (measured.kv_tile, measured.kernel["SPLIT_KV"])
             tiles = 16 + 2 * options.kernel["num_stages"] * options.kernel["BLOCK_N"]
             assert 256 * tiles <= gpu.shared_memory
-        assert of_gpu.most_parts(count) >= count * of_gpu.of_decodes(count, is_uneven=True).kernel["SPLIT_KV"]
-    chunks = of_gpu.of_chunks()
+        assert of_gpu.most_splits(count) >= count * of_gpu.for_decodes(count, is_uneven=True).kernel["SPLIT_KV"]
+    chunks = of_gpu.for_chunks()
     assert 256 * (chunks["BLOCK_M"] + 2 * chunks["num_stages"] * chunks["BLOCK_N"]) <= gpu.shared_memory
 
 
@@ -230,12 +233,12 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                 choice, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, max_model_len=longest
             )
             layout = build_layout(entries, block_size, in_flight, longest_first=True)
-            tiles = Tiles.of(layout, block_size)
+            tiles = Tiles.from_layout(layout, block_size)
             shape = buckets.shape(layout, len(tiles.blocks), draws=True)
             packing = StepPacking(shape, block_size)
             sampling = [entry for entry in entries if entry.samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
-            draws = DrawInputs.of([entry.sequence for entry in sampling], positions)
+            draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
             packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
             packing.pack(layout, tiles, draws, packed)
             buffer[: len(packed)] = torch.from_numpy(packed)
@@ -243,7 +246,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             sampled = torch.randint(0, 999, (decodes,))
             token_ids = with_sampled(inputs.token_ids, sampled)
             if shape.num_decodes:
-                _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_pages,
+                _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_blocks,
                               inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
             if shape.num_tiles:
                 _fill_tiles(
@@ -275,13 +278,13 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                     right = known[position] if position < len(known) else int(sampled[in_flight[entry.sequence]])
                     assert int(token_ids[row]) == right and int(inputs.positions[row]) == position
                     slots = [table[p // block_size] * block_size + p % block_size for p in range(position + 1)]
-                    assert int(inputs.slots[row]) == slots[-1]
+                    assert int(inputs.slot_mapping[row]) == slots[-1]
                     assert slots_seen(row) == set(slots)
                     used.add(row)
                     last_row[entry.sequence] = row
                     row += 1
             for row in set(range(shape.num_rows)) - used:
-                assert int(inputs.slots[row]) == 0 == int(token_ids[row])
+                assert int(inputs.slot_mapping[row]) == 0 == int(token_ids[row])
                 assert row >= shape.num_decodes or int(decode_tables[0][row]) == 0
             for tile in range(len(tiles.blocks), shape.num_tiles):
                 assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
@@ -315,13 +318,15 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.of(layout, 16).blocks), draws=False)
+    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(
+        layout, len(Tiles.from_layout(layout, 16).blocks), draws=False
+    )
     assert shape.num_decodes > layout.num_decodes
     packing = StepPacking(shape, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
-    packing.pack(layout, Tiles.of(layout, 16), None, buffer)
+    packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
 
-    report = StepReport(PromptRows.of(layout))
+    report = StepReport(PromptRows.from_layout(layout))
     report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
     told_of = list(range(41, 73)) + list(range(4001, 4020))
     assert report.prompt.token_ids.tolist() == told_of

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.execution.graph_inputs import StepShape
+from nanovllm.execution.buckets import GraphShape
 from nanovllm.model import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
@@ -196,7 +196,7 @@ def open_preparing(folder: Path) -> AsyncLLM:
     return AsyncLLM(folder, tokenizer=tiny_tokenizer(), prepares_when_idle=True, **options)
 
 
-async def prepared_graphs(llm: AsyncLLM) -> dict[StepShape, Any]:
+async def prepared_graphs(llm: AsyncLLM) -> dict[GraphShape, Any]:
     """Wait until all that usually comes is captured."""
     executor = llm._engine_thread._engine.model_runner._executor
     end = time.monotonic() + 120

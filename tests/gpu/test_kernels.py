@@ -14,13 +14,17 @@ from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
+from nanovllm.attention.tiles import Tiles
+from nanovllm.batch import NON_FINITE
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
+from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.cuda_graphs import tables_of
-from nanovllm.execution.graph_inputs import Buckets, StepPacking, Tiles
+from nanovllm.execution.graph_inputs import StepPacking
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
-from nanovllm.sampling.sampler import NON_FINITE, Sampler, gumbel_noise, noise_keys, token_counters
+from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
+from nanovllm.sampling.sampler import Sampler
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
 _backends: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
@@ -33,13 +37,13 @@ def backend_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAtt
     if key not in _backends:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         heads = case.num_kv_heads, num_heads // case.num_kv_heads, head_dim * case.dtype.itemsize
-        options = KernelOptions(Gpu.of(torch.device("cuda")), *heads, case.block_size)
+        options = KernelOptions(Gpu.from_device(torch.device("cuda")), *heads, case.block_size)
         buckets = Buckets(config, options)
         backend = GpuFlexAttention(
             options=options,
             max_decodes=buckets.max_decodes,
             max_tiles=buckets.max_tiles,
-            max_pages=NUM_BLOCKS - 1,
+            max_blocks=NUM_BLOCKS - 1,
             num_blocks=NUM_BLOCKS,
             uses_flash=uses_flash,
             device=torch.device("cuda"),
@@ -52,7 +56,7 @@ def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
     backend, buckets = backend_of(case, uses_flash=uses_flash)
     layout, block_size = case.layout, case.block_size
-    tiles = Tiles.of(layout, block_size)
+    tiles = Tiles.from_layout(layout, block_size)
     shape = buckets.shape(layout, len(tiles.blocks), draws=True)._replace(is_uneven=is_uneven)
     packing = StepPacking(shape, block_size)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
@@ -69,9 +73,9 @@ def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -
     blocks = torch.from_numpy(layout.blocks_to_clear).cuda()
     for cache in case.caches:
         cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
-    store_states(states[1], states[2], case.caches, inputs.slots)
+    store_states(states[1], states[2], case.caches, inputs.slot_mapping)
     with torch.no_grad():
-        plan = backend.plan(tables_of(inputs, shape))
+        plan = backend.fill(tables_of(inputs, shape))
         output = plan.attend(states[0][0].transpose(0, 1).contiguous(), *case.caches, case.scaling)
     assert output.isfinite().all()  # in the padding too: it goes through the rest of the layers
     return output[rows.cuda()]
@@ -101,7 +105,7 @@ def test_decodes_that_are_split_finer_equal_dense_attention(num_kv_heads):
     spans = [(900, 1), (0, 1), (64, 1), (33, 1), (63, 1), (130, 1), (5, 1), (15, 1)]
     case = PagedCase(spans, num_kv_heads=num_kv_heads, groups=1, block_size=64, dtype=torch.bfloat16)
     options = backend_of(case)[0]._options
-    splits = [options.of_decodes(8, is_uneven=is_uneven).kernel["SPLIT_KV"] for is_uneven in (False, True)]
+    splits = [options.for_decodes(8, is_uneven=is_uneven).kernel["SPLIT_KV"] for is_uneven in (False, True)]
     assert splits[0] < splits[1]
     case.check(run(case))
     case.check(run(case, is_uneven=True))

@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 
+import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
 from nanovllm.model.compiled_layers import join_last_sum
 
 ops = torch.ops.nanovllm

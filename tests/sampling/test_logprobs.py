@@ -57,7 +57,7 @@ def test_they_are_right_with_packed_weights_and_compiled_kernels(tmp_path):
 
 def test_ties_share_the_better_rank_and_a_row_without_a_token_harms_no_other():
     logits = torch.tensor([[0.0, 2.0, 2.0, -torch.inf], [1.0, 0.0, 0.0, 0.0], [torch.nan] * 4])
-    measured = Measured.of(logits, torch.tensor([2, 3, -1]), 2)
+    measured = Measured.from_logits(logits, torch.tensor([2, 3, -1]), 2)
     assert measured.ranks.tolist()[:2] == [1, 2]
     torch.testing.assert_close(measured.logprobs[:2, 0], logits[:2].log_softmax(dim=-1)[[0, 1], [2, 3]])
 
@@ -66,14 +66,14 @@ def test_ties_share_the_better_rank_and_a_row_without_a_token_harms_no_other():
 def test_any_number_of_rows_is_measured(num_rows):
     logits = torch.randn(num_rows, 100, generator=torch.Generator().manual_seed(0))
     token_ids = torch.arange(num_rows) % 100
-    reports = list(Measured.of(logits, token_ids, 4).rows([4] * num_rows))
+    reports = list(Measured.from_logits(logits, token_ids, 4).rows([4] * num_rows))
     for report, row, token_id in zip(reports, logits.log_softmax(dim=-1), token_ids.tolist(), strict=True):
         assert_reports(report, row, token_id, 4)
 
 
 def test_bfloat16_logits_are_normalised_in_float32():
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    measured = Measured.of(logits, torch.tensor([1, 2, 3]), 0)
+    measured = Measured.from_logits(logits, torch.tensor([1, 2, 3]), 0)
     expected = logits.float().log_softmax(dim=-1)[range(3), [1, 2, 3]]
     torch.testing.assert_close(measured.logprobs[:, 0], expected, atol=1e-5, rtol=0)
 

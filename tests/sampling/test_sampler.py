@@ -17,14 +17,9 @@ from transformers import (
 )
 
 from nanovllm.batch import NON_FINITE
-from nanovllm.sampling.sampler import (
-    NUCLEUS_WIDTH,
-    Sampler,
-    gumbel_noise,
-    keep_likely,
-    noise_keys,
-    token_counters,
-)
+from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
+from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
+from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.seeds import mix64, request_seed
 from nanovllm.sequence import NewRequest, Sequence

@@ -79,11 +79,11 @@ class PagedCase:
     def run(self, backend, num_padding=0, through_operator=False):
         step = AttentionStep(backend.plan(self.layout), self.layout.num_tokens)
         query, key, value = self.inputs(num_padding)
-        if backend.reads_whole_pages:
+        if backend.reads_whole_blocks:
             blocks = torch.from_numpy(self.layout.blocks_to_clear).to(DEVICE)
             for cache in self.caches:
                 cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
-        slots = np.append(self.layout.slots, np.zeros(num_padding, np.int64))
+        slots = np.append(self.layout.slot_mapping, np.zeros(num_padding, np.int64))
         write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
         if not through_operator:
             return step.attend(query, *self.caches, self.scaling)[0]
@@ -116,8 +116,8 @@ class PagedCase:
 
 
 def sdpa(case):
-    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return SdpaAttention(case.block_size, page_bytes, case.dtype, DEVICE)
+    block_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return SdpaAttention(case.block_size, block_bytes, case.dtype, DEVICE)
 
 
 _flex_backends = {}
@@ -142,8 +142,8 @@ def flex(case):
 def cpp(case):
     head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
     kernels = load_kernels(case.dtype, head_dim, groups)
-    page_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return CppAttention(kernels, num_blocks=NUM_BLOCKS, block_size=case.block_size, page_bytes=page_bytes)
+    block_bytes = 2 * case.caches[0][: case.block_size].nbytes
+    return CppAttention(kernels, num_blocks=NUM_BLOCKS, block_size=case.block_size, block_bytes=block_bytes)
 
 
 MIXED_STEPS = {

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from nanovllm.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
-from nanovllm.block_manager import NULL_BLOCK, BlockManager
+from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler

@@ -237,7 +237,7 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
 
 def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
     sizes, taken, fitted = RowSizes(4, 512), [], []
-    monkeypatch.setattr(RowSizes, "of", lambda config: sizes if config.device == "cpu" else None)
+    monkeypatch.setattr(RowSizes, "from_config", lambda config: sizes if config.device == "cpu" else None)
     monkeypatch.setattr(KVCaches, "take_memory", lambda caches: taken.append(len(caches.of_layers)))
     monkeypatch.setattr("nanovllm.tools.simulate.calibrate.fit", lambda *samples, **_: fitted.append(samples) or COST)
     calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)

@@ -117,7 +117,7 @@ def test_a_shape_counts_the_rows_that_a_gpu_computes():
 )  # fmt: skip
 def test_only_engines_that_lay_steps_out_for_graphs_round_up(device, attention_backend, rounds):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
-    sizes = RowSizes.of(EngineConfig(device=device, attention_backend=attention_backend, **limits))
+    sizes = RowSizes.from_config(EngineConfig(device=device, attention_backend=attention_backend, **limits))
     assert (sizes is not None) == rounds
 
 

@@ -91,7 +91,7 @@ def calibrate(
     try:
         engine.observers.append(log)
         device = engine.model_runner.device.type
-        sizes = RowSizes.of(replace(engine.config, device=device))
+        sizes = RowSizes.from_config(replace(engine.config, device=device))
         launch_blocks = device == "cpu"
         plan = scenarios(engine.config)
         engine.model_runner.binding.caches.take_memory()

@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
         context = sum([entry.start for entry in decodes]) + num_decodes - shared
         num_chunks = len(batch.entries) - num_decodes
         if sizes is not None:
-            _, num_tokens = sizes.of_step(num_single, num_tokens - num_single)  # laid out as decodes
+            _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
         return cls(num_tokens, num_decodes, num_chunks, context, shared, num_pairs, num_samples)
 
     @property

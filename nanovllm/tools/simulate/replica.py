@@ -84,7 +84,7 @@ class Replica:
             BlockManager(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
         )
         self._cost_model = cost_model
-        self._sizes = RowSizes.of(config)
+        self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token
         self._observers = StepObservers([] if on_step is None else [OnStep(on_step)])
         self._device_free = 0.0

@@ -1,0 +1,57 @@
+"""The device: its errors, copies to and from it, the lock for captures, and kernels by name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.errors import DeviceError
+
+# While one thread captures a CUDA graph, no other may wait for the device or give memory back to it.
+DEVICE_LOCK = threading.RLock()
+
+_DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise errors of the device itself as DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Triton raises plain errors; a failed allocation is no failure of the device.
+        is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error))
+        if not is_of_device or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise DeviceError(str(error)) from error
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """A tensor of the host's numbers; the host does not wait for the copy to a GPU."""
+    tensor = torch.as_tensor(values, device="cpu")  # whatever the default device is
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host, filled once the device has done what was launched before; itself on a CPU."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def find_kernel(file: str, name: str) -> Any | None:
+    """`name` of `kernels/<file>.py`; None without the `kernels` room. Call it at construction, not in a step."""
+    try:
+        return getattr(import_module(f"nanovllm.kernels.{file}"), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("nanovllm.kernels"):
+            raise
+        return None

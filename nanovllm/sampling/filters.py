@@ -1,0 +1,71 @@
+"""Top-k, top-p and min-p: the logits of unlikely tokens set to -inf."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanovllm.device import to_device
+
+NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
+FILTERED_AT_ONCE = 128  # rows on a GPU: sorting a vocabulary takes 20 bytes of memory a token
+
+
+def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
+    """Set the logits of unlikely tokens to -inf: top-k, then top-p of what is left, then min-p (as `transformers`).
+
+    Each filter comes down to the smallest logit that it keeps, so tokens as probable as the last one kept stay too,
+    whatever their order. Rows that do not use a filter cost nothing for it.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
+        top_k: per row; all tokens if it is below 1.
+        top_p, min_p: per row.
+    """
+    vocab_size, device = logits.shape[1], logits.device
+    rows = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
+    if rows:
+        counts = to_device([top_k[row] for row in rows], device)
+        largest = logits[to_device(rows, device)].topk(max(top_k[row] for row in rows)).values
+        _drop_below(logits, rows, largest.gather(1, counts[:, None] - 1))
+    rows = [row for row, p in enumerate(top_p) if p < 1.0]
+    if rows:
+        shares = to_device([top_p[row] for row in rows], device)
+        _drop_below(logits, rows, _nucleus_floor(logits[to_device(rows, device)], shares))
+    rows = [row for row, p in enumerate(min_p) if p > 0.0]
+    if rows:
+        shares = to_device([min_p[row] for row in rows], device)[:, None]
+        _drop_below(logits, rows, logits[to_device(rows, device)].amax(dim=-1, keepdim=True) + shares.log())
+    return logits
+
+
+def _drop_below(logits: Tensor, rows: list[int], floor: Tensor) -> None:
+    """Set what lies below floor [len(rows), 1] to -inf, in place."""
+    if len(rows) == len(logits):
+        logits.masked_fill_(logits < floor, float("-inf"))
+    else:
+        places = to_device(rows, logits.device)
+        chosen = logits[places]
+        logits[places] = chosen.masked_fill_(chosen < floor, float("-inf"))
+
+
+def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
+    """[num_rows, 1]: the logit of the token with which the mass of the most probable ones reaches top_p [num_rows]."""
+    vocab_size = logits.shape[1]
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    # A nucleus is nearly always small, and finding the largest few costs a CPU a tenth of a sort. A GPU sorts fast, and
+    # asking which rows need more would make the host wait for it.
+    width = min(vocab_size, NUCLEUS_WIDTH) if logits.device.type == "cpu" else vocab_size
+    floor, is_reached = _crossing(logits.topk(width).values, total, top_p[:, None])
+    if width < vocab_size and not is_reached.all():
+        rows = (~is_reached[:, 0]).nonzero()[:, 0]
+        ordered = logits[rows].sort(dim=-1, descending=True).values
+        floor[rows] = _crossing(ordered, total[rows], top_p[rows, None])[0]
+    return floor
+
+
+def _crossing(ordered: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the ordered logits whose cumulative mass reaches top_p (else the last), and whether one does."""
+    reached = (ordered - total).exp_().cumsum(dim=-1)
+    num_before = (reached < top_p).sum(dim=-1, keepdim=True)  # tokens that leave something lacking
+    last = ordered.shape[1] - 1
+    return ordered.gather(1, num_before.clamp(max=last)), num_before <= last

@@ -1,0 +1,187 @@
+"""Which file may import which, what imports without torch, and how long files, functions and signatures may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "nanovllm"
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+# Each name imports from rows above its own; within a row along "<" alone, and freely in the first.
+ROWS = """
+config sampling_params validation frozen_dict outputs errors seeds paths gc_control own_process interrupts sequence batch batch_layout pages
+device < kernels
+block_manager < scheduler | requests | sampling | attention
+model | observability
+execution
+model_runner
+engine
+build
+streaming < llm async_llm
+server | tools
+cli
+"""  # fmt: skip  # noqa: E501
+RANKS = {
+    name: (row, group, step)
+    for row, line in enumerate(ROWS.strip().splitlines())
+    for group, part in enumerate(line.split("|"))
+    for step, names in enumerate(part.split("<"))
+    for name in names.split()
+}
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 50, 8
+LONG_FILES = {"engine": "to be split", "scheduler": "to be split"}
+LONG_FUNCTIONS = {
+    "cli.main._parser": "to be split",
+    "kernels.gumbel_draw._kernels": "Triton kernels, defined where Triton is imported",
+    "requests.input_processor.InputProcessor.process_each": "to be split",
+    "sequence.Sequence.__init__": "to be split",
+    "server.openai.description._limits": "to be split",
+}
+MANY_PARAMETERS = {
+    "kernels.gumbel_draw._kernels.best_of_parts": "a kernel takes numbers and pointers alone",
+    "kernels.kv_writes._kernels.store_states": "a kernel takes numbers and pointers alone",
+    "kernels.skinny_linear._kernel.skinny": "a kernel takes numbers and pointers alone",
+    "tools.workloads.workloads.chat": "the options of a workload",
+    "tools.workloads.workloads.whales": "the options of a workload",
+}
+
+
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if imported == importer or "__init__" in (importer, imported):
+        return True
+    (row, group, step), (other_row, other_group, other_step) = RANKS[importer], RANKS[imported]
+    return other_row < row or (row == other_row and (row == 0 or (group == other_group and other_step < step)))
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
+    """(file, name taken from it) of each import of our own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanovllm":
+            for alias in node.names:
+                file = f"{node.module}.{alias.name}".removeprefix("nanovllm.")
+                is_file = file in FILES or f"{file}.__init__" in FILES
+                yield (file, None, node) if is_file else (node.module.partition(".")[2] or "__init__", alias.name, node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "nanovllm":
+                    yield alias.name.partition(".")[2] or "__init__", None, node
+
+
+def functions_of(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Each function of a file by its qualified name."""
+    pending: list[tuple[str, ast.AST]] = [(name, TREES[name])]
+    while pending:
+        path, node = pending.pop()
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            pending.append((f"{path}.{child.name}" if named else path, child))
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{path}.{child.name}", child
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def too_much(found: dict[str, int], limit: int, allowed: dict[str, str]) -> dict[str, int]:
+    """What exceeds the limit and is not allowed to, and what is allowed to and need not be."""
+    excess = {name: count for name, count in found.items() if count > limit}
+    return {name: excess.get(name, 0) for name in excess.keys() ^ allowed.keys()}
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_every_room_imports_from_rows_above_alone():
+    wrong = [
+        f"{importer} imports {imported}"
+        for importer, tree in TREES.items()
+        for imported, _, _ in imports_of(tree)
+        if not may_import(room_of(importer), room_of(imported))
+    ]
+    assert wrong == []
+
+
+def test_rooms_themselves_import_nothing():
+    for name, tree in TREES.items():
+        if name.endswith(".__init__") and name != "pages.__init__":
+            assert not any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.walk(tree)), name
+
+
+def test_no_file_imports_the_private_names_of_another():
+    wrong = [
+        f"{importer} imports {name} of {imported}"
+        for importer, tree in TREES.items()
+        for imported, name, _ in imports_of(tree)
+        if name is not None and name.startswith("_") and not name.startswith("__")
+    ]
+    assert wrong == []
+
+
+def test_kernels_are_imported_by_name_within_functions():
+    """Outside of the room, and of `attention.cpp`, which is imported the same way."""
+    for name, tree in TREES.items():
+        if room_of(name) == "kernels" or name == "attention.cpp":
+            continue
+        at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        assert not any(file.startswith("kernels") for file, _, _ in imports_of(at_once)), name
+
+
+def test_files_functions_and_signatures_are_short():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
+    functions = dict(named for name in FILES for named in functions_of(name))
+    lengths = {name: (f.end_lineno or 0) - f.lineno + 1 for name, f in functions.items()}
+    counts = {name: len(parameters_of(f)) for name, f in functions.items()}
+    assert too_much(lines, MAX_LINES, LONG_FILES) == {}
+    assert too_much(lengths, MAX_FUNCTION_LINES, LONG_FUNCTIONS) == {}
+    assert too_much(counts, MAX_PARAMETERS, MANY_PARAMETERS) == {}
+
+
+@pytest.mark.parametrize("rooms", [
+    ("scheduler", "block_manager"), ("requests",),
+    tuple(f"tools.simulate.{name}" for name in ("simulator", "replica", "routing", "cost_model", "calibration")),
+], ids=lambda rooms: rooms[0])  # fmt: skip
+def test_imports_without_torch(rooms):
+    names = [f"nanovllm.{name}" for name in FILES if name.startswith(rooms) and not name.endswith("calibrate")]
+    imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
+    assert run(f"import sys\n{imports}\nprint('torch' in sys.modules)") == "False\n"
+
+
+ANSWER = """
+import sys
+from importlib.abc import MetaPathFinder
+class Gone(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("nanovllm.kernels"):
+            raise ModuleNotFoundError("No module named " + name, name=name)
+if {is_gone}:
+    sys.meta_path.insert(0, Gone())
+from nanovllm import LLM, SamplingParams
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+options = dict(max_model_len=64, num_kv_blocks=20, block_size=16)
+params = [SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, top_p=0.9, seed=3)]
+with LLM(tiny_model(), tokenizer=tiny_tokenizer(), attention_backend={backend!r}, **options) as llm:
+    print([o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)])
+    print(any(name.startswith("nanovllm.kernels.") for name in sys.modules), llm.config.attention_backend)
+"""
+
+
+def test_without_kernels_every_answer_is_the_same():
+    with_kernels = run(ANSWER.format(is_gone=False, backend="sdpa")).splitlines()
+    without = run(ANSWER.format(is_gone=True, backend="sdpa")).splitlines()
+    assert without == [with_kernels[0], "False sdpa"]
+    assert run(ANSWER.format(is_gone=True, backend="auto")).splitlines() == without
