@@ -1,7 +1,7 @@
-"""The engine's options: checked when they are given, resolved once against model and device, then frozen.
+"""`EngineConfig`, the engine's options: validated on construction, resolved once against model and device, frozen.
 
-An option left at None is "not set". It takes the device's default, and it yields to options that were set; only
-options that were set and contradict one another are errors.
+None means "not set": the option takes the device's default and yields to options that were set. Only options that
+were set can contradict one another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FLAGS = (
     "enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "record_itl", "trust_remote_code",
     "allow_control_tokens_in_messages",
 )  # fmt: skip
-MIN_AGEING_S = 1e-3  # less is no order of priorities, and levels must stay far apart in floating point
-NOT_SET: Any = None  # of an option that is a number once it is resolved
+MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
+NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Limits for a device where the user set none. docs/guide/tuning.md gives the reasons."""
+    """Default limits of a device; docs/guide/tuning.md has the measurements behind them."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -45,35 +45,39 @@ DEVICE_DEFAULTS = {
 class EngineConfig:
     """Options of one engine.
 
-    dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; weights and KV cache share it.
+    dtype: type of weights and KV cache: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-    max_model_len: longest sequence in tokens, prompt and output together; at most the model's own limit.
+    max_model_len: longest sequence in tokens, prompt and output together; default and maximum: the model's own limit.
     max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
-    max_num_seqs: sequences that run at once.
-    max_queue: unfinished requests (each sample is one) beyond max_num_seqs; one more is refused (QueueFullError). None:
-        no limit.
-    priority_ageing_s: seconds since its arrival for which a request gains one level of priority, so that none starves;
-        None or 0: none.
-    block_size: tokens in a KV block: 16, 32, 64, 128 or 256.
-    num_kv_blocks: blocks in the KV cache, the null block included; overrides the two options that follow.
-    kv_cache_memory_bytes: memory for the KV cache.
-    gpu_memory_utilization: share of the GPU's memory that this process may fill, weights and activations included.
-    enable_prefix_caching: reuse KV blocks of equal prefixes.
-    max_num_partial_prefills: prompts that may be part-way computed at the end of a step.
-    max_long_partial_prefills: of those, prompts with more than `long_prefill_token_threshold` still to compute.
-    long_prefill_token_threshold: tokens that one prompt may take of a step while others want the budget.
+        Default: 1024 on a CPU, 8192 on a GPU.
+    max_num_seqs: maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.
+    max_queue: maximum number of unfinished requests (each sample counts) beyond max_num_seqs; QueueFullError for more.
+        None: no limit.
+    priority_ageing_s: seconds of waiting that raise a request's priority by one level, so that none starves. None or 0:
+        no ageing.
+    block_size: tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".
+    num_kv_blocks: blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and
+        gpu_memory_utilization.
+    kv_cache_memory_bytes: memory for the KV cache in bytes; overrides gpu_memory_utilization.
+    gpu_memory_utilization: share of the GPU's memory for this process, weights and activations included.
+    enable_prefix_caching: reuse the KV blocks of equal prefixes.
+    max_num_partial_prefills: maximum number of partially computed prompts at the end of a step. Default: 4.
+    max_long_partial_prefills: maximum number among them with more than `long_prefill_token_threshold` tokens left to
+        compute. Default: 1.
+    long_prefill_token_threshold: per-prompt token cap per step while other prompts wait. Default: half of
+        max_num_batched_tokens.
     attention_backend: "flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only)
         or "auto".
-    enforce_eager: compile nothing.
-    overlap: schedule and launch a step while the one before runs; default on a GPU.
-    cuda_graphs: launch a step as one captured CUDA graph; default, and only to be had, where layers are compiled on a
-        GPU with attention_backend="flex" or "flash".
-    allow_control_tokens_in_messages: texts of conversations may spell control tokens, and so end their turn or begin
-        one of another role; without it such a spelling is encoded as plain text.
-    record_itl: keep the seconds between a request's tokens in its metrics, one by one.
-    seed: of the noise of requests that have no seed of their own. Never drawn: engines of one seed repeat one another,
-        in other processes and forked children too.
-    revision: of a hub model: branch, tag or commit.
+    enforce_eager: disable compilation.
+    overlap: schedule and launch a step while the previous one runs. Default: on a GPU.
+    cuda_graphs: launch a step as one captured CUDA graph; requires compiled layers on a GPU and
+        attention_backend="flex" or "flash". Default: wherever it is supported.
+    allow_control_tokens_in_messages: parse control tokens spelled out in messages, which lets a message end its turn or
+        open one of another role; otherwise such text is encoded as plain text.
+    record_itl: keep each inter-token latency of a request in its metrics.
+    seed: seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat one
+        another, in other processes and forked children too.
+    revision: branch, tag or commit of a hub model.
     trust_remote_code: run code that comes with a hub model.
     """
 
@@ -104,7 +108,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Build a config from keyword options; a TypeError for an unknown one lists the names that look like it."""
+        """Build a config from keyword options; raises TypeError with similar names for an unknown one."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -163,17 +167,17 @@ class EngineConfig:
         value = int(value)  # NumPy's integers overflow
         if value < low or (high is not None and value > high):
             raise ValueError(f"{name} is {value}; it must be at least {low}{f' and at most {high}' if high else ''}.")
-        object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work
+        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass
 
     # ---------------------------------------------------------------------------------------------- resolution
 
     def resolve_limits(
         self, device_type: str, max_position_embeddings: int, *, block_size: int | None = None
     ) -> EngineConfig:
-        """Fill in every limit but the pool's size, for a device ("cpu", "cuda") and a model's longest sequence.
+        """Resolve every limit except num_kv_blocks, for a device ("cpu", "cuda") and a model's longest sequence.
 
         Args:
-            block_size: where the user set none; None for the device's default.
+            block_size: default where the user set none; None for the device's.
 
         Raises ValueError for options that contradict one another or the model.
         """
@@ -210,9 +214,9 @@ class EngineConfig:
         )
 
     def _resolve_budget(self, defaults: DeviceDefaults) -> EngineConfig:
-        """Settle budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
+        """Resolve budget, max_num_seqs and block_size such that budget >= max_num_seqs + block_size.
 
-        Then, whatever decodes, a chunk of at least one block fits into every step, so prefills always proceed.
+        A chunk of at least one block then fits beside max_num_seqs decodes, so prefills always proceed.
         """
         budget = self.max_num_batched_tokens or defaults.max_num_batched_tokens
         num_seqs = self.max_num_seqs or defaults.max_num_seqs
@@ -235,12 +239,12 @@ class EngineConfig:
         return replace(self, max_num_batched_tokens=budget, max_num_seqs=num_seqs, block_size=block_size)
 
     def resolve_pool(self, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool) -> EngineConfig:
-        """Fill in num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
+        """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
 
         Args:
             block_bytes: bytes of one block over all layers.
-            memory_bytes: what the device has to give.
-            max_model_len_is_set: whether the user chose max_model_len; if not, it yields to the pool.
+            memory_bytes: memory that the device has left.
+            max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
 
         Raises ValueError if the pool cannot hold one sequence of max_model_len.
         """
@@ -249,7 +253,7 @@ class EngineConfig:
             num_blocks = self.num_kv_blocks
         elif self.kv_cache_memory_bytes is not None:
             num_blocks = self.kv_cache_memory_bytes // block_bytes
-        else:  # more than every sequence at full length can never be used
+        else:  # at most max_num_seqs sequences of max_model_len: further blocks could never be used
             num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * self.max_num_seqs + 1)
         fitting = max(0, num_blocks - 1) * self.block_size
         max_model_len = self.max_model_len

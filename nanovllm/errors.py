@@ -1,4 +1,4 @@
-"""Errors of loading a model and of a running engine."""
+"""Exceptions of loading a model, of a running engine and of its requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class KernelBuildError(RuntimeError):
 
 
 class DeviceError(RuntimeError):
-    """The device itself failed; nothing that it holds can be trusted any more."""
+    """The device failed, and its memory can no longer be trusted."""
 
 
 class StepError(RuntimeError):
-    """A step failed and was undone; its requests, named in `request_ids`, are still queued."""
+    """A step failed and was undone; its requests (`request_ids`) are still queued."""
 
     def __init__(self, request_ids: list[str], cause: BaseException) -> None:
         named = ", ".join(request_ids[:8]) + (f" and {len(request_ids) - 8} more" if len(request_ids) > 8 else "")
@@ -29,14 +29,14 @@ class StepError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine met an error that it cannot go on after: it holds no usable state, and says so to every later call.
+    """The engine failed and holds no usable state; every later call raises this, with the failure as its cause.
 
-    Its cause is the error. Build a new engine, after a device error in a new process.
+    Build a new engine, after a DeviceError in a new process.
     """
 
 
 class EngineClosedError(RuntimeError):
-    """The engine was closed by its owner."""
+    """The engine was closed."""
 
 
 class PromptTooLongError(ValueError):
@@ -44,4 +44,4 @@ class PromptTooLongError(ValueError):
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as `max_queue` allows; nothing was queued, and the same may be tried again later."""
+    """The queue holds `max_queue` requests; nothing was added, and the call can be retried later."""

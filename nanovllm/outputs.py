@@ -1,4 +1,4 @@
-"""What a request returns: plain data."""
+"""Outputs, metrics and statistics: plain data that requests and engines return."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class OutputKind(StrEnum):
-    """What the outputs of a request hold, and when there is one.
+    """Contents and frequency of a request's outputs.
 
-    CUMULATIVE: one for each token, holding all text and tokens so far.
-    DELTA: one for each token, holding the text and tokens that the one before did not.
-    FINAL: one, when the request ends.
+    CUMULATIVE: one output per token, with all text and tokens so far.
+    DELTA: one output per token, with the text and tokens since the previous output.
+    FINAL: one output, when the request ends.
     """
 
     CUMULATIVE = "cumulative"
@@ -21,10 +21,10 @@ class OutputKind(StrEnum):
 
 
 class ErrorKind(StrEnum):
-    """Whose fault it is that a request ended with an error.
+    """Origin of an error that ended a request.
 
-    REQUEST: what it asks for, its options or its own functions; the same request fails again.
-    INTERNAL: anything else, such as a failed step, logits that are not finite, or a tokenizer that cannot decode.
+    REQUEST: the request's options or its own functions; the same request would fail again.
+    INTERNAL: anything else, such as a failed step, non-finite logits, or a tokenizer that cannot decode.
     """
 
     REQUEST = "request"
@@ -32,29 +32,29 @@ class ErrorKind(StrEnum):
 
 
 class Logprob(NamedTuple):
-    """How probable a token was to the model, before anything that the request asks for acts on the distribution.
+    """Log-probability of a token under the model, before any sampling option applies.
 
-    rank: 1 for the most probable token; tokens that are equally probable share the better rank.
+    rank: 1 for the most probable token; equally probable tokens share the better rank.
     """
 
     logprob: float
     rank: int
 
 
-TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the most probable ones by rank
+TokenLogprobs = dict[int, Logprob]  # by token id: the sampled token first, then the most probable ones by rank
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt; as a delta, what is new of it.
+    """One completion of a prompt, or its new part in a delta.
 
-    index: which of the request's n samples.
-    text: without special tokens and ended before a stop string, unless the request wants them.
-    token_ids: all generated tokens, an end-of-sequence or stop token included.
+    index: index of the sample, 0 to n - 1.
+    text: detokenized output, without special tokens and stop strings unless the request asks for them.
+    token_ids: generated tokens, an end-of-sequence or stop token included.
     finish_reason: "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or max_model_len),
         "timeout", "abort", "error" (see `RequestOutput.error`), or None while it runs.
-    stop_reason: the stop string or the token id that ended it, if one did.
-    logprobs: one entry for each of token_ids, if the request asks for them.
+    stop_reason: stop string or token id that ended the sample; None otherwise.
+    logprobs: one entry per token of token_ids, if requested.
     """
 
     index: int
@@ -67,17 +67,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """How a request fared. Times are seconds on the clock of `time.monotonic`; None for what has not happened.
+    """Latencies and token counts of a request. Times are seconds of `time.monotonic`; None for events yet to happen.
 
-    A token's time is that of the step that brought it to the host.
+    A token's time is the time at which its step's result reached the host.
 
-    scheduled_time: begin of the first step that computed some of it.
-    num_preemptions: how often it gave its blocks back to others.
-    mean_itl, max_itl: time between two tokens of a sample (inter-token latency), in seconds; None with fewer than two.
-    itls: all of them, one by one, once it has ended, with the engine option `record_itl`.
+    scheduled_time: start of the first step that computed part of the request.
+    num_preemptions: number of times that a sample lost its blocks and had to recompute them.
+    mean_itl, max_itl: inter-token latency (ITL) of a sample in seconds; None with fewer than two tokens.
+    itls: every ITL in order, once the request has ended; only with the engine option `record_itl`.
 
-    Of several samples, generated tokens and preemptions are those of all, tokens of the prompt those of the first, and
-    times the first or the last of any.
+    With several samples, output tokens and preemptions are sums, prompt tokens are those of the first sample, and times
+    are the first or the last of any sample.
     """
 
     arrival_time: float
@@ -95,28 +95,28 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds until it was first scheduled."""
+        """Seconds from arrival to the first scheduled step."""
         return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token."""
+        """Time to first token (TTFT), in seconds."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and what came of it so far.
+    """Output of a request, final or so far.
 
     prompt: the prompt as text, if it was given as text.
-    prompt_token_ids: its tokens, those that truncate_prompt_tokens left.
-    outputs: the request's n completions in order of their index, as far as they have come.
-    finished: whether all of them have ended.
-    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    error: why a completion ended with finish_reason "error", the first of them if several did.
-    prompt_logprobs: None for the first prompt token, then one entry for each, if the request asks for them; as far as
-        they are there while it runs.
-    error_kind: whose fault `error` is; None without one.
+    prompt_token_ids: prompt tokens after truncate_prompt_tokens.
+    outputs: completions in order of their index; while the request runs, those with tokens.
+    finished: whether all completions have ended.
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    error: message of the first completion with finish_reason "error".
+    prompt_logprobs: None for the first prompt token, then one entry per prompt token, if requested; partial while the
+        prompt is computed.
+    error_kind: origin of `error`; None without one.
     """
 
     request_id: str
@@ -131,7 +131,7 @@ class RequestOutput:
     error_kind: ErrorKind | None = None
 
     def extend(self, later: RequestOutput) -> None:
-        """Append a later delta to this one, which becomes the delta of both."""
+        """Merge a later delta into this one."""
         mine = {completion.index: completion for completion in self.outputs}
         for theirs in later.outputs:
             completion = mine.get(theirs.index)
@@ -150,14 +150,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of queues and pool, and counters since construction.
+    """Snapshot of queues and block pool, and counters since construction.
 
-    Blocks do not count the null block. Prefix-cache figures are tokens, counted once per admitted request: queries are
-    prompt tokens looked up, hits those found; evictions are findable blocks that were taken for other content.
+    Block counts exclude the null block. Prefix cache queries and hits are prompt tokens looked up and found, counted
+    once per admitted request; evictions are cached blocks that were reused for other content.
 
-    recent_*: over the last 1,000 steps. recent_hit_rate is hits over queries, recent_budget_use the share of
-        max_num_batched_tokens that steps spent; None where there was none of what they divide by.
-    hook_error: why `on_step` is not called any more, or the trace not written.
+    recent_hit_rate: hits / queries over the last 1,000 steps; None without queries.
+    recent_budget_use: scheduled tokens / max_num_batched_tokens over the last 1,000 steps; None without steps.
+    hook_error: error of an observer (`on_step`, the trace) that was dropped because it raised.
     """
 
     num_running: int

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen: validated when it is built, immutable afterwards."""
+"""`SamplingParams`, the sampling options of one request: validated on construction, immutable afterwards."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ MIN_TEMPERATURE = 1e-6
 COLD_TEMPERATURE = 0.02
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
-MAX_SAMPLES = 1024  # of one request: all of them are queued at once
+MAX_SAMPLES = 1024  # all samples of a request are queued at once
 
-# From the tokens so far (prompt and output) and the logits of the next one, [vocab_size] float32 on the model's device,
-# to logits of the same shape; it may change those that it was given.
+# (token ids of prompt and output so far, logits [vocab_size] float32 on the model's device) -> logits of that shape.
+# It may modify the logits in place.
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling options of one request, in the order in which they act on the logits.
+    """Sampling options of one request, in the order in which they apply to the logits.
 
-    n: how many samples to draw of the prompt, each with its own noise and its own end; the first is the one of n=1.
-    truncate_prompt_tokens: keep only the last so many tokens of a longer prompt.
-    allowed_token_ids: no other token is drawn; none given allows all.
-    bad_words: strings whose tokens, spelt with or without a space in front, are never completed.
-    logit_bias: added to the logits of these token ids; -100 to 100 each (in effect: never, or always). Kept as a
-        read-only copy.
-    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones; 1e-6 to
-        1e6, within which they stay finite, and 1 changes nothing.
-    frequency_penalty: taken off a token's logit for each time that it stands in the output; -2 to 2.
-    presence_penalty: taken off the logits of tokens that stand in the output; -2 to 2.
-    logits_processors: functions from the tokens so far and a row of logits to another row, called in turn on the host;
-        such a request never runs ahead of the host, so it gets a token in every second overlapped step.
-    temperature: divides the logits; 0 is greedy (the most probable token, ties to the lowest id).
+    n: number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1.
+    truncate_prompt_tokens: keep only the last tokens of the prompt, at most this many. None: keep all.
+    allowed_token_ids: restrict sampling to these token ids. Default: all.
+    bad_words: strings whose token sequences are never completed, with or without a leading space.
+    logit_bias: values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only
+        copy.
+    repetition_penalty: divisor of positive and factor of negative logits of tokens in prompt or output; 1e-6 to 1e6,
+        1 disables it.
+    frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; -2 to 2.
+    presence_penalty: subtracted from the logit of each token that occurs in the output; -2 to 2.
+    logits_processors: functions (token ids so far, logits) -> logits, called in turn on the host. Their requests cannot
+        run ahead of the host: with overlap they get a token in every second step.
+    temperature: divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id).
     top_k: keep the k most probable tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most probable tokens whose probability reaches p, the crossing token included
         (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
     min_p: keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
-    logprobs: report the log-probability and rank of each output token, and of this many most probable ones beside it,
-        all as the model gives them, before anything above acts; 0 reports the token alone, None nothing.
-    prompt_logprobs: the same of each prompt token behind the first; the prompt is then computed without prefix hits.
-    max_tokens: at most this many new tokens; None means as many as the engine's max_model_len leaves room for.
-    min_tokens: no end-of-sequence, stop token or stop string before this many new tokens.
-    ignore_eos: go on past the model's end-of-sequence tokens.
-    stop_token_ids: token ids that end the request (kept in the output ids).
-    stop: strings that end the request; the text ends before the first of them.
-    include_stop_str_in_output: the text ends behind that string instead.
-    skip_special_tokens: leave special tokens out of the text.
-    seed: makes the request's noise its own, whatever runs beside it; None draws afresh for each request.
+    logprobs: number of most probable tokens to report with log-probability and rank beside each output token, before
+        any option above applies; 0 reports the output token alone. None: no report.
+    prompt_logprobs: the same for each prompt token after the first; disables prefix cache hits of the prompt.
+    max_tokens: maximum number of new tokens. None: up to the engine's max_model_len.
+    min_tokens: number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.
+    ignore_eos: continue after the model's end-of-sequence tokens.
+    stop_token_ids: token ids that end the request; they stay in the output's token ids.
+    stop: strings that end the request; the text ends before the first one found.
+    include_stop_str_in_output: end the text after the stop string instead.
+    skip_special_tokens: omit special tokens from the text.
+    seed: seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new one
+        for each request.
 
-    Raises TypeError or ValueError naming the parameter, its value and what is allowed.
+    Raises TypeError or ValueError naming the parameter, its value and its limits.
     """
 
     n: int = 1
@@ -106,7 +107,7 @@ class SamplingParams:
         self._set("bad_words", strings("bad_words", self.bad_words, "For token ids use logit_bias, with -100."))
         for word in self.bad_words:
             if not word.strip():
-                raise ValueError(f"bad_words holds {word!r}, which has nothing but space. Remove it.")
+                raise ValueError(f"bad_words holds {word!r}, which holds only whitespace. Remove it.")
         self._set("logit_bias", biases(self.logit_bias))
         for name in ("frequency_penalty", "presence_penalty"):
             self._set(name, real(name, getattr(self, name), -2.0, 2.0))
@@ -146,13 +147,13 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether a penalty makes the logits depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether something acts on the logits before the temperature."""
-        # Asked for every request in every step, so one expression instead of the properties that it consists of.
+        """Whether any option changes the logits before the temperature."""
+        # Evaluated for every request in every step, hence one expression instead of several properties.
         return (
             bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
             or self.repetition_penalty != 1.0
@@ -162,12 +163,12 @@ class SamplingParams:
 
     @property
     def forbids(self) -> bool:
-        """Whether some tokens, maybe all of them, are taken out before the temperature."""
+        """Whether an option may mask tokens before the temperature, possibly all of them."""
         return bool(self.allowed_token_ids or self.bad_words or self.logits_processors)
 
     @property
     def has_filters(self) -> bool:
-        """Whether top_k, top_p or min_p leave unlikely tokens out."""
+        """Whether top_k, top_p or min_p mask unlikely tokens."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
@@ -176,4 +177,4 @@ class SamplingParams:
         return 0.0 < self.temperature < COLD_TEMPERATURE
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work
+        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass

@@ -1,4 +1,4 @@
-"""Checks of what users pass: each returns the value in its final form, or raises naming the parameter and its limit."""
+"""Validation of user input: each check returns the normalised value, or raises naming parameter, value and limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.frozen_dict import FrozenDict
 
-MAX_PRIORITY = 2**31 - 1  # of a request, and with a minus the least
+MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
 
 
 def real(name: str, value: Any, low: float, high: float) -> float:
@@ -18,7 +18,7 @@ def real(name: str, value: Any, low: float, high: float) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf  # a whole number beyond any float; out of every range here
+        number = math.inf  # an integer beyond float64, outside every range
     if not low <= number <= high or math.isinf(number):  # NaN fails the comparison too
         allowed = f"between {low:g} and {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
         raise ValueError(f"{name} is {number}; it must be {allowed}.")
@@ -42,7 +42,7 @@ def biases(values: Any) -> FrozenDict[int, float]:
         raise TypeError(f"logit_bias must map token ids to numbers, not {values!r}.")
     biases: dict[int, float] = {}
     for key, value in values.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON has no other keys than strings
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON keys are strings
         biases[integer("a token id of logit_bias", token_id, 0)] = real("logit_bias", value, -100.0, 100.0)
     return FrozenDict(biases)
 
@@ -56,7 +56,7 @@ def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
 
 
 def strings(name: str, value: Any, remedy: str) -> tuple[str, ...]:
-    """Strings that are not empty, from one or several; `remedy` says what to do about another kind of item."""
+    """Non-empty strings, from one string or several; `remedy` ends the error for an item of another type."""
     found = (value,) if isinstance(value, str) else items(name, value, "a string or a list of them")
     for item in found:
         if not isinstance(item, str):
@@ -68,19 +68,19 @@ def strings(name: str, value: Any, remedy: str) -> tuple[str, ...]:
 
 
 def text(name: str, value: str) -> str:
-    """A string that a tokenizer can read; others hold half of a surrogate pair, which stands for no character."""
+    """A string without lone surrogates, which no tokenizer can encode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{name} holds half of a surrogate pair, U+{ord(value[error.start]):04X}, as character {error.start}, "
-            "which is no text. Remove it, or decode what it came from with errors='replace'."
+            "which no tokenizer can encode. Remove it, or decode its source with errors='replace'."
         ) from None
     return value
 
 
 def texts(name: str, value: Any) -> None:
-    """The same for every string and key within mappings and sequences."""
+    """Apply `text` to every string and key in nested mappings and sequences."""
     if isinstance(value, str):
         text(name, value)
     elif isinstance(value, Mapping):

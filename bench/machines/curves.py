@@ -21,9 +21,9 @@ import torch
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-from nanovllm.tools.bench.child import environment
-from nanovllm.tools.bench.play import Playback, figures, play
-from nanovllm.tools.bench.players import NanoVLLM
+from nanovllm.tools.bench.engines import NanoVLLM
+from nanovllm.tools.bench.replay import Replay, figures, replay
+from nanovllm.tools.bench.worker import environment
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, p1, poisson, random_requests, w, w1, whales
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ class Bench:
 
             self._model, self._fixed = str(checkpoint("0.6b")), {"dtype": "bfloat16", "tokenizer": NoText()}
 
-    def play(self, workloads: Iterable[Workload], **options: Any) -> list[Playback]:
+    def play(self, workloads: Iterable[Workload], **options: Any) -> list[Replay]:
         """One playback of each workload, on one engine."""
         workloads = list(workloads)
         longest = max(len(r.prompt_token_ids) + r.num_output_tokens for each in workloads for r in each.requests)
@@ -51,11 +51,11 @@ class Bench:
         finally:
             player.close()
 
-    def _median(self, player: NanoVLLM, workload: Workload) -> Playback:
+    def _median(self, player: NanoVLLM, workload: Workload) -> Replay:
         runs = []
         for is_warm_up in [True] + [False] * self.repeats:
             player.prepare(workload)
-            played = play(player, workload.hurried() if is_warm_up else workload)
+            played = replay(player, workload.hurried() if is_warm_up else workload)
             runs += [] if is_warm_up else [played]
         return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
@@ -91,9 +91,7 @@ def whale(bench: Bench) -> Iterator[Row]:
         options = {name: value for name, value in row.items() if name != "chunks"}
         [played] = bench.play([workload], max_num_seqs=96 if bench.is_gpu else 32, **options)
         count = len(decoding.requests)
-        row["itl"] = figures(decoding, Playback(played.seconds, played.arrivals[:count], played.finished[:count]))[
-            "itl"
-        ]
+        row["itl"] = figures(decoding, Replay(played.seconds, played.arrivals[:count], played.finished[:count]))["itl"]
         ends = zip(played.arrivals[count:], played.finished[count:], strict=True)
         row["last first token of a long prompt"] = max(ended.token_times[0] - arrival for arrival, ended in ends)
         yield row
@@ -107,7 +105,7 @@ def prefix(bench: Bench) -> Iterator[Row]:
         played = bench.play(workloads, enable_prefix_caching=caching)
         for length, workload, run in zip(lengths, workloads, played, strict=True):
             later = Workload("later", workload.requests[1:])  # the first finds nothing
-            ttft = figures(later, Playback(run.seconds, run.arrivals[1:], run.finished[1:]))["ttft"]
+            ttft = figures(later, Replay(run.seconds, run.arrivals[1:], run.finished[1:]))["ttft"]
             yield {"shared": length, "enable_prefix_caching": caching, "ttft": ttft}
 
 

@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.machines.async_streams import model_and_tokenizer
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.server.app import create_app
-from nanovllm.server.running import server_of
+from nanovllm.server.app import build_server, create_app
 from nanovllm.server.settings import ServerSettings
 
 VANISHING, SLOW = 5, 7  # of so many clients, one
@@ -111,7 +110,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engine = AsyncLLM(model, tokenizer=tokenizer, on_step=records.append, record_itl=True, **limits)
     settings = ServerSettings(port=0, access_log=False, served_model_name="model")
     app = create_app(engine, settings)
-    server = server_of(app, engine, settings)
+    server = build_server(app, engine, settings)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

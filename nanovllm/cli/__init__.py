@@ -1,1 +1,1 @@
-"""The command `nanovllm`, one file a subcommand."""
+"""The command `nanovllm`: one file per subcommand, and the flags that they share."""

@@ -1,4 +1,4 @@
-"""The command `nanovllm bench`: workloads on this engine and on peers, as a table and as JSON."""
+"""The command `nanovllm bench`: workloads on this engine and others, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,46 +20,52 @@ from nanovllm.cli.workload_flags import (
 )
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.tools.bench import processes, report
-from nanovllm.tools.bench.players import PLAYERS
+from nanovllm.tools.bench.engines import ENGINES
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
 
 
 def add_bench_command(commands: Any) -> None:
-    """Add the command to those of the command line."""
+    """Register the subcommand."""
     bench = commands.add_parser(
-        "bench", help="measure this engine, and others beside it", allow_abbrev=False,
+        "bench", help="benchmark this engine and others", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Play workloads in real time against this engine, and against others on the same data.",
+        description="Replay workloads in real time on this engine, and on others with the same data.",
         epilog=about_workloads(),
     )  # fmt: skip
     add_workload_flags(bench, several=True)
     add_arrival_flags(bench)
-    bench.add_argument("--export", metavar="FILE", help="write the workload as a trace file, and run nothing")
+    bench.add_argument("--export", metavar="FILE", help="write the workload as a trace file to FILE without running it")
     bench.add_argument(
         "--engines", nargs="+", default=["nanovllm"], metavar="NAME[:OPTION=VALUE,...]",
-        help=f"of {', '.join(PLAYERS)}, with options of their own, in turn (default nanovllm); python=PATH is the "
-        "interpreter of an engine in another environment",
+        help=f"engines to run in turn, of {', '.join(ENGINES)}, each with its options (default nanovllm); python=PATH "
+        "is the interpreter of another environment",
     )  # fmt: skip
-    bench.add_argument("--repeats", type=positive, default=1, metavar="INT", help="processes of each (default 1)")
+    bench.add_argument(
+        "--repeats",
+        type=positive,
+        default=1,
+        metavar="INT",
+        help="runs of each engine, each in a new process (default 1)",
+    )
     bench.add_argument(
         "--warm-ups",
         type=count,
         default=1,
         metavar="INT",
-        help="unmeasured plays before each (default 1)",
+        help="unmeasured replays before each measured one (default 1)",
     )
-    bench.add_argument("--profile", action="store_true", help="show where the time of this engine's steps goes")
+    bench.add_argument("--profile", action="store_true", help="profile the parts of this engine's steps")
     bench.add_argument(
         "--record", metavar="FILE",
-        help="write what every request and step of the measured run does to FILE; see `nanovllm timeline`",
+        help="write a trace of the measured run's requests and steps to FILE; see `nanovllm timeline`",
     )  # fmt: skip
-    bench.add_argument("--json", metavar="FILE", help="write all figures to FILE, or to standard output if it is -")
+    bench.add_argument("--json", metavar="FILE", help="write all figures to FILE as JSON, - for standard output")
     add_model_flags(bench)
     bench.set_defaults(run=_bench)
 
     compare = bench.add_subparsers(metavar="").add_parser(
-        "compare", help="two results side by side", description="Compare two results of `nanovllm bench --json`.",
+        "compare", help="compare two results", description="Compare two results of `nanovllm bench --json`.",
         allow_abbrev=False,
     )  # fmt: skip
     compare.add_argument("results", nargs=2, metavar="FILE")
@@ -73,22 +79,24 @@ def _bench(options: argparse.Namespace) -> int:
     engines = [EngineSpec.parse(text, given) for text in options.engines]
     labels = [engine.label for engine in engines]
     if len(set(labels)) < len(labels):
-        raise ValueError(f"two of the engines are {max(labels, key=labels.count)}, and could not be told apart.")
+        raise ValueError(
+            f"two engines have the same label {max(labels, key=labels.count)}. Give them different options."
+        )
     if options.profile and (others := [engine.label for engine in engines if engine.name != "nanovllm"]):
-        raise ValueError(f"--profile looks into this engine, not into {others[0]}. Leave one of them out.")
+        raise ValueError(f"--profile supports this engine only, not {others[0]}. Leave one of them out.")
     if options.record and (labels[1:] or engines[0].name != "nanovllm" or options.repeats > 1):
-        raise ValueError("--record is of one run of this engine. Leave other engines and --repeats out.")
+        raise ValueError("--record supports one run of this engine. Leave other engines and --repeats out.")
     workloads = several_workloads(options)
     if len({workload.name for workload in workloads}) < len(workloads):
-        raise ValueError("two workloads have the same name, and their results could not be told apart.")
+        raise ValueError("two workloads have the same name, which identifies them in results. Leave one out.")
     if options.export:
         if len(workloads) != 1:
-            raise ValueError(f"--export writes one workload to one file; there are {len(workloads)}.")
+            raise ValueError(f"--export writes one workload, but {len(workloads)} are given. Leave the others out.")
         write_trace(workloads[0], options.export)
         return 0
     for engine in engines:
         for workload in workloads:
-            processes.check_takes(engine.name, workload)
+            processes.check_arrivals(engine.name, workload)
     model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
     settings = Settings(
         model, options.repeats, options.warm_ups, options.profile, options.record and os.path.abspath(options.record),

@@ -1,4 +1,4 @@
-"""Flags of the commands: one for every field of a dataclass of options."""
+"""Command-line flags from the fields of option dataclasses."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    """The flags that every command has: which model, how the engine runs, and how much it says.
+    """Add the flags for model, verbosity and engine options.
 
     Args:
-        leave_out: engine options that get no flag.
+        leave_out: engine options without a flag.
     """
-    command.add_argument("-v", "--verbose", action="store_true", help="say what the engine does; full tracebacks")
+    command.add_argument("-v", "--verbose", action="store_true", help="log engine events and print full tracebacks")
     command.add_argument(
-        "--model", default=DEFAULT_MODEL, help=f"a folder, a hub id, or the embedded {DEFAULT_MODEL} (the default)"
+        "--model", default=DEFAULT_MODEL, help=f"folder or hub id of the model (default: the embedded {DEFAULT_MODEL})"
     )
-    command.add_argument("--tokenizer", help="a folder or hub id, if not the model's own")
+    command.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
 
 
 def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    """A flag for each of `EngineConfig`'s options."""
+    """Add a flag for each option of `EngineConfig`."""
     group = command.add_argument_group("engine options")
     add_flags(group, EngineConfig, {}, rename={"seed": "engine_seed"}, leave_out=leave_out)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, checked as far as that goes without a model."""
+    """Return the engine options that were set, validated without a model."""
     names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
     given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
     EngineConfig.from_options(**given)
@@ -52,7 +52,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _function(text: str) -> Callable[..., Any]:
-    """What MODULE:FUNCTION names, the module found as `python -m` finds it."""
+    """Import MODULE:FUNCTION, with the working directory on the path as for `python -m`."""
     module, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -74,7 +74,13 @@ def add_flags(
     rename: dict[str, str] | None = None,
     leave_out: Collection[str] = (),
 ) -> None:
-    """A flag for every field of a dataclass of options; its help is the field's line in the class's docstring."""
+    """Add a flag for each field of a dataclass; its help is the field's entry in the class docstring.
+
+    Args:
+        defaults: defaults of this command that differ from the dataclass.
+        rename: field name -> flag name.
+        leave_out: fields without a flag.
+    """
     help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(options):
         if field.name in leave_out:
@@ -84,6 +90,8 @@ def add_flags(
         text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
         if field.name in defaults:
             text += f" (default here: {defaults[field.name]})"
+        elif not (field.default in (None, (), dataclasses.MISSING) or "default" in text.lower()):
+            text += f" (default: {field.default})"
         kind = str(field.type)  # a string, since annotations are not evaluated
         common: dict[str, Any] = {"dest": dest, "help": text, "default": argparse.SUPPRESS}
         if kind == "bool":

@@ -1,4 +1,4 @@
-"""The prompts of a command: from its arguments, a file or standard input, with the options that come with each."""
+"""Prompts of `nanovllm generate`: from arguments, a file or standard input, with options per request."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, TextIO
 
 from nanovllm.sampling_params import SamplingParams
 
-Request = tuple[Any, dict[str, Any]]  # a prompt (text, token ids or messages), and its own sampling options
+Request = tuple[Any, dict[str, Any]]  # prompt (text, token ids or messages) and the options of the request
 
 
 def read_requests(prompts: list[str], file: str | None, form: str | None) -> list[Request]:
-    """What `nanovllm generate` is asked for.
+    """Read the prompts.
 
     Args:
-        prompts: those given as arguments.
-        file: where to read them instead; "-" or None is standard input.
-        form: of the file: "text", "lines", "jsonl", or None to go by its name.
+        prompts: positional arguments.
+        file: file to read instead; "-" or None for standard input.
+        form: format of the file: "text", "lines", "jsonl", or None for the default of its suffix.
 
-    Raises ValueError for what contradicts itself or is no prompt, with the number of its line.
+    Raises ValueError for contradictory arguments, and with the line number for an invalid prompt.
     """
     if prompts:
         if file:
-            raise ValueError("give prompts as arguments or in --file, not both.")
+            raise ValueError("prompts are given as arguments and in --file; give one of the two.")
         if form:
-            raise ValueError("--format is of a file; prompts given as arguments are text. Leave it out.")
+            raise ValueError("--format applies to files, but prompts are given as arguments. Leave it out.")
         return [(prompt, {}) for prompt in prompts]
     if file is None or file == "-":
         return _parse(sys.stdin, form or "lines")
@@ -46,7 +46,7 @@ def _parse(file: TextIO, form: str) -> list[Request]:
             continue
         requests.append((line, {}) if form == "lines" else _parse_json(line, number))
     if not requests:
-        raise ValueError("there is no prompt in the input.")
+        raise ValueError("the input holds no prompt; give one per line.")
     return requests
 
 
@@ -67,6 +67,6 @@ def _parse_json(line: str, number: int) -> Request:
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(
-            f"line {number} holds {unknown[0]!r}, which is no option of a request ({', '.join(sorted(known))})."
+            f"line {number} holds {unknown[0]!r}, which is not an option of a request ({', '.join(sorted(known))})."
         )
     return prompts[0], overrides

@@ -1,4 +1,4 @@
-"""The command `nanovllm serve`."""
+"""The command `nanovllm serve`: an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.settings import ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
-# Where the engine has no limit of its own, a server wants one.
+# Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
-NOT_GIVEN = {"model": DEFAULT_MODEL, "tokenizer": None, "verbose": False}  # of flags that always have a value
+NOT_GIVEN = {"model": DEFAULT_MODEL, "tokenizer": None, "verbose": False}  # defaults of flags that always have a value
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 
 def add_serve_command(commands: Any) -> None:
-    """Add the command to those of the command line."""
+    """Register the subcommand."""
     serve = commands.add_parser(
-        "serve", help="serve a model over HTTP, as OpenAI does", allow_abbrev=False,
-        description="Serve a model over HTTP, in the form of OpenAI's interface. docs/guide/server.md says more.",
-        epilog=f"The environment's {KEY_VARIABLE} is an API key too. A server's engine has max_queue="
-        f"{ENGINE_DEFAULTS['max_queue']} unless told otherwise.",
+        "serve", help="serve a model over HTTP, compatible with OpenAI's API", allow_abbrev=False,
+        description="Serve a model over HTTP, compatible with OpenAI's API. See docs/guide/server.md.",
+        epilog=f"The environment variable {KEY_VARIABLE} sets a further API key. --max-queue defaults to "
+        f"{ENGINE_DEFAULTS['max_queue']} here.",
     )  # fmt: skip
     serve.add_argument(
         "--config", metavar="FILE",
-        help="read options from a TOML file, under the names that they have here (with _ or -); what stands on the "
-        "command line goes before",
+        help="read options from a TOML file, named as here with _ or -; the command line takes precedence",
     )  # fmt: skip
-    settings = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
-    shown = {name: value for name, value in settings.items() if value is not None and value != ()}
-    add_flags(serve.add_argument_group("server options"), ServerSettings, shown)
+    add_flags(serve.add_argument_group("server options"), ServerSettings, {})
     add_model_flags(serve)
     serve.set_defaults(run=_serve)
 
@@ -52,7 +49,7 @@ def _serve(options: argparse.Namespace) -> int:
     engine_given = ENGINE_DEFAULTS | engine_options(options)
     settings = _settings(options)
     settings.api_keys()
-    from nanovllm.server.running import serve
+    from nanovllm.server.app import serve
 
     logging.getLogger().setLevel(logging.INFO)
     logging.getLogger("nanovllm").setLevel(logging.INFO)
@@ -68,7 +65,7 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
 
 
 def _read_config(options: argparse.Namespace) -> None:
-    """Put into `options` what a file says and the command line does not; raises ValueError for an unknown name."""
+    """Set options from the file unless the command line does; raises ValueError for an unknown name."""
     path = Path(options.config)
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -79,6 +76,6 @@ def _read_config(options: argparse.Namespace) -> None:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in names:
-            raise ValueError(f"{path} holds {key!r}, which is no option of the server; see nanovllm serve --help.")
+            raise ValueError(f"{path} holds {key!r}, which is not an option of the server; see nanovllm serve --help.")
         if getattr(options, name, NOT_GIVEN.get(name)) == NOT_GIVEN.get(name):
             setattr(options, name, tuple(value) if isinstance(value, list) else value)

@@ -1,4 +1,4 @@
-"""The commands `nanovllm calibrate` and `nanovllm simulate`."""
+"""The commands `nanovllm calibrate` and `nanovllm simulate`: measured step costs, and replays in virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.routing import POLICIES
 from nanovllm.tools.simulate.simulator import report, simulate
 
-# Engine options that make no difference to a replay; the pool is the calibration's, or what the other options say.
+# Engine options without effect on a simulation; the pool comes from the calibration or from the other options.
 NOT_SIMULATED = (
     "gpu_memory_utilization",
     "record_itl",
@@ -27,47 +27,51 @@ NOT_SIMULATED = (
 
 
 def add_calibrate_command(commands: Any) -> None:
-    """Add `nanovllm calibrate` to those of the command line."""
+    """Register `nanovllm calibrate`."""
     parser = commands.add_parser(
-        "calibrate", help="measure steps for the simulator", allow_abbrev=False,
-        description="Measure the steps of an engine on this machine, and store what they cost for `nanovllm simulate`.",
+        "calibrate", help="measure step costs for the simulator", allow_abbrev=False,
+        description="Measure the step costs of an engine on this machine for `nanovllm simulate`.",
     )  # fmt: skip
-    parser.add_argument("--output", required=True, metavar="FILE", help="where to write the calibration, as JSON")
-    parser.add_argument("--repeats", type=int, default=3, help="how often each step is measured (default 3)")
+    parser.add_argument("--output", required=True, metavar="FILE", help="write the calibration to FILE as JSON")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each step (default 3)")
     add_model_flags(parser)
     parser.set_defaults(run=_calibrate)
 
 
 def add_simulate_command(commands: Any) -> None:
-    """Add `nanovllm simulate` to those of the command line."""
+    """Register `nanovllm simulate`."""
     parser = commands.add_parser(
         "simulate", help="replay a workload in virtual time", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=about_workloads(),
-        description="Replay a workload in virtual time, with the costs that `nanovllm calibrate` measured.",
+        description="Replay a workload in virtual time, with the step costs of `nanovllm calibrate`.",
     )  # fmt: skip
-    parser.add_argument("--calibration", required=True, metavar="FILE", help="written by `nanovllm calibrate`")
+    parser.add_argument("--calibration", required=True, metavar="FILE", help="output of `nanovllm calibrate`")
     add_workload_flags(parser)
     add_arrival_flags(parser)
-    parser.add_argument("--replicas", type=int, default=1, help="engines that share the requests (default 1)")
     parser.add_argument(
-        "--routing", choices=list(POLICIES), default="round-robin", help="which of them gets a request (default: turns)"
+        "--replicas", type=int, default=1, help="number of replicas that share the requests (default 1)"
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write figures, requests and steps to FILE, or to standard output if it is -"
+        "--routing", choices=list(POLICIES), default="round-robin", help="routing policy (default round-robin)"
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
-    parser.add_argument("--model", help="refuse a calibration of another")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print full tracebacks")
+    parser.add_argument("--model", help="expected model; a calibration of another one is refused")
     add_engine_flags(parser, leave_out=NOT_SIMULATED)
     parser.set_defaults(run=_simulate)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
     given = engine_options(options)
-    from nanovllm.tools.simulate.calibrate import calibrate  # waits for torch
+    from nanovllm.tools.simulate.calibrate import calibrate  # imports torch
 
     folder = Path(options.output).parent
-    if not folder.is_dir():  # better said now than in two minutes
-        raise ValueError(f"--output is {options.output!r}, but there is no folder {str(folder)!r}.")
+    if not folder.is_dir():  # before minutes of measuring
+        raise ValueError(
+            f"--output is {options.output!r}, but the folder {str(folder)!r} does not exist. Create it first."
+        )
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)
     calibration.save(options.output)
     errors = ", ".join(f"{name} {error:.1%}" for name, error in calibration.residuals.items())

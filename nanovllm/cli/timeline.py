@@ -1,4 +1,4 @@
-"""The command `nanovllm timeline`: a trace as a page or a picture."""
+"""The command `nanovllm timeline`: a trace as an HTML page or a PNG."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def add_timeline_command(commands: Any) -> None:
-    """Add the command to those of the command line."""
+    """Register the subcommand."""
     timeline = commands.add_parser(
-        "timeline", help="draw a trace", description="Draw what --trace wrote.", allow_abbrev=False
+        "timeline", help="draw a trace", description="Draw a trace file as an HTML page or a PNG.", allow_abbrev=False
     )
-    timeline.add_argument("trace", metavar="TRACE", help="a file that --trace wrote")
-    timeline.add_argument("-o", "--output", metavar="FILE", help="write a page of HTML that needs nothing else")
-    timeline.add_argument("--plot", metavar="FILE", help="write a picture (PNG); needs matplotlib, the extra `plot`")
-    timeline.add_argument("-v", "--verbose", action="store_true", help="full tracebacks")
+    timeline.add_argument("trace", metavar="TRACE", help="trace file, written with --trace")
+    timeline.add_argument("-o", "--output", metavar="FILE", help="write a self-contained HTML page to FILE")
+    timeline.add_argument("--plot", metavar="FILE", help="write a PNG to FILE; requires matplotlib, the extra `plot`")
+    timeline.add_argument("-v", "--verbose", action="store_true", help="print full tracebacks")
     timeline.set_defaults(run=_timeline)
 
 
@@ -23,7 +23,7 @@ def _timeline(options: argparse.Namespace) -> int:
     from nanovllm.observability import timeline, timeline_plot
 
     if options.output is None and options.plot is None:
-        raise ValueError("say what to write: -o run.html for a page, --plot run.png for a picture, or both.")
+        raise ValueError("no output: give -o run.html for an HTML page, --plot run.png for a PNG, or both.")
     run, title = timeline.read_trace(options.trace), Path(options.trace).name
     if options.output is not None:
         Path(options.output).write_text(timeline.to_html(run, title), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command `nanovllm tune`: which settings of this engine carry a workload best."""
+"""The command `nanovllm tune`: measures engine settings on a workload and recommends the best."""
 
 from __future__ import annotations
 
@@ -17,53 +17,61 @@ from nanovllm.cli.flags import add_model_flags
 from nanovllm.cli.tune_question import Question, ask
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, count, positive
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.tools.bench.child import environment
 from nanovllm.tools.bench.processes import Settings
+from nanovllm.tools.bench.worker import environment
 from nanovllm.tools.tune import plot, report, result
 from nanovllm.tools.tune.forecast import MOST_SIMULATED, Forecast, forecast
 from nanovllm.tools.tune.goals import add_goal_flags
 from nanovllm.tools.tune.halving import Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.journal import Journal
 from nanovllm.tools.tune.measuring import Measurer
-from nanovllm.tools.tune.ranking import Run, standing_of
+from nanovllm.tools.tune.ranking import Run, build_standing
 from nanovllm.tools.tune.settings import SWEPT, Setting, sample
 from nanovllm.tools.tune.shares import smallest_share
 
 CANDIDATES = 16
-FORECAST_CANDIDATES = 6  # with --simulate, which has looked at many more
+FORECAST_CANDIDATES = 6  # with --simulate, which preselects them among many more
 
 
 def add_tune_command(commands: Any) -> None:
-    """Add the command to those of the command line."""
+    """Register the subcommand."""
     tune = commands.add_parser(
-        "tune", help="find the settings that carry a workload best", allow_abbrev=False,
+        "tune", help="find the best engine settings for a workload", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog=about_workloads(),
-        description="Measure settings of this engine on a workload, and recommend the one with most output tokens/s "
-        "of those\nthat keep the goals. The same command goes on where an interrupted one stopped.",
+        description="Measure engine settings on a workload, and recommend the one with most output tokens/s\n"
+        "among those that keep the goals. The same command resumes an interrupted one.",
     )  # fmt: skip
     add_workload_flags(tune, default=None)
     add_arrival_flags(tune, several=True)
     add_goal_flags(tune)
     values = tune.add_argument_group(
-        "values to try", "instead of those around the device's defaults; one value fixes it"
+        "values to try", "instead of values around the device's defaults; a single value is fixed"
     )
     for name in SWEPT:
         values.add_argument(f"--{name.replace('_', '-')}", dest=f"try_{name}", type=_values, metavar="INT,...")
     tune.add_argument(
         "--candidates", type=positive, metavar="INT",
-        help=f"settings to measure (default {CANDIDATES}, {FORECAST_CANDIDATES} with --simulate)",
+        help=f"number of settings to measure (default {CANDIDATES}, {FORECAST_CANDIDATES} with --simulate)",
     )  # fmt: skip
     tune.add_argument(
         "--simulate", metavar="CALIBRATION",
-        help="try many more settings in virtual time, with what `nanovllm calibrate` wrote, and measure the best",
+        help="preselect settings in virtual time with the output of `nanovllm calibrate`, and measure the best",
     )  # fmt: skip
-    tune.add_argument("--repeats", type=positive, default=2, metavar="INT", help="of the last settings (default 2)")
-    tune.add_argument("--warm-ups", type=count, default=1, metavar="INT", help="unmeasured plays before (default 1)")
+    tune.add_argument(
+        "--repeats", type=positive, default=2, metavar="INT", help="measurements of each finalist (default 2)"
+    )
+    tune.add_argument(
+        "--warm-ups",
+        type=count,
+        default=1,
+        metavar="INT",
+        help="unmeasured replays before each measurement (default 1)",
+    )
     tune.add_argument(
         "--output", default="nanovllm-tune", metavar="FOLDER",
-        help="for measurements.jsonl, result.json and curves.png (default nanovllm-tune)",
+        help="folder for measurements.jsonl, result.json and curves.png (default nanovllm-tune)",
     )  # fmt: skip
-    tune.add_argument("--retry", action="store_true", help="measure settings again that failed before")
+    tune.add_argument("--retry", action="store_true", help="repeat measurements that failed before")
     add_model_flags(tune, leave_out=(*SWEPT, "record_itl"))
     tune.set_defaults(run=_tune)
 
@@ -84,19 +92,19 @@ def _tune(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
     journal.check_environment(environment())
-    for name in ("result.json", "curves.png"):  # of a sweep before, with other goals perhaps
+    for name in ("result.json", "curves.png"):  # of an earlier sweep, possibly with other goals
         (folder / name).unlink(missing_ok=True)
     predicted = _forecast(question) if question.calibration else Forecast()
     sweep = _sweep(question, predicted)
     for note in _notes(question, sweep):
         print(f"note: {note}", file=sys.stderr)
     is_complete = _measure(question, sweep, journal)
-    standings = {setting: standing_of(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
+    standings = {setting: build_standing(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
     refused = question.candidates.refused + [(setting.options, why) for setting, why in predicted.refused.items()]
     outcome = report.Outcome(sweep, question.resolver, question.identity, journal.environment, refused, standings)
     print(report.table(outcome))
     if not is_complete:
-        print(f"\ninterrupted; what was measured is in {journal.path}, and the same command goes on from there.")
+        print(f"\ninterrupted; the measurements are in {journal.path}, and the same command resumes.")
         return 130
     print("\n" + report.advice(outcome))
     (folder / "result.json").write_text(json.dumps(result.as_json(outcome), indent=1) + "\n", encoding="utf-8")
@@ -131,37 +139,34 @@ def _sweep(question: Question, predicted: Forecast) -> Sweep:
 
 
 def _notes(question: Question, sweep: Sweep) -> Iterator[str]:
-    """What one should know before hours go by."""
+    """Yield notes on the plan, before hours of measuring."""
     planned = num_measurements(sweep.rounds, sweep.repeats)
     yield (
-        f"{len(sweep.settings)} of {len(question.candidates.settings)} settings are measured, on "
-        f"{sweep.rounds[0].share:.3g} of the workload at first; {planned} measurements"
+        f"{len(sweep.settings)} of {len(question.candidates.settings)} settings are measured, first on "
+        f"{sweep.rounds[0].share:.3g} of the workload; {planned} measurements"
     )
     is_timed = any(workload.is_timed for workload in question.workloads.values())
     if len(sweep.rounds) > 1 and sweep.rounds[0].share == 1.0:
         yield (
-            "there are too few requests for a share of them to tell anything, so every setting gets the whole "
-            "workload; more requests would save time"
+            "too few requests for a meaningful share, so every setting runs the whole workload; more requests would "
+            "save time"
             if is_timed
-            else "requests are there all at once, and a share of them could not fill max_num_seqs, so every setting "
-            "gets the whole workload; more requests, or a --rate, would save time"
+            else "all requests arrive at the start and a share of them cannot fill max_num_seqs, so every setting runs "
+            "the whole workload; more requests, or a --rate, would save time"
         )
     if predicted_pool := question.pool_of_forecasts:
         yield (
-            f"forecasts are of a KV cache of {predicted_pool:,} bytes, as the calibration's engine had, whatever "
-            "--gpu-memory-utilization is; give --kv-cache-memory-bytes for the same in both"
+            f"forecasts assume the calibrated engine's KV cache of {predicted_pool:,} bytes, regardless of "
+            "--gpu-memory-utilization; give --kv-cache-memory-bytes for the same size in both"
         )
     if not is_timed and any(goal.time == "ttft" for goal in question.goals):
-        yield (
-            "all requests are there from the start, so the time to the first token is mostly that of waiting for the "
-            "others; give a --rate at which they arrive"
-        )
+        yield ("all requests arrive at the start, so TTFT is mostly queueing time; give a --rate")
     if not plot.can_plot():
-        yield "there will be no curves.png without matplotlib; pip install 'nanovllm[plot]', and run the same again"
+        yield "no curves.png without matplotlib; pip install 'nanovllm[plot]' and repeat the command"
 
 
 def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
-    """Run the sweep; False if it was interrupted."""
+    """Run the sweep; returns False if it was interrupted."""
     options = question.options
     model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
     planned, names = num_measurements(sweep.rounds, sweep.repeats), question.resolver.varying(sweep.settings)
@@ -176,12 +181,14 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
 
         settings = Settings(model, warm_ups=options.warm_ups, verbose=options.verbose)
         fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else a kill would leave an engine behind
+        before = signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # else a kill would leave a worker process running
         try:
             sweep.run(Measurer(question.workloads, fixed, settings, journal, Path(name), progress))
         except KeyboardInterrupt:
             return False
         finally:
             signal.signal(signal.SIGTERM, before)
-        bar.total = bar.n  # what failed was not measured again
+        bar.total = bar.n  # failed settings were not measured further
     return True

@@ -1,4 +1,4 @@
-"""What `nanovllm tune` was asked: model, workload, goals, and the settings there are to choose from."""
+"""The question of `nanovllm tune`: model, workload, goals and candidate settings, from its flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.cli.flags import engine_options
-from nanovllm.cli.workload_flags import arrivals_of, arriving, check_arrival_flags, check_is_one, with_own_arrivals
+from nanovllm.cli.workload_flags import arrival_options, arriving, check_arrival_flags, check_is_one, with_own_arrivals
 from nanovllm.config import EngineConfig
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
@@ -18,12 +18,12 @@ from nanovllm.tools.tune.goals import Goal, goals_from
 from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
 from nanovllm.tools.workloads.workloads import Workload
 
-Workloads = dict[float | None, Workload]  # by rate of arrival; None for arrivals of their own
+Workloads = dict[float | None, Workload]  # by arrival rate; None: the workload's own arrivals
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the command was asked, checked as far as that goes without a model."""
+    """Parsed flags of the command, validated without a model."""
 
     options: argparse.Namespace
     fixed: dict[str, Any]
@@ -36,7 +36,7 @@ class Question:
 
     @property
     def pool_of_forecasts(self) -> int | None:
-        """Bytes of the KV cache that forecasts have, if what engines are told makes no difference to them."""
+        """Bytes of the forecasts' KV cache, if the engine options do not determine it."""
         sizes = {"num_kv_blocks", "kv_cache_memory_bytes"} & self.fixed.keys()
         if self.calibration is None or sizes or "gpu_memory_utilization" not in self.fixed:
             return None
@@ -44,7 +44,7 @@ class Question:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on, besides the machine."""
+        """Everything that a measurement depends on, except the machine."""
         options = self.options
         tokens = hashlib.sha256(json.dumps([asdict(request) for request in self.workload.requests]).encode())
         return {
@@ -52,23 +52,21 @@ class Question:
             "tokenizer": options.tokenizer,
             "engine_options": {name: of for name, of in self.fixed.items() if of != getattr(EngineConfig(), name)},
             "workload": {"name": self.workload.name, **about(self.workload), "sha256": tokens.hexdigest()},
-            "arrivals": arrivals_of(options),
+            "arrivals": arrival_options(options),
             "warm_ups": options.warm_ups,
         }
 
 
 def ask(options: argparse.Namespace) -> Question:
-    """Raises ValueError for flags that contradict one another, or a workload that cannot answer them."""
+    """Build the question; raises ValueError for contradictory flags or a workload without the goals' figures."""
     if not (options.workload or options.trace):
-        raise ValueError("say what to tune for: --workload, such as --workload chat, or --trace.")
+        raise ValueError("no workload: give --workload, such as --workload chat, or --trace.")
     check_is_one(options)
     check_arrival_flags(options)
     fixed, goals = engine_options(options), goals_from(options)
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
-        raise ValueError(
-            "the workload has one output token a request and so none that follows; leave goals on ITL out."
-        )
+        raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")
     workloads: Workloads = {rate: arriving(options, workload, rate) for rate in options.rate or ()} or {None: workload}
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
@@ -81,10 +79,10 @@ def ask(options: argparse.Namespace) -> Question:
     takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
     resolver = Resolver(device, fixed, takes_flash=takes_flash)
     candidates = resolver.candidates(values, named)
-    # Contradictions with values that nobody asked for are no news.
-    news = [(of, reason) for of, reason in candidates.refused if sum(name in reason for name in named) > 1]
+    # Report contradictions among named values only.
+    named_refusals = [(of, reason) for of, reason in candidates.refused if sum(name in reason for name in named) > 1]
     return Question(
-        options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=news)
+        options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=named_refusals)
     )
 
 

@@ -1,4 +1,4 @@
-"""The flags by which commands are told what to play, and the workloads that they ask for."""
+"""Workload flags of `bench`, `tune` and `simulate`, and the workloads built from them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from nanovllm.tools.workloads.workloads import WORKLOADS, Workload, bursty, pois
 def add_workload_flags(
     parser: argparse.ArgumentParser, *, several: bool = False, default: str | None = "random"
 ) -> None:
-    """Which requests.
+    """Add the flags for the requests of a workload.
 
     Args:
-        several: any number of workloads and traces instead of one.
-        default: what the help says about that; None if one has to be named.
+        several: accept several workloads and traces.
+        default: default workload for the help; None if one is required.
     """
-    more = ("; again for another" if several else "") + (f" (default {default})" if default else "")
+    more = ("; may be repeated" if several else "") + (f" (default {default})" if default else "")
     parser.add_argument(
         "--workload", action="append", default=[], metavar="NAME[:KEY=VALUE,...]",
-        help=f"a workload, with its parameters if it has any, such as random:requests=8,prompt=100-1024{more}",
+        help=f"workload with its parameters, such as random:requests=8,prompt=100-1024{more}",
     )  # fmt: skip
-    parser.add_argument("--trace", action="append", default=[], metavar="FILE", help="a workload from a trace file")
-    parser.add_argument("--seed", type=int, metavar="INT", help="of workloads that are drawn, and of arrivals")
-    parser.add_argument("--requests", type=positive, metavar="INT", help="cut workloads to their first requests")
+    parser.add_argument(
+        "--trace", action="append", default=[], metavar="FILE", help="read a workload from a trace file"
+    )
+    parser.add_argument("--seed", type=int, metavar="INT", help="seed of drawn workloads and arrivals (default 0)")
+    parser.add_argument("--requests", type=positive, metavar="INT", help="keep the first INT requests of each workload")
 
 
 def add_arrival_flags(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """When they arrive; several: any number of rates, `options.rate` being a list then."""
-    about = "requests arrive, so many a second on average"
+    """Add the flags for arrivals; with `several`, `options.rate` is a list."""
+    about = "mean arrival rate, in requests per second"
     if several:
-        parser.add_argument("--rate", type=_rates, metavar="FLOAT,...", help=f"{about}; each rate is measured")
+        parser.add_argument("--rate", type=_rates, metavar="FLOAT,...", help=f"{about}; each value is measured")
     else:
         parser.add_argument("--rate", type=float, metavar="FLOAT", help=about)
     parser.add_argument(
-        "--arrivals", choices=("poisson", "bursty"), help="how they arrive, with --rate (default poisson)"
+        "--arrivals", choices=("poisson", "bursty"), help="arrival process with --rate (default poisson)"
     )
-    parser.add_argument("--burst", type=positive, metavar="INT", help="requests of a burst (default 8)")
+    parser.add_argument(
+        "--burst", type=positive, metavar="INT", help="requests per burst with --arrivals bursty (default 8)"
+    )
 
 
 def about_workloads() -> str:
-    """What there is, for the end of a command's help."""
+    """Format the list of workloads for the epilog of a command's help."""
     return "workloads:\n" + "\n".join(f"  {name:<9}{_about(name)}" for name in WORKLOADS)
 
 
@@ -61,18 +65,18 @@ def _about(name: str) -> str:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 on, for argparse."""
+    """Parse a whole number of at least 0, for argparse."""
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is no count; it must be 0 or more")
+        raise argparse.ArgumentTypeError(f"{value} is below 0; it must be at least 0")
     return value
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """Parse a whole number of at least 1, for argparse."""
     value = count(text)
     if value == 0:
-        raise argparse.ArgumentTypeError("0 is too few; it must be at least 1")
+        raise argparse.ArgumentTypeError("0 is too small; it must be at least 1")
     return value
 
 
@@ -90,7 +94,7 @@ def _rates(text: str) -> list[float]:
 
 
 def several_workloads(options: argparse.Namespace) -> list[Workload]:
-    """The workloads that are asked for, arrivals and all; random requests if none is.
+    """Build the workloads of the flags, with arrivals; `random` by default.
 
     Raises ValueError for flags that contradict one another or have no effect.
     """
@@ -102,26 +106,29 @@ def several_workloads(options: argparse.Namespace) -> list[Workload]:
 
 
 def one_workload(options: argparse.Namespace) -> Workload:
-    """As `several_workloads`, but only one can be asked for."""
+    """Build the only workload of the flags; raises ValueError for several."""
     check_is_one(options)
     return several_workloads(options)[0]
 
 
 def check_is_one(options: argparse.Namespace) -> None:
+    """Raise ValueError for more than one workload or trace."""
     asked_for = [*options.workload, *options.trace]
     if len(asked_for) > 1:
-        raise ValueError(f"one workload or trace is played at a time; {' and '.join(asked_for)} are {len(asked_for)}.")
+        raise ValueError(
+            f"this command takes one workload or trace, but {len(asked_for)} are given: {' and '.join(asked_for)}."
+        )
 
 
 def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
-    """The workloads that are asked for, with arrivals of their own."""
+    """Build the workloads of the flags with their own arrivals."""
     texts = options.workload or ([] if options.trace else ["random"])
     workloads = [build(text, seed=options.seed) for text in texts]
     uses_seed = any(workload.parameters.get("seed") == options.seed for workload in workloads)
     if options.seed is not None and options.rate is None and not uses_seed:
         raise ValueError(
             f"--seed is {options.seed}, but nothing is drawn with it: {' and '.join([*texts, *options.trace])} has "
-            "its own tokens or its own seed, and without --rate its own arrivals. Leave --seed out, or give a --rate."
+            "fixed tokens or its own seed, and without --rate its own arrivals. Leave --seed out, or give a --rate."
         )
     workloads += [read_trace(path, tokenize=_Tokenize(options)) for path in options.trace]
     if options.requests:
@@ -130,14 +137,15 @@ def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
 
 
 def check_arrival_flags(options: argparse.Namespace) -> None:
+    """Raise ValueError for arrival flags without effect."""
     if options.arrivals and options.rate is None:
         raise ValueError(f"--arrivals is {options.arrivals}, but without --rate all requests keep their own arrivals.")
     if options.burst and options.arrivals != "bursty":
         raise ValueError(f"--burst is {options.burst}, but only --arrivals bursty has bursts.")
 
 
-def arrivals_of(options: argparse.Namespace) -> dict[str, Any]:
-    """How requests arrive, in full, by "arrivals", "burst" and "seed"; None where it makes no difference."""
+def arrival_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return "arrivals", "burst" and "seed" of the arrival process; None where unused."""
     is_drawn, is_bursty = options.rate is not None, options.arrivals == "bursty"
     return {
         "arrivals": (options.arrivals or "poisson") if is_drawn else None,
@@ -147,15 +155,15 @@ def arrivals_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arriving(options: argparse.Namespace, workload: Workload, rate: float) -> Workload:
-    """A workload whose requests arrive, so many a second, in the way that the flags say."""
-    how = arrivals_of(options)
+    """Return the workload with arrivals at `rate` by the flags' arrival process."""
+    how = arrival_options(options)
     if how["arrivals"] == "bursty":
         return bursty(workload, rate, burst=how["burst"], seed=how["seed"])
     return poisson(workload, rate, seed=how["seed"])
 
 
 class _Tokenize:
-    """The model's tokenizer, loaded when the first text of a trace wants it."""
+    """The model's tokenizer, loaded for the first text prompt of a trace."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._name = getattr(options, "tokenizer", None) or options.model
@@ -163,7 +171,7 @@ class _Tokenize:
 
     def __call__(self, text: str) -> list[int]:
         if self._name is None:
-            raise ValueError("the prompt is text; --model says whose tokenizer reads it.")
+            raise ValueError("the prompt is text, which needs a tokenizer; give --model.")
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 

@@ -1,1 +1,1 @@
-"""Step records, traces and timelines of a running engine."""
+"""Step records, traces, timelines and percentiles of a running engine."""

@@ -1,4 +1,4 @@
-"""Mean, median and tails: how everything here that measures times sums them up."""
+"""Percentiles of latencies: mean, p50, p90, p99 and max."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 
-def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """By name: mean, p50, p90, p99 and max of some values; None of none.
-
-    A percentile lies between two values as far as its rank lies between theirs.
-    """
-    of = np.fromiter(values, np.float64)
-    if not of.size:
+def percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    """Return mean, p50, p90, p99 and max by name, with linear interpolation; None without values."""
+    array = np.fromiter(values, np.float64)
+    if not array.size:
         return None
-    p50, p90, p99 = np.percentile(of, (50, 90, 99)).tolist()
-    return {"mean": float(of.mean()), "p50": p50, "p90": p90, "p99": p99, "max": float(of.max())}
+    p50, p90, p99 = np.percentile(array, (50, 90, 99)).tolist()
+    return {"mean": float(array.mean()), "p50": p50, "p90": p90, "p99": p99, "max": float(array.max())}

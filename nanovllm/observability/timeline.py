@@ -1,4 +1,4 @@
-"""From a trace to pictures of the run: `nanovllm timeline` makes one page of HTML of it, or a PNG."""
+"""Timeline of a run: reads a trace, and renders it as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.observability.trace_writer import ENGINE, REQUESTS, STATES
 from nanovllm.pages import read_page
 
-# What the page and the plot know of a step, in this order: microseconds, then what its slice says.
+# Values of a step for page and plot, in this order: the arguments of its slice in the trace.
 STEP_VALUES = (
     "step", "decode", "prefill", "cached", "budget", "sequences", "running", "waiting", "used_blocks", "blocks",
     "schedule_us", "execute_us", "update_us",
@@ -21,7 +21,7 @@ STEP_VALUES = (
 
 @dataclass
 class Lane:
-    """A sample of a request; its spans are (state as a place in STATES, start, end, what the trace says about it)."""
+    """One sample of a request; spans are (index into STATES, start, end, arguments of the trace event)."""
 
     name: str
     spans: list[tuple[int, int, int, dict[str, Any]]] = field(default_factory=list)
@@ -37,11 +37,11 @@ class Run:
     lanes: list[Lane]
     steps: list[tuple[int, ...]]
     end: int
-    is_cut_short: bool  # the trace lacks its end: what it left open lasts to its last event
+    is_cut_short: bool  # the trace lacks its end: open spans last until its last event
 
 
 def read_trace(path: str | os.PathLike[str]) -> Run:
-    """Read what a `TraceWriter` wrote, cut short or not; ValueError if the file is something else."""
+    """Read a file of `TraceWriter`, complete or cut short; raises ValueError for any other file."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     is_cut_short = not text.rstrip().endswith("]")
     lanes: dict[int, Lane] = {}
@@ -63,15 +63,15 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
     for number, (state, start, arguments) in begun.items():
         lanes[number].spans.append((state, start, max(start, last), arguments))
     if not steps:
-        raise ValueError(f"{os.fspath(path)!r} holds no step of a run; record one with --trace.")
+        raise ValueError(f"{os.fspath(path)!r} holds no step; record a run with --trace.")
     return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short))
 
 
 def _events(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a file with one a line, as far as they are whole."""
+    """Yield the events of a trace, one a line; an incomplete last line is skipped."""
     lines = text.splitlines()
     if not lines or lines[0].strip() != "[":
-        raise ValueError(f"{os.fspath(path)!r} is no trace of nanovllm; record one with --trace.")
+        raise ValueError(f"{os.fspath(path)!r} is not a trace of nanovllm; record one with --trace.")
     for number, line in enumerate(lines[1:], 2):
         content = line.strip().removesuffix(",")
         if content in ("", "]"):
@@ -80,8 +80,8 @@ def _events(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]
             yield json.loads(content)
         except json.JSONDecodeError as error:
             if number == len(lines):
-                return  # the line at which it was cut
-            raise ValueError(f"line {number} of {os.fspath(path)!r} is no event of a trace: {error}") from error
+                return  # the line at which the file was cut
+            raise ValueError(f"line {number} of {os.fspath(path)!r} is not a trace event: {error}") from error
 
 
 def _from_zero(run: Run) -> Run:
@@ -94,7 +94,7 @@ def _from_zero(run: Run) -> Run:
 
 
 def summary(run: Run) -> str:
-    """One line about the run."""
+    """Summarise the run in one line."""
     columns = dict(zip(STEP_VALUES, zip(*[step[2:] for step in run.steps], strict=True), strict=True))
     preempted = sum(span[0] == STATES.index("preempted") for lane in run.lanes for span in lane.spans)
     prefill, decode, cached = (sum(columns[name]) for name in ("prefill", "decode", "cached"))
@@ -109,8 +109,8 @@ def summary(run: Run) -> str:
 
 
 def to_html(run: Run, title: str) -> str:
-    """A page that needs nothing else: no network, no other file."""
+    """Render a self-contained HTML page."""
     data = asdict(run) | {"title": title, "summary": summary(run), "states": STATES, "names": STEP_VALUES}
-    # Within a script element only "</" and "<!--" could end it.
+    # "</" and "<!--" would end the script element.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return read_page("timeline.html").replace("__RUN__", embedded)

@@ -1,4 +1,4 @@
-"""The timeline of a run as a still picture, drawn by matplotlib (the extra `plot`)."""
+"""Timeline of a run as a PNG, drawn with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from nanovllm.observability.timeline import STEP_VALUES, Run, summary
 from nanovllm.observability.trace_writer import STATES
 
-# As on the page in its light form.
+# The colors of the HTML page in its light theme.
 COLORS = {"waiting": "#c3c8d0", "prefill": "#e8833a", "decode": "#3f7fd1", "preempted": "#c8324a", "stalled": "#e5c54b"}
 CACHED = "#4da37a"
 
 
 def save_png(run: Run, title: str, path: str | os.PathLike[str]) -> None:
-    """Draw lanes, tokens against the budget, and blocks; RuntimeError if matplotlib is not installed."""
+    """Draw lanes, tokens against the budget, and used blocks; raises RuntimeError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -43,7 +43,7 @@ def _draw_lanes(axes: Any, run: Run) -> None:
             for kind, start, end, _ in lane.spans
             if kind == number
         ]
-        seam = 0.4 if are_tall and state == "prefill" else 0.0  # between one chunk and the next
+        seam = 0.4 if are_tall and state == "prefill" else 0.0  # separates consecutive chunks
         axes.add_collection(
             PolyCollection(corners, facecolors=COLORS[state], edgecolors="white", linewidths=seam, label=state)
         )
@@ -56,7 +56,7 @@ def _draw_lanes(axes: Any, run: Run) -> None:
 
 
 def _add_legend(axes: Any) -> None:
-    """Above the axes, where it hides nothing."""
+    """Place the legend above the axes."""
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=7, ncols=len(STATES), frameon=False, borderpad=0)
 
 

@@ -1,17 +1,17 @@
-"""Writes a run to a file as a trace that ui.perfetto.dev, chrome://tracing and `nanovllm timeline` open.
+"""Trace writer: records a run in the format of ui.perfetto.dev, chrome://tracing and `nanovllm timeline`.
 
-The file is a JSON array of events, one a line. Nothing is kept but the state of unfinished requests and what happened
-in the last moments. A file that was cut short lacks the end of the array, which these readers do not mind.
+The file is a JSON array of events, one a line. Memory holds only the state of unfinished requests and the events since
+the last flush. A file that was cut short lacks the end of the array, which these readers accept.
 
 Each sample of a request is a lane, always in one state; a state lasts until the next one begins::
 
     waiting ──▶ prefill (one for each chunk) ──▶ decode (all tokens in a row) ──▶ ended
                    ▲      │       ▲                 │
-                   │      └─▶ stalled ◀─────────────┤      runs, but budget or blocks left it out of a step
-                   └───────── preempted ◀───────────┘      gave its blocks back
+                   │      └─▶ stalled ◀─────────────┤      running, but not scheduled for lack of budget or blocks
+                   └───────── preempted ◀───────────┘      blocks freed, recomputed later
 
-With overlap a step is launched before the one before it is read. Steps run one after another all the same, so a step
-counts from the moment at which the one before it was read.
+With overlap a step is launched before the previous one is read. The device still runs them one after another, so a
+step's slice starts when the previous step was read.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from nanovllm.sequence import Sequence, SequenceStatus
 
 WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
 
-# Processes and threads of the trace: what its readers group lanes by.
+# Process and thread ids of the trace, by which viewers group lanes.
 ENGINE, REQUESTS = 1, 2
 STEPS, SCHEDULING = 1, 2
 
-# Often enough that no step waits long for the text of those before it.
+# Small enough that no step waits long for the encoding of earlier ones.
 _FLUSH_SECONDS = 0.2
 _FLUSH_ITEMS = 256
 
-# One step: a slice with two slices within, one of scheduling beside them, and counters.
+# Events of a step: its slice with two nested ones, the slice of its scheduling, and counters.
 _STEP = ",\n".join(
     (
         '{"name":"step","ph":"X","pid":1,"tid":1,"ts":%(begin)d,"dur":%(dur)d,"args":{"step":%(step)d,'
@@ -62,7 +62,7 @@ _STEP = ",\n".join(
 
 @dataclass(slots=True)
 class _Lane:
-    """What was written last of a sequence."""
+    """State of a sequence as last written."""
 
     number: int
     state: str
@@ -70,7 +70,7 @@ class _Lane:
     num_preemptions: int = 0
 
 
-# Events of a request, and steps with their begin: they become text when they are written, many at once.
+# Events of a request, and steps with their begin; encoded in batches when flushed.
 _Events = list[dict[str, Any]]
 _Step = tuple[StepRecord, float]
 
@@ -83,25 +83,25 @@ class TraceWriter(Observer):
     """Traces the run of one engine: `with TraceWriter("out.json") as trace, LLM(model, trace=trace) as llm: ...`.
 
     Args:
-        path: the file, begun anew.
+        path: output file; an existing one is overwritten.
 
-    Raises OSError if the file cannot be written; once the engine runs, such an error ends the trace and not the
-    requests (`EngineStats.hook_error`), and `close` raises it. docs/guide/tracing.md says what the trace holds.
+    Raises OSError if the file cannot be written. While the engine runs, such an error ends the trace, not the requests
+    (`EngineStats.hook_error`), and `close` raises it. docs/guide/tracing.md describes the contents.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file = self.path.open("wb", buffering=0)
         self._process = OwnProcess("TraceWriter")
-        self._lock = threading.Lock()  # whoever closes it may not be the thread that steps
-        self._items: list[_Events | _Step] = []  # not written yet
-        self._is_begun = False  # whether the file has its first event
-        self._budget = self._num_blocks = 0  # those of the engine that it belongs to
-        self._lanes: dict[Sequence, _Lane] = {}  # of the unfinished
+        self._lock = threading.Lock()  # `close` may be called in another thread than the engine's
+        self._items: list[_Events | _Step] = []  # not yet written
+        self._is_begun = False  # whether the first event was written
+        self._budget = self._num_blocks = 0  # of the traced engine
+        self._lanes: dict[Sequence, _Lane] = {}  # of unfinished sequences
         self._num_lanes = self._num_steps = 0
         self._decoding: list[Sequence] = []  # the decodes of the last step
-        self._active: set[Sequence] = set()  # those of the last step, or stalled in it
-        self._has_chunks = False  # whether the last step had any, or a sequence that stalled
+        self._active: set[Sequence] = set()  # scheduled or stalled in the last step
+        self._has_chunks = False  # whether the last step had a chunk or a stalled sequence
         self._now = self._last_end = self._last_flush = 0.0
         for process, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
             self._write({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
@@ -110,14 +110,14 @@ class TraceWriter(Observer):
         self._flush()
 
     def check_unused(self) -> None:
-        """Raise ValueError if it belongs to an engine already, or is closed."""
+        """Raise ValueError if the writer traces another engine or is closed."""
         if self._budget or self._file.closed:
             raise ValueError(
                 f"the trace {str(self.path)!r} belongs to another engine or is closed; open another TraceWriter."
             )
 
     def begin(self, config: EngineConfig) -> None:
-        """Belong to an engine of this configuration, in which nothing is left open."""
+        """Start tracing an engine of this configuration."""
         self._budget, self._num_blocks = config.max_num_batched_tokens, config.num_kv_blocks - 1
 
     def request_added(self, sequences: list[Sequence]) -> None:
@@ -144,7 +144,7 @@ class TraceWriter(Observer):
         return f"the trace {str(self.path)!r}"
 
     def close(self) -> None:
-        """End what is open, and the file; does nothing again, or in a forked child, which has the same file."""
+        """End open spans and close the file; idempotent, and a no-op in a forked child, which shares the file."""
         if self._process.is_elsewhere:
             return
         with self._lock:
@@ -206,7 +206,7 @@ class TraceWriter(Observer):
     def _step(self, record: StepRecord, batch: ScheduledBatch) -> None:
         begin = max(record.start_time, self._last_end)
         decoding = [entry[0] for entry in batch.entries[: batch.num_decodes]]
-        # A step of the decodes of the one before says nothing new about any request, and is most frequent.
+        # Fast path, and most steps: the decodes of the previous step again change no state.
         if self._has_chunks or len(decoding) < len(batch.entries) or decoding != self._decoding:
             self._change_states(begin, record.step_id, batch)
         self._decoding = decoding
@@ -231,12 +231,12 @@ class TraceWriter(Observer):
                 self._enter(lane, state, begin, {})
         has_chunks = bool(stalled)
         for number, (sequence, start, num_tokens, _, _, before) in enumerate(batch.entries):
-            lane = lanes.get(sequence)  # None for one that has ended, whose last step runs for nothing
+            lane = lanes.get(sequence)  # None for a sequence that ended while this step was in flight
             if lane is None or (number < batch.num_decodes and lane.state is DECODE):
                 continue
             if number < batch.num_decodes and start >= sequence.num_prompt_tokens:
                 self._enter(lane, DECODE, begin, {"step": step_id})
-            else:  # also the last token of a prompt when the chunks before have left it alone
+            else:  # includes a single last prompt token after earlier chunks
                 chunk = {"step": step_id, "start": start, "tokens": num_tokens, "cached": start - before}
                 self._enter(lane, PREFILL, begin, chunk)
                 has_chunks = True
@@ -282,7 +282,7 @@ class TraceWriter(Observer):
         self._items.append([*events])
 
     def _flush(self) -> None:
-        """Write whole events, so that a process that is killed leaves a file that lacks only the end."""
+        """Write complete events, so that the file of a killed process lacks only its end."""
         items, self._items = self._items, []
         lines = [_event_lines(item) if isinstance(item, list) else self._step_lines(*item) for item in items]
         data = "".join([",\n" + line for line in lines]).encode()

@@ -1,4 +1,4 @@
-"""Pages of HTML that need nothing but themselves, put together from parts that several share."""
+"""Self-contained HTML pages, assembled from shared CSS and JavaScript."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INCLUDE = re.compile(r"/\* include (?P<name>[a-z_]+\.(?:css|js)) \*/")
 
 
 def read_page(name: str) -> str:
-    """The page `name` of this package; each "/* include NAME */" in it is replaced by the part of that name."""
+    """Return the page `name` with each "/* include NAME */" replaced by that file."""
     folder = resources.files(__name__)
     page = folder.joinpath(name).read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda include: folder.joinpath(include["name"]).read_text(encoding="utf-8").rstrip(), page)

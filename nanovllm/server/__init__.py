@@ -1,1 +1,1 @@
-"""The server: OpenAI's HTTP interface over an `AsyncLLM`. Needs the extra `serve`."""
+"""HTTP server compatible with OpenAI's API, over an `AsyncLLM`; requires the extra `serve`."""

@@ -1,9 +1,11 @@
-"""The ASGI application: its endpoints over one engine."""
+"""The server: an ASGI application over one engine, and the uvicorn process that runs it."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -13,16 +15,19 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import OnStep
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
-from nanovllm.server.hosts import HostGate, allowed_names
-from nanovllm.server.lifecycle import Admission
+from nanovllm.server.connections import allow_open_files, protocol_class
+from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
+from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
+from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.openai import chat, completions, models
 from nanovllm.server.openai.description import describe
 from nanovllm.server.openai.token_text import TokenText
-from nanovllm.server.openai.tool_calls import format_of
+from nanovllm.server.openai.tool_calls import detect_format
 from nanovllm.server.security import ApiKeys, BodyGate
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.sse import with_abort
 from nanovllm.server.state import ServerState, served_name
 
 
@@ -32,12 +37,12 @@ def create_app(
     *,
     model: str | os.PathLike[str] = DEFAULT_MODEL,
 ) -> FastAPI:
-    """An app that serves an engine; whoever runs it closes the engine.
+    """Build the application of an engine; the caller closes the engine.
 
     Args:
-        model: what the engine was built from, for its name unless the settings have one.
+        model: folder or id of the model, for its name if `served_model_name` is not set.
 
-    `app.state` holds `server` (a ServerState) and `api_keys`.
+    `app.state` holds `server` (a ServerState), `api_keys` and `body_limits`.
     """
     name = served_name(settings, model)
     metrics = ServerMetrics(name)
@@ -52,7 +57,7 @@ def create_app(
         admission=Admission(engine, settings.stall_timeout),
         metrics=metrics,
         token_text=TokenText(engine.tokenizer),
-        tool_format=format_of(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,
+        tool_format=detect_format(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,
     )
     app.state.body_limits = BodyLimits(settings, engine)
     errors.install(app)
@@ -67,10 +72,43 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(settings.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients' libraries send some of their own, and a key is asked for all the same
+            allow_headers=["*"],  # client libraries send headers of their own; the API key still protects the endpoints
             expose_headers=["Retry-After"],
         )
     if (allowed := allowed_names(settings)) is not None:
         app.add_middleware(HostGate, allowed=allowed)
     app.add_middleware(CountResponses, metrics=metrics)
     return app
+
+
+def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
+    """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died."""
+    allow_open_files(settings.max_connections)
+    listeners = bind(settings.host, settings.port)
+    log_exposure(settings, has_keys=bool(settings.api_keys()))
+    try:
+        engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
+        app = create_app(engine, settings, model=model)
+        server = build_server(app, engine, settings)
+        server.run(listeners)
+    finally:
+        for listener in listeners:
+            listener.close()
+    return server.exit_code
+
+
+def build_server(app: Any, engine: AsyncLLM, settings: ServerSettings) -> DrainingServer:
+    """Configure uvicorn for an application, within the limits of `settings`."""
+    config = uvicorn.Config(
+        with_abort(app),
+        host=settings.host,
+        port=settings.port,
+        http=protocol_class(settings),
+        ws="none",  # an upgraded connection would bypass the limits of `protocol_class`
+        log_config=None,
+        access_log=settings.access_log,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(LAST_SECONDS),
+    )
+    return DrainingServer(config, engine, app.state.server.admission, settings.drain_timeout)

@@ -1,7 +1,7 @@
-"""Limits of what a body holds, checked before it is parsed and validated, and large bodies parsed off the event loop.
+"""Limits of request bodies: checked before parsing and validation; large bodies are parsed off the event loop.
 
-json and pydantic hold the GIL while they are in C, so that a thread alone would not free the event loop: numbers,
-objects and lists of token ids pass through a Python function, at each of which the interpreter may change threads.
+json and pydantic hold the GIL in C code, so a thread alone would not free the event loop: numbers, objects and lists
+of token ids pass through a Python function, where the interpreter can switch threads.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.server.errors import ApiError, of_validation
+from nanovllm.server.errors import ApiError, from_validation
 from nanovllm.server.openai.strict import Strict
 from nanovllm.server.settings import ServerSettings
 
 Result = TypeVar("Result")
 
-LARGE_BYTES = 16384  # smaller bodies take less time than a change of threads is worth, whatever they hold
-LARGE = "nanovllm.large"  # in a scope: the body is large
+LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread switch
+LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 
 
 class BodyLimits:
-    """What bodies of one server may hold, and the thread that parses large ones.
+    """Body limits of one server, and the thread that parses large bodies.
 
-    max_items: strings, arrays and objects of a body.
-    max_values: these and its numbers; a batch of `max_prompts` prompts of max_model_len token ids fits.
+    max_items: maximum number of strings, arrays and objects.
+    max_values: maximum number of values, numbers included; fits `max_prompts` prompts of max_model_len token ids.
     """
 
     def __init__(self, settings: ServerSettings, engine: AsyncLLM) -> None:
@@ -47,37 +47,37 @@ class BodyLimits:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
-        """The result of `work`: in the thread if the request's body is large, else at once."""
+        """Run `work`, in the parser thread if the request's body is large."""
         if not request.scope.get(LARGE):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def check_size(self, body: bytes) -> None:
-        """Raise ApiError (400) for a body with more values than the limits allow; it need not be JSON."""
-        # Without escaped quotes, every second part between quotes is a string.
+        """Raise ApiError (400) for a body with more values than the limits, estimated without parsing."""
+        # Without escaped quotes, every second part between quotes is inside a string.
         plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
         num_items = plain.count(b'"') // 2
         num_values = 0
-        if num_items <= self.max_items:  # else the parts themselves would be too many
+        if num_items <= self.max_items:  # else splitting would take too much memory
             outside = b"".join(plain.split(b'"')[::2])
             num_containers = outside.count(b"[") + outside.count(b"{")
             num_items += num_containers
-            # Each value is the first of its container or stands behind a comma.
+            # A value is the first of its container or follows a comma.
             num_values = num_containers + outside.count(b",") + 1
         settings = self._settings
         if num_items > self.max_items:
             raise _too_many(
                 f"{num_items} strings, arrays and objects; the server takes {self.max_items}: max_body_items "
-                f"({settings.max_body_items}), and 2 for each of max_prompts. Send less at once, or raise it."
+                f"({settings.max_body_items}) and 2 per prompt of max_prompts. Send smaller requests, or raise it."
             )
         if num_values > self.max_values:
             raise _too_many(
                 f"{num_values} values; the server takes {self.max_values}, enough for {settings.max_prompts} prompts "
-                f"(max_prompts) of {self._max_model_len} token ids (max_model_len). Send fewer prompts at once."
+                f"(max_prompts) of {self._max_model_len} token ids (max_model_len). Send fewer prompts per request."
             )
 
     def check_fields(self, given: Any) -> None:
-        """Raise ApiError (400) for a field of a parsed body that is too long to be worth validating."""
+        """Raise ApiError (400) for a list or string above its limit, before validation."""
         if not isinstance(given, dict):
             return
         for name, (limit, remedy) in self._lengths.items():
@@ -100,26 +100,26 @@ class BodyLimits:
                 )
 
     def parse(self, body: bytes, model: type[Strict]) -> Strict:
-        """A large body as its model; raises ApiError, and what `json.loads` does."""
+        """Parse a large body into its model; raises ApiError, and the errors of `json.loads`."""
         self.check_size(body)
         encoding = json.detect_encoding(body)
-        if not encoding.startswith("utf-8"):  # the count looks at bytes
+        if not encoding.startswith("utf-8"):  # `check_size` counts bytes of UTF-8
             raise ApiError(400, f"the body is {encoding}; send UTF-8.", code="invalid_json")
         text = body.decode(encoding, "surrogatepass")
         try:
             given = json.loads(text, parse_int=_integer, object_hook=_same)
         except RecursionError as error:
-            raise ApiError(400, "the body is nested too deeply to be read.", code="invalid_json") from error
+            raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from error
         self.check_fields(given)
         try:
             return model.model_validate(given)
         except ValidationError as error:
             found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_input=False)]
-            raise of_validation(found, model.names()) from error
+            raise from_validation(found, model.names()) from error
 
 
 class LimitedRequest(Request):
-    """A request whose JSON is within the limits of the app's `BodyLimits`; a large one is given as its model."""
+    """Request that applies the app's `BodyLimits` to its JSON; a large body is returned as its model."""
 
     def __init__(self, request: Request, model: type[Strict]) -> None:
         super().__init__(request.scope, request.receive)
@@ -137,7 +137,7 @@ class LimitedRequest(Request):
 
 
 class LimitedRoute(APIRoute):
-    """A route whose body, if it takes one, is a `Strict` model."""
+    """Route whose body, if any, is a `Strict` model within the limits."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

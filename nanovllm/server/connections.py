@@ -1,7 +1,7 @@
-"""Connections: their number, the size of request headers, and the time that headers and bodies may take.
+"""Connection limits: number of sockets, size of headers, and timeouts of headers and bodies.
 
-uvicorn reads headers of any size (under httptools) and waits for them without end, before the app sees anything, so
-these limits hold within its protocol classes.
+uvicorn reads headers of any size (under httptools) and waits for them without a timeout before it calls the app, so
+the limits are in subclasses of its protocol classes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from nanovllm.server.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
 
-HEAD, BODY, NOTHING = "headers", "body", "nothing"  # what a connection's next bytes belong to
-LINE_BYTES = 4  # of a header beside its name and value: colon, space, line end
-# A client that still sends reads the refusal only if its bytes are taken for a while: otherwise TCP resets.
+HEAD, BODY, NOTHING = "headers", "body", "nothing"  # part of the request that the next bytes belong to
+LINE_BYTES = 4  # per header beside name and value: colon, space, line end
+# After a refusal the socket still reads for this long: closing it at once would reset TCP before the client reads.
 LINGER_SECONDS = 1.0
-# Requests that wait behind an unfinished answer on one connection, by number (httptools) or bytes (h11).
+# Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
-OTHER_FILES = 256  # that a process has open beside its connections
+OTHER_FILES = 256  # open files of the process beside its connections
 REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol within the limits of `settings`.
+    """Return uvicorn's HTTP protocol class with the limits of `settings`.
 
     Args:
-        name: "httptools", "h11", or "auto" for httptools where it is installed.
+        name: "httptools", "h11", or "auto" for httptools if installed.
     """
     if name == "auto":
         name = "h11" if importlib.util.find_spec("httptools") is None else "httptools"
@@ -47,7 +47,7 @@ def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio
 
 
 def allow_open_files(max_connections: int) -> None:
-    """Raise the process's soft limit of open files to what that many connections need, and log where it cannot be."""
+    """Raise the soft limit of open files for `max_connections`; logs a warning if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -56,19 +56,19 @@ def allow_open_files(max_connections: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
         logger.warning(
-            "max_connections is %d, but the process may open %d files only. Raise the hard limit (ulimit -Hn, "
+            "max_connections is %d, but the process can open only %d files. Raise the hard limit (ulimit -Hn, "
             "LimitNOFILE= of systemd) to %d, or lower max_connections.", max_connections, allowed, needed,
         )  # fmt: skip
 
 
 class BoundedConnection(asyncio.Protocol):
-    """Mixed into a protocol class of uvicorn: bounds open sockets, and each wait for headers or a body by a timer.
+    """Mixin for uvicorn's protocol classes: limits open sockets, and the time for headers and bodies.
 
-    A refusal (408, 431, 503) closes the connection. The parser's side sets `_part` and `_number`.
+    A refusal (408, 431, 503) closes the connection. Subclasses set `_part` and `_number` from their parser.
     """
 
     settings: ClassVar[ServerSettings]
-    # uvicorn's
+    # Attributes of uvicorn's protocol classes
     loop: asyncio.AbstractEventLoop
     transport: Any
     cycle: Any
@@ -76,9 +76,9 @@ class BoundedConnection(asyncio.Protocol):
     server_state: Any
 
     _part = HEAD
-    _number = 0  # of the request that is read
+    _number = 0  # index of the request being read
     _has_data = _is_refused = False
-    _timed: tuple[int, str] | None = None  # what the timer is for
+    _timed: tuple[int, str] | None = None  # request and part of the running timer
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,7 +101,7 @@ class BoundedConnection(asyncio.Protocol):
         self._time_part()
 
     def _take(self, data: bytes) -> None:
-        """Give data to the parser."""
+        """Pass data to the parser."""
         super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -111,7 +111,7 @@ class BoundedConnection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------------- time
 
     def _time_part(self) -> None:
-        """Start the timer of the part that the connection has come to, unless it runs."""
+        """Start the timer of the current part, unless it runs."""
         part = (self._number, self._part)
         if part == self._timed or self._is_refused:
             return
@@ -131,17 +131,17 @@ class BoundedConnection(asyncio.Protocol):
     def _on_timeout(self) -> None:
         if self.transport.is_closing():
             return
-        # The server itself does not read now, or its answer holds the connection anyway.
+        # Not the client's delay: reading is paused, or the previous answer is unfinished.
         if self.flow.read_paused or (self._part is HEAD and self._is_answering):
             self._timer = self.loop.call_later(self._seconds(), self._on_timeout)
         elif not self._has_data:
-            self.transport.close()  # opened, and never used
+            self.transport.close()  # no byte received
         else:
             option = "header_timeout" if self._part is HEAD else "body_timeout"
             self.refuse(
                 408,
                 f"the request's {self._part} took more than {self._seconds():g} seconds ({option}). Send faster, or "
-                "raise it.",
+                "raise the limit.",
                 "request_timeout",
             )
 
@@ -161,11 +161,11 @@ class BoundedConnection(asyncio.Protocol):
         )
 
     def refuse(self, status: int, message: str, code: str) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection."""
+        """Send an error unless an answer has begun, and close the connection."""
         self._is_refused = True
         self._stop_timer()
         if self._is_answering:
-            if self.cycle.response_started or self._part is HEAD:  # an error would pass for the answer's bytes
+            if self.cycle.response_started or self._part is HEAD:  # an error would read as part of the answer
                 self.transport.abort()
                 return
             self.cycle.disconnected = True
@@ -179,7 +179,7 @@ class BoundedConnection(asyncio.Protocol):
         lines += [name + b": " + value for name, value in self.server_state.default_headers]
         lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
         self.transport.write(b"\r\n".join(lines) + body)
-        if status == 503:  # sockets that linger would keep others out
+        if status == 503:  # lingering sockets would block others
             self.transport.close()
             return
         if self.transport.can_write_eof():
@@ -188,13 +188,13 @@ class BoundedConnection(asyncio.Protocol):
 
 
 class BoundedH11Parser(h11.Connection):
-    """Bounds complete headers and trailers too, which h11 does only while they are incomplete."""
+    """h11 parser that also limits complete headers and trailers; h11 limits incomplete ones only."""
 
     def __init__(self, settings: ServerSettings) -> None:
         super().__init__(h11.SERVER, settings.max_header_bytes)
         self._settings = settings
         self.num_requests = 0
-        self.part = HEAD  # that the next bytes belong to
+        self.part = HEAD  # part that the next bytes belong to
         self.is_too_large = False
 
     def next_event(self) -> Any:
@@ -234,15 +234,15 @@ class _H11Connection(BoundedConnection, H11Protocol):
 
     def _take(self, data: bytes) -> None:
         super()._take(data)
-        self._note_part()
+        self._update_part()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # may begin a request that was received already
+        super().on_response_complete()  # may start a pipelined request
         if self.conn.their_state is h11.SEND_BODY:
-            self._note_part()
+            self._update_part()
             self._time_part()
 
-    def _note_part(self) -> None:
+    def _update_part(self) -> None:
         parts = {h11.IDLE: HEAD, h11.SEND_BODY: BODY}
         self._number, self._part = self.conn.num_requests, parts.get(self.conn.their_state, NOTHING)
 
@@ -254,5 +254,5 @@ class _H11Connection(BoundedConnection, H11Protocol):
             super().send_400_response(msg)
 
     def shutdown(self) -> None:
-        if not self._is_refused:  # the refusal closes it
+        if not self._is_refused:  # `refuse` closes it
             super().shutdown()

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, without paths and stack traces."""
+"""API errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, without paths and stack traces."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
 
-RETRY_AFTER_SECONDS = 1  # of a server that ends: another may have its place soon
+RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Kinds of JSON that pydantic's messages name in Python's words.
+# pydantic's names of types -> JSON's.
 _KINDS = {
     "valid dictionary or object to extract fields from": "JSON object",
     "valid dictionary": "JSON object",
     "valid list": "JSON array",
 }
-Place = tuple[str | int, ...]  # of a field in a body: names and numbers of items
-# How pydantic names the forms of a field that may have several.
+Place = tuple[str | int, ...]  # path of a field in a body: names and indices
+# Names of union members in pydantic's locations.
 _FORM = re.compile(r"str|int|float|bool|list\[.*\]|constrained-.*|function-.*")
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong; param is the field at fault, code tells programs."""
+    """Details of an error: `param` is the invalid field, `code` is machine-readable."""
 
     message: str
     type: str
@@ -42,32 +42,32 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is no success."""
+    """Body of every error response."""
 
     error: ErrorDetails
 
 
-# Of every endpoint, for the app's description of itself.
+# Error responses of every endpoint in /openapi.json.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
-        400: "bad input",
-        401: "no key, or a wrong one",
-        404: "no such model",
-        413: "the body is too large",
-        422: "not used: bad input is 400",
-        429: "the queue is full",
-        500: "the request failed",
-        503: "the server is shutting down, or its engine is dead",
+        400: "invalid input",
+        401: "missing or invalid API key",
+        404: "unknown model",
+        413: "body too large",
+        422: "unused: invalid input is 400",
+        429: "queue full",
+        500: "request failed",
+        503: "server shutting down, or engine dead or stalled",
     }.items()
 }
 
 
 class ApiError(HTTPException):
-    """A refusal, with its HTTP status.
+    """An error response with its HTTP status.
 
-    param: the field that is at fault.
-    code: tells programs what is wrong.
+    param: the invalid field.
+    code: machine-readable reason.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class ApiError(HTTPException):
 
 
 def queue_full(retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
-    """retry_after: seconds."""
+    """429: the queue is full; `retry_after` in seconds."""
     return ApiError(
         429,
-        f"as many requests wait as the server allows; try again in {retry_after} s.",
+        f"the queue is full (max_queue); try again in {retry_after} s.",
         code="queue_full",
         headers={"Retry-After": str(retry_after)},
     )
@@ -103,14 +103,14 @@ def queue_full(retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
 def engine_stalled(seconds: float, limit: float) -> ApiError:
     return ApiError(
         503,
-        f"no step has ended for {seconds:.0f} s while requests run; more than {limit:g} s (--stall-timeout) count as a "
-        "stall.",
+        f"the engine has stalled: no step has ended for {seconds:.0f} s while requests run, above {limit:g} s "
+        "(--stall-timeout).",
         code="engine_stalled",
     )
 
 
 def engine_dead() -> ApiError:
-    return ApiError(503, "the engine has failed, and the server is about to end.", code="engine_dead")
+    return ApiError(503, "the engine has failed; the server is shutting down.", code="engine_dead")
 
 
 def shutting_down() -> ApiError:
@@ -124,15 +124,15 @@ def shutting_down() -> ApiError:
 
 def request_failed(request_id: str) -> ApiError:
     return ApiError(
-        500, f"the request failed in the engine; the server's log says why under {request_id}.", code="request_failed"
+        500, f"the request failed in the engine; see {request_id} in the server's log.", code="request_failed"
     )
 
 
 def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
-    """What a client is told of an exception that the engine raised.
+    """Convert an exception of the engine to an error response.
 
     Args:
-        known: the request's fields.
+        known: fields of the request, for `param`.
     """
     match error:
         case ApiError():
@@ -147,26 +147,26 @@ def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
             return ApiError(400, str(error), param=_named(str(error), known))
         case _:
             logger.error("a request failed", exc_info=error)
-            return ApiError(500, "the server failed to answer this request; its log says why.", code="internal_error")
+            return ApiError(500, "the server failed to answer this request; see its log.", code="internal_error")
 
 
-def of_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
-    """From pydantic's errors: the first field at fault, and what it may be.
+def from_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
+    """Convert pydantic's errors: the first invalid field and its allowed values.
 
     Args:
-        known: fields that there are, to tell those that look like an unknown one.
+        known: fields of the request, to suggest similar names for an unknown one.
     """
-    error, place = found[0], _place_of(found[0])
+    error, place = found[0], _path_in_body(found[0])
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
-    # A field that may have several forms has an error for each; what was meant is the one that fits the furthest.
-    places = [other for other in map(_place_of, found) if other[: len(place)] == place]
+    # A union field has an error per member; report the member that matched deepest.
+    places = [other for other in map(_path_in_body, found) if other[: len(place)] == place]
     place = max(places, key=len)
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(place[0]), known, n=2, cutoff=0.6) if len(place) == 1 else []
         message = "unknown field" + (f"; did you mean {' or '.join(near)}?" if near else ".")
     else:
-        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _place_of(other) == place))
+        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _path_in_body(other) == place))
     if place:
         return ApiError(400, f"{_path(place)}: {message}", param=_path(place))
     if error["type"] != "value_error":
@@ -174,12 +174,14 @@ def of_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
     return ApiError(400, message, param=_named(message, known))
 
 
-def _place_of(error: Any) -> Place:
-    """Where the fault is in what was sent; pydantic's place names forms and kinds of messages too."""
-    place = list(error["loc"][1:])  # behind "body"
+def _path_in_body(error: Any) -> Place:
+    """Return the path of an error in the body; pydantic's location also names union members and message roles."""
+    place = list(error["loc"][1:])  # after "body"
     if len(place) > 2 and place[0] == "messages":
-        del place[2]  # the role, by which the message's model was chosen
-    last = [place.pop()] if place and error["type"] == "extra_forbidden" else []  # the client's, whatever its name
+        del place[2]  # the role, the discriminator of the message union
+    last = (
+        [place.pop()] if place and error["type"] == "extra_forbidden" else []
+    )  # the client's field, whatever its name
     place = [part for part in place if not _FORM.fullmatch(str(part))] + last
     match error["type"]:
         case "refused_field":
@@ -190,7 +192,7 @@ def _place_of(error: Any) -> Place:
 
 
 def _path(place: Place) -> str:
-    """As OpenAI writes it: messages[0].content."""
+    """Format a path as OpenAI does: messages[0].content."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
@@ -202,17 +204,17 @@ def _words(error: Any) -> str:
 
 
 def _named(message: str, known: Sequence[str]) -> str | None:
-    """The field that a message begins with, or what of it."""
+    """Return the known field that a message begins with, with its path."""
     first = message.partition(" ")[0].rstrip(":")
     return first if re.split(r"[.\[]", first)[0] in known else None
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of an app this form."""
+    """Register the exception handlers of an app."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return of_validation(error.errors(), _fields_of(request)).response()
+        return from_validation(error.errors(), _body_fields(request)).response()
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
@@ -222,11 +224,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed to answer this request; its log says why.").response()
+        return ApiError(500, "the server failed to answer this request; see its log.").response()
 
 
-def _fields_of(request: Request) -> list[str]:
-    """The fields of the body that a request's endpoint takes."""
+def _body_fields(request: Request) -> list[str]:
+    """Return the body fields of a request's endpoint."""
     body = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(body, "field_info", None), "annotation", None)
     return [] if model is None else model.names()

@@ -1,5 +1,4 @@
-"""Which names a server answers to, against pages that reach a loopback server through a name of their own (DNS
-rebinding), and what is logged of a server that others can reach."""
+"""Allowed Host headers, against DNS rebinding to a loopback server, and warnings for an exposed server."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ logger = logging.getLogger("nanovllm")
 
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 ANY = "*"
-POLICY_VIOLATION = 1008  # of a websocket
+POLICY_VIOLATION = 1008  # websocket close code
 
 
 def host_name(header: str) -> str:
-    """The name in a Host header, in lower case, without port, brackets and a final dot."""
+    """Return the lower-case name of a Host header, without port, brackets and trailing dot."""
     name = header.strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return name.removesuffix(".")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on this host."""
+    """Whether a host is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -36,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_names(settings: ServerSettings) -> frozenset[str] | None:
-    """The names that requests may use; None allows any."""
+    """Return the allowed names; None allows any."""
     given = frozenset(name if ":" in name and "[" not in name else host_name(name) for name in settings.allowed_hosts)
     if ANY in given or not (given or is_loopback(settings.host)):
         return None
@@ -44,24 +43,24 @@ def allowed_names(settings: ServerSettings) -> frozenset[str] | None:
 
 
 def log_exposure(settings: ServerSettings, *, has_keys: bool) -> None:
-    """Log what a server that others can reach leaves open."""
+    """Log a server that is reachable from other machines without an API key or Host check."""
     if is_loopback(settings.host):
         return
     address = shown(settings.host, settings.port)
     if not has_keys:
         logger.warning(
-            "listening on %s without an API key: whoever reaches this address may use the model and read /metrics. "
+            "listening on %s without an API key: anyone who reaches this address can use the model and read /metrics. "
             "Set NANOVLLM_API_KEY or --api-key-file, or listen on 127.0.0.1.",
             address,
         )
     if allowed_names(settings) is None:
-        logger.info("listening on %s for requests with any Host header; --allowed-hosts narrows them", address)
+        logger.info("listening on %s for any Host header; --allowed-hosts restricts it", address)
 
 
 class HostGate:
-    """Refuses a request whose Host header names none of the allowed hosts, whatever its path, before anything else.
+    """Middleware that refuses requests with a foreign Host header (421).
 
-    Without the header no browser asks, so such a request passes.
+    A request without the header passes: browsers always send it.
 
     Args:
         allowed: lower-case names without ports, see `allowed_names`.
@@ -84,7 +83,7 @@ class HostGate:
             return
         error = ApiError(
             421,
-            f"this server does not answer to the host {header[:128]!r}; start it with --allowed-hosts and this name.",
+            f"the host {header[:128]!r} is not allowed; add it with --allowed-hosts.",
             code="unknown_host",
         )
         await error.response()(scope, receive, send)

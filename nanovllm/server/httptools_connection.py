@@ -1,4 +1,4 @@
-"""Limits of requests that httptools reads, which has none of its own."""
+"""Connection limits under httptools, which has none of its own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from nanovllm.server.connections import BODY, HEAD, LINE_BYTES, MAX_PIPELINED, N
 
 
 class _TooLargeError(Exception):
-    """Ends the parser's work on a connection."""
+    """Stops the parser of a connection."""
 
 
 class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
-    """Counts each header when it is complete, and before that the bytes for which the parser has given nothing."""
+    """Counts complete headers, and the pending bytes of incomplete ones."""
 
-    _num_header_bytes = _num_headers = 0  # of one request, trailers included
-    _num_pending = 0  # bytes since the parser last gave a body's bytes or the end of a part
-    _num_given = 0  # what the parser gave of these
+    _num_header_bytes = _num_headers = 0  # of the current request, trailers included
+    _num_pending = 0  # bytes since the parser last returned body bytes or the end of a part
+    _num_given = 0  # number of such returns
     _is_too_large = False
 
     def _take(self, data: bytes) -> None:
-        if self._part is NOTHING:  # line ends alone begin no request, yet they stop the timer of idle connections
+        if self._part is NOTHING:  # bare line ends start no request, but stop uvicorn's idle timer
             self._part = HEAD
             self._number += 1
         num_given = self._num_given

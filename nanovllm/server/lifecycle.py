@@ -1,5 +1,4 @@
-"""From the first request to the last: open answers are counted, drained when the server is told to stop, and cut off
-when they take too long; a dead engine ends the process."""
+"""Server life cycle: admission of requests, draining on SIGTERM and SIGINT, and exit when the engine dies."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from nanovllm.server.retry_after import RetryAfter
 logger = logging.getLogger("nanovllm")
 
 POLL_SECONDS = 0.05
-# So long are clients given to take what is left for them, and others to see that /health says 503.
+# Seconds for clients to read their last events, and for probes to see /health at 503.
 LAST_SECONDS = 2.0
 
 
 class Admission:
-    """Counts the answers that are being given, and lets no new one begin once the server is to stop.
+    """Counts open answers, and refuses new ones while the server drains or the queue is full.
 
     Args:
-        stall_timeout: seconds without the end of a step, while there is work, after which the engine counts as stalled.
+        stall_timeout: seconds without the end of a step, while requests run, after which the engine counts as stalled.
     """
 
     def __init__(self, engine: AsyncLLM, stall_timeout: float) -> None:
@@ -39,11 +38,11 @@ class Admission:
         self.is_draining = False
         self.num_open = 0
         config = engine.config
-        # Of samples in the engine; None is without limit.
+        # Maximum number of samples in the engine, queue included; None: no limit.
         self.num_places = None if config.max_queue is None else config.max_num_seqs + config.max_queue
 
     def check(self) -> None:
-        """Raise ApiError (503) if nothing is answered any more."""
+        """Raise ApiError (503) if the engine is dead or the server drains."""
         if self._engine.is_dead:
             raise errors.engine_dead()
         if self.is_draining:
@@ -59,19 +58,18 @@ class Admission:
             raise errors.engine_stalled(self._engine.heartbeat().age, self._stall_timeout)
 
     def queue_full(self) -> errors.ApiError:
-        """The refusal (429) of a request for which there is no room."""
+        """Build the error (429) for a request beyond the queue."""
         return errors.queue_full(self.retry_after.seconds(self._engine.heartbeat().stats.num_waiting))
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Around one answer, from before it is queued until its last byte is handed over; raises as `check`, or
-        ApiError (429) if too many are open."""
+        """Hold one answer open, from before it is queued to its last byte; raises as `check`, or ApiError (429)."""
         self.check()
-        # The engine counts only what is queued. Twice its places, for answers that slow clients still read.
+        # The engine limits queued samples; twice its places leaves room for answers that slow clients still read.
         if self.num_places is not None and self.num_open >= 2 * self.num_places:
             raise self.queue_full()
         if not self.num_open:
-            self.retry_after.note_busy()
+            self.retry_after.record_busy()
         self.num_open += 1
         try:
             yield
@@ -80,13 +78,14 @@ class Admission:
 
 
 class DrainingServer(uvicorn.Server):
-    """Told to stop (SIGTERM, SIGINT), it refuses new requests with 503 and lets open answers end until a deadline, then
-    closes the engine, by which each of them gets its last event. Told again, it closes at once.
+    """uvicorn server that drains on SIGTERM or SIGINT: new requests get 503, open answers may finish until a deadline.
+
+    Closing the engine then ends the rest with a last event. A second signal closes at once.
 
     Args:
-        drain_timeout: seconds that open answers are given.
+        drain_timeout: seconds for open answers to finish.
 
-    exit_code: of the process, after it has served: 1 if the engine died.
+    exit_code: exit code of the process: 1 if the engine died, else 0.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncLLM, admission: Admission, drain_timeout: float) -> None:
@@ -97,7 +96,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if sockets:  # of which uvicorn says nothing
+        if sockets:  # uvicorn logs no address for given sockets
             address = shown(self.config.host, sockets[0].getsockname()[1])
             logger.info("running on http://%s (press Ctrl+C to stop)", address)
 
@@ -108,7 +107,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Without raising them again at the end: a server that was asked to stop, and did, has not failed."""
+        """Handle signals without re-raising them at the end, as uvicorn does: a requested stop is no failure."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -120,7 +119,7 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def main_loop(self) -> None:
-        """Until it is to stop, and then until all answers have ended."""
+        """Run until a signal or the engine's death, then drain."""
         tick = 0
         while not self._admission.is_draining and not self._engine.is_dead:
             if await self.on_tick(tick):  # keeps the Date header
@@ -128,12 +127,14 @@ class DrainingServer(uvicorn.Server):
             tick += 1
             await asyncio.sleep(0.1)
         if self._engine.is_dead:
-            logger.error("the engine has failed; the server ends")
+            logger.error("the engine has failed; shutting down")
             await asyncio.sleep(LAST_SECONDS)
         else:
-            logger.info("stopping: %d answers are open", self._admission.num_open)
+            logger.info("shutting down: %d open answers", self._admission.num_open)
             if not await self._wait_until_idle(self._drain_timeout):
-                logger.warning("%d answers are cut off", self._admission.num_open)
+                logger.warning(
+                    "%d answers did not finish within drain_timeout and are aborted", self._admission.num_open
+                )
         await self._engine.close()
         await self._wait_until_idle(LAST_SECONDS)
         self.exit_code = int(self._engine.is_dead)

@@ -1,4 +1,4 @@
-"""Listening sockets, bound before a model is loaded, so that a port in use is an error of the first second."""
+"""Listening sockets, bound before the model is loaded, so that a port in use fails at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import contextlib
 import errno
 import socket
 
-# What binding may fail with, and what helps.
+# Errors of bind, and their remedies.
 _REMEDIES = {
-    errno.EADDRINUSE: "another process has this port; stop it, or choose another with --port (0 takes a free one)",
-    errno.EACCES: "this user may not open this port; choose one above 1023 with --port",
-    errno.EADDRNOTAVAIL: "no interface of this machine has this address; set --host to one that it has",
+    errno.EADDRINUSE: "another process uses this port; stop it, or choose another with --port (0 takes a free one)",
+    errno.EACCES: "this user may not bind this port; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "no interface of this machine has this address; choose another with --host",
 }
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A bound socket for each address of a host name, not listening yet, so that clients are refused while a model
-    loads. Raises OSError, naming address and remedy."""
+    """Bind a socket per address of a host; raises OSError with address and remedy.
+
+    The sockets do not listen yet, so that clients are refused while the model loads.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise OSError(f"--host {host!r} names no address ({error}); give an address, such as 127.0.0.1.") from error
+        raise OSError(f"--host {host!r} does not resolve ({error}); give an address, such as 127.0.0.1.") from error
     bound: list[socket.socket] = []
     missing: OSError | None = None
     try:
@@ -42,7 +44,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def shown(host: str, port: int) -> str:
-    """An address as it stands in a URL."""
+    """Format host and port for a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -50,9 +52,9 @@ def _bound(family: int, address: object) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(listener.close)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
         if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
         listener.bind(address)  # type: ignore[arg-type]
         on_failure.pop_all()
     return listener

@@ -1,6 +1,6 @@
-"""Figures for Prometheus, in a registry of the server's own. docs/guide/server.md lists them.
+"""Prometheus metrics of a server, in its own registry; docs/guide/server.md lists them.
 
-Names are vLLM's behind another prefix where the meaning is the same, so that its dashboards carry over.
+Names are vLLM's with another prefix where the meaning is the same, so that its dashboards carry over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class EngineFigures(Collector):
-    """Turns the engine's last heartbeat into metrics."""
+    """Collector of engine metrics, from its last heartbeat."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -43,10 +43,10 @@ class EngineFigures(Collector):
             return
         stats = self.heartbeat.stats
         gauges = {
-            "num_requests_running": ("Samples that run.", stats.num_running),
-            "num_requests_waiting": ("Samples that wait.", stats.num_waiting),
-            "engine_step_age_seconds": ("Since a step has ended while there is work.", self.heartbeat.age),
-            "engine_stalled": ("1 once that is longer than stall_timeout.", int(self.is_stalled)),
+            "num_requests_running": ("Running samples.", stats.num_running),
+            "num_requests_waiting": ("Waiting samples.", stats.num_waiting),
+            "engine_step_age_seconds": ("Seconds since the last step ended, while there is work.", self.heartbeat.age),
+            "engine_stalled": ("1 if engine_step_age_seconds is above stall_timeout.", int(self.is_stalled)),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.num_used_blocks / stats.num_blocks),
         }
         for name, (text, value) in gauges.items():
@@ -60,10 +60,10 @@ class EngineFigures(Collector):
         yield blocks
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-            "prefix_cache_hits": ("Prompt tokens found there.", stats.prefix_cache_hits),
-            "prefix_cache_evictions": ("Findable blocks taken for other content.", stats.prefix_cache_evictions),
-            "num_preemptions": ("Times that a sample gave its blocks back.", stats.num_preemptions),
-            "generation_tokens": ("Tokens generated.", stats.num_output_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "prefix_cache_evictions": ("Cached blocks reused for other content.", stats.prefix_cache_evictions),
+            "num_preemptions": ("Preemptions of samples.", stats.num_preemptions),
+            "generation_tokens": ("Generated tokens.", stats.num_output_tokens),
             "steps": ("Steps.", stats.num_steps),
             "failed_steps": ("Steps that failed and were undone.", stats.num_failed_steps),
         }
@@ -74,15 +74,14 @@ class EngineFigures(Collector):
 
 
 class GapHistogram(Collector):
-    """Seconds between tokens. prometheus-client's Histogram takes one value at a time, and the sequences of a step
-    share theirs.
+    """Histogram of ITL with weighted values: sequences of a step share one, and prometheus-client takes one at a time.
 
-    Counted in the engine's thread; a reader meanwhile may see a step's gaps in part.
+    Written in the engine thread; a concurrent reader may see part of a step.
     """
 
     def __init__(self, name: str, text: str, model_name: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
-        self._counts = [0] * (len(bounds) + 1)  # of gaps up to each bound and above the one before
+        self._counts = [0] * (len(bounds) + 1)  # per bucket
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int) -> None:
@@ -98,35 +97,36 @@ class GapHistogram(Collector):
 
 
 class RequestWatch:
-    """Takes note of one answer's prompts: those that end, and at the end those that were left.
+    """Tracks the prompts of one answer until they finish or are abandoned.
 
-    is_queued: the engine has them, so that each counts as ended at the end, whatever ended it.
+    is_queued: the engine accepted them, so each one counts at the end.
     """
 
     def __init__(self, metrics: ServerMetrics, num_prompts: int) -> None:
         self.is_queued = False
         self._metrics = metrics
         self._arrival_time = time.monotonic()
-        self._open: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))  # with their last outputs
+        self._open: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))  # index -> last output
 
-    def note(self, number: int, output: RequestOutput) -> None:
+    def record(self, number: int, output: RequestOutput) -> None:
+        """Record an output of prompt `number`."""
         if output.finished:
             self._open.pop(number, None)
-            self._metrics.note_ended(output)
+            self._metrics.record_ended(output)
         else:
             self._open[number] = output
 
     def end(self, *, is_left: bool) -> None:
-        """is_left: by the client, so that prompts count of which nothing was seen."""
+        """Record unfinished prompts as aborted; `is_left`: the client left, so prompts without an output count too."""
         if is_left or self.is_queued:
             seconds = time.monotonic() - self._arrival_time
             for output in self._open.values():
-                self._metrics.note_left(output, seconds)
+                self._metrics.record_left(output, seconds)
         self._open.clear()
 
 
 class ServerMetrics:
-    """What one server counts. Steps are noted in the engine's thread, all else in the event loop's."""
+    """Metrics of one server. Steps are recorded in the engine thread, everything else in the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -135,29 +135,31 @@ class ServerMetrics:
         self.registry.register(self._engine)
         ProcessCollector(registry=self.registry)
         self._outcomes = Counter(
-            PREFIX + "request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
+            PREFIX + "request_success", "Requests by finish reason.", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
         self._responses = Counter(
-            PREFIX + "http_responses", "Answers by endpoint and HTTP status.", ["model_name", "endpoint", "status"],
+            PREFIX + "http_responses", "Responses by endpoint and HTTP status.", ["model_name", "endpoint", "status"],
             registry=self.registry,
         )  # fmt: skip
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCIES)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token (TTFT).", LATENCIES)
         itl_name = PREFIX + "inter_token_latency_seconds"
-        self._itl = GapHistogram(itl_name, "Between two tokens of a sample.", model_name, GAPS)
+        self._itl = GapHistogram(itl_name, "Inter-token latency (ITL) of samples.", model_name, GAPS)
         self.registry.register(self._itl)
-        self._queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", LATENCIES)
-        self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCIES)
-        self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self._output_lengths = self._histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)
-        self._step_time = self._histogram(
-            "step_time_seconds", "From the begin of a step's scheduling to its end.", GAPS
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "Time from arrival to the first step.", LATENCIES
         )
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
-        self._step_sequences = self._histogram("step_sequences", "Samples in a step.", TOKENS)
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the end of a request.", LATENCIES
+        )
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens per request.", TOKENS)
+        self._output_lengths = self._histogram("request_generation_tokens", "Generated tokens per request.", TOKENS)
+        self._step_time = self._histogram("step_time_seconds", "Time from a step's scheduling to its end.", GAPS)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", TOKENS)
+        self._step_sequences = self._histogram("step_sequences", "Samples per step.", TOKENS)
         of_kind = Counter(
-            PREFIX + "step_tokens", "Tokens of steps: decoded, prefilled, or found in the prefix cache instead.",
+            PREFIX + "step_tokens", "Tokens of steps by kind: decode, prefill, or cached.",
             ["model_name", "kind"], registry=self.registry,
         )  # fmt: skip
         self._decode, self._prefill, self._cached = (
@@ -186,8 +188,8 @@ class ServerMetrics:
         for itl, num_tokens in record.itls:
             self._itl.observe(itl, num_tokens)
 
-    def note_ended(self, output: RequestOutput) -> None:
-        """A request has ended by itself; of several samples the outcome is the worst."""
+    def record_ended(self, output: RequestOutput) -> None:
+        """Record a finished request, with the worst finish reason of its samples."""
         reasons = {completion.finish_reason for completion in output.outputs}
         worst = next(reason for reason in ("error", "abort", "timeout", "length", "stop") if reason in reasons)
         self._outcomes.labels(self._model_name, worst).inc()
@@ -200,24 +202,24 @@ class ServerMetrics:
         if metrics.finished_time is not None:
             self._latency.observe(metrics.finished_time - metrics.arrival_time)
 
-    def note_left(self, output: RequestOutput | None, seconds: float) -> None:
-        """A request was left, by its client or by the engine, with this as its last output, so long after it came."""
+    def record_left(self, output: RequestOutput | None, seconds: float) -> None:
+        """Record an abandoned request with its last output and its seconds since arrival."""
         self._outcomes.labels(self._model_name, "abort").inc()
         self._latency.observe(seconds)
         if output is not None:
             self._prompt_tokens.inc(len(output.prompt_token_ids))
 
-    def note_response(self, endpoint: str, status: int) -> None:
+    def record_response(self, endpoint: str, status: int) -> None:
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
     def text(self, heartbeat: Heartbeat, *, is_stalled: bool) -> bytes:
-        """All of it in Prometheus' text format, with an engine's last figures."""
+        """Return all metrics in Prometheus' text format."""
         self._engine.heartbeat, self._engine.is_stalled = heartbeat, is_stalled
         return generate_latest(self.registry)
 
 
 class CountResponses:
-    """Counts answers by the endpoint's path, as it is declared, and by status."""
+    """Middleware that counts responses by declared path and status."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app, self._metrics = app, metrics
@@ -233,16 +235,16 @@ class CountResponses:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                self._note(scope, message["status"])
+                self._record(scope, message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
         except Exception:
-            if not has_begun:  # what handles this error stands outside
-                self._note(scope, 500)
+            if not has_begun:  # the handler of this error is outside this middleware
+                self._record(scope, 500)
             raise
 
-    def _note(self, scope: Scope, status: int) -> None:
-        route = scope.get("route")  # unknown for paths that are none, of which there is no end
-        self._metrics.note_response(getattr(route, "path", "other"), status)
+    def _record(self, scope: Scope, status: int) -> None:
+        route = scope.get("route")  # None for unknown paths, which share one label to bound the cardinality
+        self._metrics.record_response(getattr(route, "path", "other"), status)

@@ -1,4 +1,4 @@
-"""When a client that was refused for a full queue should come again."""
+"""Retry-After of a full queue: estimates when a refused client should try again."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-MIN_SECONDS, MAX_SECONDS = 1.0, 60.0  # OpenAI's clients follow no longer one
+MIN_SECONDS, MAX_SECONDS = 1.0, 60.0  # OpenAI's clients ignore longer ones
 WINDOW_SECONDS = 30.0
 
 
 def estimated_wait(num_waiting: int, num_ended: int, seconds: float) -> float:
-    """Seconds until all that wait have begun, within the bounds.
+    """Estimate the seconds until all waiting samples run, within the bounds.
 
     Args:
         num_waiting: samples in the queue.
-        num_ended: samples that ended within the last `seconds`; of none the first may end any moment.
+        num_ended: samples that ended within the last `seconds`; 0 counts as 1.
     """
     seconds_each = max(seconds, 1.0) / max(num_ended, 1)
     return min(max(num_waiting * seconds_each, MIN_SECONDS), MAX_SECONDS)
 
 
 class RetryAfter:
-    """Estimates from what ended lately, and spreads those who are refused together: each waits for its own place."""
+    """Estimates from recently ended samples, and staggers clients that are refused together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._busy_since = clock()
-        self._ends: deque[tuple[float, int]] = deque()  # within the window: time, samples
-        self._last_place = -math.inf  # of the client that was refused last
+        self._ends: deque[tuple[float, int]] = deque()  # (time, samples) within the window
+        self._last_place = -math.inf  # retry time of the last refused client
 
-    def note_busy(self) -> None:
-        """The first request after none: what ended before, and the time without any, tell nothing."""
+    def record_busy(self) -> None:
+        """Restart the estimate at the first request after idle time."""
         self._busy_since = self._clock()
         self._ends.clear()
 
-    def note_ended(self, num_samples: int) -> None:
+    def record_ended(self, num_samples: int) -> None:
+        """Record samples that ended now."""
         self._ends.append((self._clock(), num_samples))
         self._drop_old()
 
     def seconds(self, num_waiting: int) -> int:
-        """The header's value for one more client."""
+        """Return the header's value for one more refused client."""
         now = self._clock()
         self._drop_old()
         recent = sum(num_samples for _, num_samples in self._ends), min(WINDOW_SECONDS, now - self._busy_since)

@@ -1,4 +1,4 @@
-"""Who may call, and how much they may send."""
+"""API keys, and the size limit of bodies."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from nanovllm.server.errors import ApiError
 
 
 class ApiKeys:
-    """The keys that are accepted; without any, everybody may call.
+    """Accepted API keys; without any, no key is required.
 
-    Raises ValueError for a key that no header can bring.
+    Raises ValueError for a key that a header cannot hold.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        for number, key in enumerate(keys, 1):  # its value must not show in a log
+        for number, key in enumerate(keys, 1):  # the value must not appear in a log
             if not (key.isascii() and key.isprintable() and key == key.strip()):
                 raise ValueError(
-                    f"API key {number} holds more than ASCII, or space at an end; no request could bring it."
+                    f"API key {number} is not printable ASCII without outer spaces, as a header needs. Replace it."
                 )
         self._keys = {hashlib.sha256(key.encode()).digest(): key for key in keys}
 
     def check(self, authorization: str | None) -> str | None:
-        """The key that an Authorization header brings, or None if none is asked for; raises ApiError (401).
+        """Return the key of an Authorization header, None if no key is required; raises ApiError (401).
 
-        How long it takes tells nothing about the keys: digests of equal length are compared, each of them.
+        Constant time: compares digests of equal length, against every key.
         """
         if not self._keys:
             return None
@@ -43,9 +43,9 @@ class ApiKeys:
         if found is None or scheme.lower() != "bearer":
             raise ApiError(
                 401,
-                "this server asks for an API key: send it as 'Authorization: Bearer KEY'."
+                "an API key is required: send it as 'Authorization: Bearer KEY'."
                 if not authorization
-                else "the API key is not one of this server's.",
+                else "invalid API key.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -53,16 +53,16 @@ class ApiKeys:
 
 
 def require_api_key(request: Request) -> str | None:
-    """A dependency: the key of the request, or None if the server asks for none; raises ApiError (401)."""
+    """FastAPI dependency: the key of a request, None if no key is required; raises ApiError (401)."""
     keys: ApiKeys = request.app.state.api_keys
     return keys.check(request.headers.get("authorization"))
 
 
 class BodyGate:
-    """Lets no body in without a key, nor one that is too large; neither is read to its end.
+    """Middleware that refuses bodies without a key or above the size limit before reading them to the end.
 
     Args:
-        max_bytes: the largest body.
+        max_bytes: maximum size of a body.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, max_bytes: int) -> None:
@@ -84,7 +84,7 @@ class BodyGate:
         await self._app(scope, self._counted(receive), send)
 
     def _counted(self, receive: Receive) -> Receive:
-        """For a body that does not say how long it is."""
+        """Limit a body without Content-Length while it is read."""
         num_bytes = 0
 
         async def counted() -> Message:
@@ -99,5 +99,7 @@ class BodyGate:
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413, f"the body has more than {self._max_bytes} bytes, the server's limit.", code="body_too_large"
+            413,
+            f"the body has more than {self._max_bytes} bytes (max_body_bytes). Send a smaller one.",
+            code="body_too_large",
         )

@@ -1,4 +1,4 @@
-"""The server's own options: checked when they are given, frozen afterwards. The engine's are `EngineConfig`'s."""
+"""`ServerSettings`, the server's options: validated on construction, immutable. `EngineConfig` has the engine's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 
-MAX_SECONDS = 86400.0  # of what is watched by a timer
+MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
 
 
@@ -17,42 +17,43 @@ TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
 class ServerSettings:
     """Options of one server.
 
-    host: address to listen on; others than the loopback's are reached from outside.
-    port: to listen on; 0 takes one that is free.
-    served_model_name: the model's name in requests and answers; the last part of its path if not set.
-    api_key: a key that requests must bring as "Authorization: Bearer KEY"; give it again for more. Others can read the
-        command line, so better the environment's NANOVLLM_API_KEY or api_key_file.
-    api_key_file: a file with one key a line; empty lines and those that begin with # do not count.
-    cache_salt_per_key: requests share cached prefixes only with those of the same key.
-    cors_origin: a web origin whose pages may call the server, such as https://example.org; give it again for more.
-    max_connections: open sockets; further ones get 503 and are closed.
-    max_header_bytes: bytes of a request's line and headers, trailers included; more get 431.
-    max_headers: headers of a request, trailers included; more get 431.
-    header_timeout: seconds from a request's first byte, or from the connection, to the end of its headers; then 408.
-    body_timeout: seconds from there to the end of its body; then 408.
-    allowed_hosts: a name that the Host header of requests may hold, beside those of the loopback; give it again for
-        more, or * for any. Not set: any, unless host is the loopback's.
-    min_priority: the smallest, that is most urgent, priority that a request may ask for.
-    max_body_bytes: the largest body of a request.
-    max_body_items: strings, arrays and objects in a body, beside 2 for each of max_prompts; of token ids there may be
-        what max_prompts prompts of max_model_len hold.
-    max_messages: messages of a conversation.
-    max_tools: tools of a request.
-    max_word_chars: characters of all stop strings of a request, and of all its bad_words.
-    max_prompts: prompts in one request.
-    max_prompt_chars: the longest prompt in characters, of a conversation all that its template gets, as JSON; longer
-        ones are refused before they are tokenised. Not set: 32 for each token of max_model_len.
-    max_samples: completions of one request, prompts times n.
-    max_logprobs: the most probable tokens that a request may ask for beside each token.
-    request_timeout: seconds after which an answer ends with what there is of it; not set: no limit.
-    send_timeout: seconds after which a client that does not read its stream is cut off, as if it had left.
-    keep_alive_interval: seconds of silence in a stream after which a comment is sent, for the proxies on the way.
-    stall_timeout: seconds without the end of a step, while requests run, after which /health says 503.
-    drain_timeout: seconds that open answers are given to end by themselves once the server is told to stop.
-    tool_format: how the model writes tool calls: hermes (also Qwen), llama, mistral, none (they stay text), or auto
-        (by the chat template).
-    log_prompts: write prompts and messages to the log.
-    access_log: write a line for each request to the log.
+    host: address to listen on; only a loopback address keeps other machines out.
+    port: port to listen on; 0 takes a free one.
+    served_model_name: name of the model in requests and answers. Not set: the last part of its path.
+    api_key: key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the
+        command line: prefer NANOVLLM_API_KEY or api_key_file.
+    api_key_file: file with one key a line; empty lines and lines that begin with # are ignored.
+    cache_salt_per_key: share cached prefixes only among requests with the same API key.
+    cors_origin: web origin whose pages may call the server, such as https://example.org; may be repeated.
+    max_connections: maximum number of open sockets; further ones get 503 and are closed.
+    max_header_bytes: maximum size of a request's line and headers in bytes, trailers included; 431 above it.
+    max_headers: maximum number of headers of a request, trailers included; 431 above it.
+    header_timeout: seconds from the connection, or a request's first byte, to the end of its headers; 408 after it.
+    body_timeout: seconds from the end of the headers to the end of the body; 408 after it.
+    allowed_hosts: accepted name in the Host header, beside the loopback names; may be repeated; * accepts any. Not set:
+        any, unless host is a loopback address.
+    min_priority: smallest, that is most urgent, priority that a request may set.
+    max_body_bytes: maximum size of a request body in bytes.
+    max_body_items: maximum number of strings, arrays and objects in a body, beside 2 per prompt of max_prompts; token
+        ids are bounded by max_prompts prompts of max_model_len.
+    max_messages: maximum number of messages in a conversation.
+    max_tools: maximum number of tools in a request.
+    max_word_chars: maximum number of characters in all stop strings of a request, and in all its bad_words.
+    max_prompts: maximum number of prompts in a request.
+    max_prompt_chars: maximum length of a prompt in characters, checked before tokenization; for a conversation the
+        length of the chat template's input as JSON. Not set: 32 per token of max_model_len.
+    max_samples: maximum number of completions of a request, prompts x n.
+    max_logprobs: maximum value of logprobs and top_logprobs in a request.
+    request_timeout: seconds after which a request ends with its text so far. Not set: no limit.
+    send_timeout: seconds after which a client that does not read its stream is disconnected.
+    keep_alive_interval: seconds without an event after which a stream sends a comment, which keeps proxies from closing
+        it.
+    stall_timeout: seconds without the end of a step, while requests run, after which /health returns 503.
+    drain_timeout: seconds for open requests to finish after SIGTERM or SIGINT.
+    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, none (tool calls stay text), or
+        auto (detected from the chat template).
+    log_prompts: log prompts and messages.
+    access_log: log a line per request.
     ui: serve the live view at /.
     """
 
@@ -93,13 +94,13 @@ class ServerSettings:
         for name in ("host", "served_model_name", "api_key_file"):
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
-                raise TypeError(f"{name} must be a string that is not empty, not {value!r}.")
+                raise TypeError(f"{name} must be a non-empty string, not {value!r}.")
         if self.host is None:
             raise TypeError("host must be an address, such as 127.0.0.1, not None.")
         self._set("port", integer("port", self.port, 0, 65535))
-        # Their values must not show in a log, so the errors of `strings` will not do.
+        # Not `strings`, whose errors show the value: keys must not appear in a log.
         is_list = isinstance(self.api_key, Iterable) and not isinstance(self.api_key, str)
-        keys = tuple(self.api_key) if is_list else (None,)  # once: an iterator that was checked would be empty after
+        keys = tuple(self.api_key) if is_list else (None,)  # evaluated once: the check would exhaust an iterator
         if not all(isinstance(key, str) and key for key in keys):
             raise TypeError("api_key must hold strings that are not empty.")
         self._set("api_key", keys)
@@ -126,22 +127,22 @@ class ServerSettings:
         for name in ("cache_salt_per_key", "log_prompts", "access_log", "ui"):
             truth(name, getattr(self, name))
         if self.cache_salt_per_key and not (self.api_key or self.api_key_file):
-            raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file too.")
+            raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file.")
 
     def api_keys(self) -> tuple[str, ...]:
-        """The keys that are accepted, those of the file included; none means that no key is asked for."""
+        """Return the accepted keys, those of the file included; empty if no key is required."""
         if self.api_key_file is None:
             return self.api_key
         lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
         keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not keys:
-            raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one a line.")
+            raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one key a line.")
         return (*self.api_key, *keys)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; this is its constructor at work
+        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass
 
 
-def salt_of(key: str) -> str:
-    """The cache salt of a key's requests, from which the key cannot be told."""
+def cache_salt(key: str) -> str:
+    """Return the cache salt of a key's requests: a one-way hash of the key."""
     return hashlib.sha256(b"nanovllm cache salt\0" + key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client leaves."""
+"""Server-sent events, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ logger = logging.getLogger("nanovllm")
 
 Result = TypeVar("Result")
 
-CLIENT_GONE = 499  # as nginx says it; nobody reads this status
-ABORT = "nanovllm.abort"  # in a scope: cuts the connection off
+CLIENT_GONE = 499  # nginx's status of a disconnected client, for the log
+ABORT = "nanovllm.abort"  # key in the ASGI scope: function that aborts the connection
 DONE = b"data: [DONE]\n\n"
 compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected."""
 
 
 def event(data: str) -> bytes:
-    """One event of a line of text."""
+    """Encode one line of text as an event."""
     return f"data: {data}\n\n".encode()
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves; raises ClientGone then."""
+    """Await `work`; cancels it and raises ClientGone when the client disconnects."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -53,7 +53,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def with_abort(app: ASGIApp) -> ASGIApp:
-    """Let an app drop a connection with what its client has not read, for which ASGI has no message; under uvicorn."""
+    """Add the key ABORT to the scope under uvicorn: ASGI has no message to abort a connection with unread data."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         transport = getattr(getattr(send, "__self__", None), "transport", None)
@@ -65,30 +65,29 @@ def with_abort(app: ASGIApp) -> ASGIApp:
 
 
 class EventStream(Response):
-    """Sends events as they come, and closes their generator as soon as the client leaves.
+    """Response that streams events, and closes their generator when the client disconnects.
 
-    Sending waits for a client that reads slowly; meanwhile the engine's stream joins its deltas, so nothing piles up.
-    The answer begins, with its status, with the first event or comment. An ApiError before that is an answer of its
-    own, and one after it the last event.
+    Sending waits for a slow client while the engine's stream merges deltas, so memory stays bounded. The first event or
+    comment sends the status. An ApiError before it becomes the response, one after it the last event.
 
     Args:
-        events: each in its bytes. One of none says that the request was admitted: from then on the answer may begin.
-        send_timeout: seconds after which a client that has not made room for the next event is taken for gone.
-        keep_alive: seconds without an event after which a comment is sent, since proxies close what is silent.
+        events: encoded events; an empty one marks the request as admitted, after which comments may be sent.
+        send_timeout: seconds after which a client that does not read is disconnected.
+        keep_alive: seconds without an event after which a comment is sent, since proxies close silent connections.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], *, send_timeout: float, keep_alive: float) -> None:
-        # Proxies must pass on each event at once: X-Accel-Buffering is nginx's word for that.
+        # X-Accel-Buffering: no makes nginx forward each event at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._send_timeout, self._keep_alive = events, send_timeout, keep_alive
         self._may_begin = self._has_begun = self._is_stalled = False
         self._loop = asyncio.get_running_loop()
-        self._busy_since: float | None = None  # waits for the client to take what was sent
+        self._busy_since: float | None = None  # start of the pending send
         self._idle_since = self._loop.time()
-        self._comment: asyncio.Task[None] | None = None  # being sent
+        self._comment: asyncio.Task[None] | None = None  # comment being sent
         self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,12 +143,12 @@ class EventStream(Response):
             self._comment = None
 
     def _look(self) -> None:
-        """Do what is due, and come again when something may be; one timer for a stream, not one for each event."""
+        """Send a due comment or disconnect a stalled client, and reschedule: one timer per stream, not per event."""
         now = self._loop.time()
         if self._busy_since is not None:
             rest = self._busy_since + self._send_timeout - now
             if rest <= 0:
-                self._give_up()
+                self._fail()
                 return
         else:
             rest = self._idle_since + self._keep_alive - now
@@ -159,8 +158,10 @@ class EventStream(Response):
                     self._comment = self._loop.create_task(self._write_comment())
         self._timer = self._loop.call_later(min(rest, self._keep_alive, self._send_timeout), self._look)
 
-    def _give_up(self) -> None:
-        logger.info("a client has not read its stream for %g seconds; it is cut off", self._send_timeout)
+    def _fail(self) -> None:
+        logger.info(
+            "a client has not read its stream for %g seconds (send_timeout) and is disconnected", self._send_timeout
+        )
         if self._abort is not None:
             self._abort()
         self._is_stalled = True

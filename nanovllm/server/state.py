@@ -1,4 +1,4 @@
-"""What the endpoints of one server share; nothing of it belongs to the process."""
+"""State of one server, shared by its endpoints, and the limits that they check."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openai.protocol import SamplingFields
 from nanovllm.server.openai.token_text import TokenText
 from nanovllm.server.security import require_api_key
-from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.settings import ServerSettings, cache_salt
 from nanovllm.server.sse import EventStream
 from nanovllm.validation import texts
 
-CHARS_PER_TOKEN = 32  # no text of a language has so many on average
+CHARS_PER_TOKEN = 32  # more than the average of text in any language
 
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """A server's parts."""
+    """The parts of a server."""
 
     engine: AsyncLLM
     settings: ServerSettings
@@ -36,7 +36,7 @@ class ServerState:
     admission: Admission
     metrics: ServerMetrics
     token_text: TokenText
-    tool_format: str  # not "auto"
+    tool_format: str  # resolved, not "auto"
 
     @property
     def max_prompt_chars(self) -> int:
@@ -44,12 +44,12 @@ class ServerState:
 
     @property
     def max_samples(self) -> int:
-        """Of one request: no more than ever have room."""
+        """Maximum number of completions of a request: the setting, or the places in engine and queue if fewer."""
         places = self.admission.num_places
         return self.settings.max_samples if places is None else min(self.settings.max_samples, places)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) unless it is the model that is served; None is."""
+        """Raise ApiError (404) unless `name` is the served model or None."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
@@ -59,24 +59,24 @@ class ServerState:
             )
 
     def check_length(self, prompt: str, param: str) -> None:
-        """Raise ApiError (400) for a text that is too long to be worth tokenising, or that is none."""
+        """Raise ApiError (400) for a text above max_prompt_chars, or with a lone surrogate."""
         limit = self.max_prompt_chars
         if len(prompt) > limit:
             raise ApiError(
                 400,
-                f"{param} has {len(prompt)} characters, and the server takes {limit}. Shorten it.",
+                f"{param} has {len(prompt)} characters, above max_prompt_chars ({limit}). Shorten it.",
                 param=param,
                 code=TOO_LONG,
             )
         _check_text(param, prompt)
 
     def check_conversation(self, *parts: Any) -> None:
-        """The same for all that the chat template is given: its parts count as JSON."""
+        """Check the input of the chat template like `check_length`, measured as JSON."""
         _check_text("messages", parts[0])
         self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
     def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
-        """Raise ApiError (400) for more prompts, samples or log-probabilities than one request may ask for."""
+        """Raise ApiError (400) for more prompts, samples or log-probabilities than the server's limits."""
         settings = self.settings
         for param, count, limit, what in (
             ("prompt", num_prompts, settings.max_prompts, "prompts"),
@@ -89,20 +89,20 @@ class ServerState:
                 )
 
     def cache_salt(self, request: Request, body: SamplingFields) -> str:
-        """The client's own salt, behind its key's if keys do not share prefixes."""
+        """Return the client's salt, prefixed with that of its key under cache_salt_per_key."""
         own = body.cache_salt or ""
         key = require_api_key(request)
         if key is None or not self.settings.cache_salt_per_key:
             return own
-        return f"{salt_of(key)}:{own}"
+        return f"{cache_salt(key)}:{own}"
 
     def priority(self, body: SamplingFields) -> int:
-        """A request's priority; raises ApiError (400) for one that is more urgent than the server allows."""
+        """Return a request's priority; raises ApiError (400) below min_priority."""
         limit = self.settings.min_priority
         if body.priority < limit:
             raise ApiError(
                 400,
-                f"priority is {body.priority}; this server takes {limit} and above (its option --min-priority).",
+                f"priority is {body.priority}; the server takes at least {limit} (--min-priority).",
                 param="priority",
             )
         return body.priority
@@ -117,19 +117,19 @@ class ServerState:
 
 
 def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:
-    """What clients call a model: never where it lies on the disk."""
+    """Return the model's name for clients, never its path."""
     if settings.served_model_name is not None:
         return settings.served_model_name
     return Path(model).resolve().name if Path(model).exists() else str(model)
 
 
-def state_of(request: Request) -> ServerState:
+def server_state(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
 
 
 def _check_text(param: str, given: Any) -> None:
-    """Raise ApiError (400) for half of a surrogate pair, in a string or within what is given."""
+    """Raise ApiError (400) for a lone surrogate in a string or nested value."""
     try:
         texts(param, given)
     except ValueError as error:

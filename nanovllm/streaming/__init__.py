@@ -1,1 +1,1 @@
-"""The engine's thread and the streams of its callers."""
+"""The engine thread and the output streams of its callers."""

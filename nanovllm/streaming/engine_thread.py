@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it adds, steps and aborts in turn, for callers in any other thread."""
+"""The thread that owns an engine and runs its add, step and abort, for callers in other threads."""
 
 from __future__ import annotations
 
@@ -21,46 +21,45 @@ from nanovllm.streaming.streams import OutputRouter
 logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
 
-# After so many failed steps of theirs in a row requests end with an error. Until then they are tried again, since what
-# was missing may have been memory, for a moment.
+# Consecutive failed steps after which their requests end with an error. Earlier ones are retried: memory may have been
+# short for a moment.
 MAX_FAILED_STEPS = 3
-# Clients whose event loop was closed are looked for so often, in seconds.
+# Interval of the search for clients whose event loop was closed, in seconds.
 CLIENT_CHECK_SECONDS = 1.0
-# Idle time begins so long after the last request, in seconds.
+# Seconds after the last request at which idle work begins.
 IDLE_SECONDS = 0.5
-# At the interpreter's exit the step that runs is waited for, but no longer than this.
+# Maximum wait for the running step when the interpreter exits.
 EXIT_SECONDS = 30.0
 
 
 class EngineThread:
-    """Steps an engine in a thread of its own while there is work, and prepares for more or sleeps while there is none.
+    """Steps an engine in its own thread while there is work; captures CUDA graphs or sleeps while idle.
 
-    Between two steps it runs the calls that were submitted meanwhile, in their order, and after each step it leaves the
-    outputs to the router. It ends when it is stopped or when anything but a step fails; from then on every call is
-    refused, and the router's streams are ended.
+    It runs submitted calls in order between two steps, and hands each step's outputs to the router. It ends when it is
+    stopped or when anything except a step fails; later calls are refused, and all streams are ended.
     """
 
     def __init__(self, engine: Engine, router: OutputRouter, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
         self._router = router
         self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
-        self._changes = threading.Condition()  # of the three around it
+        self._changes = threading.Condition()  # guards _calls, _is_stopping and _has_ended
         self._is_stopping = False
         self._has_ended = False
         self._cause: BaseException | None = None
         self._last_look = time.monotonic()
-        self._stats = engine.stats()  # as of the last moment between two steps
-        self._busy_since: float | None = None  # that moment, or when work came after it; None while there is none
-        self._prepares = prepares_when_idle  # and there may be steps to get ready
+        self._stats = engine.stats()  # as of the end of the last step
+        self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
+        self._prepares = prepares_when_idle  # False once nothing is left to capture
         self.process = OwnProcess("AsyncLLM")
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
-        atexit.register(self._stop_at_exit)  # a daemon's C++ code must not run while the interpreter is taken down
+        atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------------- from any thread
 
     def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
-        """Run `call(engine)` before the next step; raises EngineDeadError or RuntimeError (closed) if there is none."""
+        """Run `call(engine)` before the next step; raises EngineDeadError or EngineClosedError after the last one."""
         self.process.check()
         future: Future[Result] = Future()
         with self._changes:
@@ -73,12 +72,12 @@ class EngineThread:
         return future
 
     def heartbeat(self) -> Heartbeat:
-        """The engine as of the last moment between two steps; never waits for the one that runs."""
+        """Return the statistics of the last step; never waits for the running one."""
         stats, busy_since = self._stats, self._busy_since
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def refusal(self) -> Exception:
-        """A new exception for one caller: why nothing is run any more."""
+        """Build the exception for a call to a dead or closed engine, a new one per caller."""
         if self._cause is None:
             return EngineClosedError("this AsyncLLM is closed; build a new one.")
         error = EngineDeadError(f"the engine died ({type(self._cause).__name__}: {self._cause}); build a new one.")
@@ -90,7 +89,7 @@ class EngineThread:
         return self._cause is not None
 
     def stop(self) -> None:
-        """End every request with finish_reason "abort", and the thread, after the step that runs; not in a child."""
+        """Abort every request and end the thread after the running step; does nothing in a forked child."""
         if self.process.is_elsewhere:
             return
         with self._changes:
@@ -118,7 +117,7 @@ class EngineThread:
             self._answer()
             self._abort([*self._engine.request_ids])  # stopped
         except BaseException as error:
-            # A device error comes as the cause of what the engine says about it.
+            # The engine wraps a device error; report the original.
             self._cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error
             logger.exception("the engine died")
         self._end()
@@ -134,9 +133,9 @@ class EngineThread:
             return not self._is_stopping
 
     def _use_idle_time(self) -> None:
-        """Let the model runner prepare further steps, one at a time, as long as nobody wants anything.
+        """Capture further CUDA graphs, one at a time, while there is no work.
 
-        Not at once, since a client that asks for one thing after the other would wait for one of them each time.
+        Starts after IDLE_SECONDS: a client that sends one request after another would wait for a capture each time.
         """
         if not self._prepares:
             return
@@ -148,24 +147,24 @@ class EngineThread:
                 self._prepares = self._engine.model_runner.capture_ahead()
         except DeviceError:
             raise
-        except Exception:  # a step that needs what failed here will tell its requests
+        except Exception:  # a step that needs this graph reports the error to its requests
             self._prepares = False
-            logger.warning("steps are not prepared ahead any more", exc_info=True)
+            logger.warning("capturing CUDA graphs while idle failed and is disabled", exc_info=True)
 
     def _answer(self) -> None:
-        for _ in range(len(self._calls)):  # those that come meanwhile wait for a step
+        for _ in range(len(self._calls)):  # later calls wait for the next step
             future, call = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 result = call(self._engine)
-            except Exception as error:  # its caller's, as far as the engine is whole
+            except Exception as error:  # the caller's error; the engine is intact
                 future.set_exception(error)
             except BaseException as error:
                 future.set_exception(error)
                 raise
             else:
-                self._beat()  # before its caller goes on, and may ask for it
+                self._beat()  # before the caller continues and may read it
                 future.set_result(result)
 
     def _beat(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine as its thread left it last, for readers that must not wait for the step that runs."""
+"""Engine statistics between two steps, for readers that must not wait for the running step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nanovllm.outputs import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last moment between two steps.
+    """Statistics as of the end of the last step.
 
-    stats: as of then.
-    age: seconds since then for which there was work; 0.0 while there is none, since the stats are current then.
+    stats: engine statistics at that time.
+    age: seconds since then while there is work; 0.0 while the engine is idle.
     """
 
     stats: EngineStats

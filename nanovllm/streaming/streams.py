@@ -1,7 +1,7 @@
-"""Where outputs wait between the engine's thread and its clients' event loops.
+"""Output streams between the engine thread and the event loops of its clients.
 
-Invariant: a stream keeps at most one output of a request, however slowly it is read. A newer cumulative output
-replaces the one that waits, and a newer delta is appended to it, so nothing is lost, nobody is waited for, and memory
+Invariant: a stream holds at most one output per request, however slowly it is read. A newer cumulative output
+replaces the pending one and a newer delta is merged into it, so no token is lost, the engine never waits, and memory
 is bounded.
 """
 
@@ -15,11 +15,11 @@ from nanovllm.outputs import OutputKind, RequestOutput
 
 
 class Stream:
-    """The outputs of one request or several, for one reader in the event loop that built it."""
+    """Pending outputs of one or several requests, for one reader in the event loop that built it."""
 
     def __init__(self, kind: OutputKind) -> None:
         self.loop = asyncio.get_running_loop()
-        self.is_due = False  # its reader is about to be woken; the router's
+        self.is_due = False  # the router is about to wake the reader
         self._kind = kind
         self._lock = threading.Lock()
         self._waiting: dict[str, RequestOutput] = {}  # by request id
@@ -27,7 +27,7 @@ class Stream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """From the engine's thread."""
+        """Add an output; called in the engine thread."""
         with self._lock:
             waiting = self._waiting.get(output.request_id)
             if waiting is not None and self._kind is OutputKind.DELTA:
@@ -36,17 +36,17 @@ class Stream:
                 self._waiting[output.request_id] = output
 
     def end(self, refusal: Callable[[], Exception]) -> None:
-        """From the engine's thread: nothing more will come; once all is read, the reader is told why."""
+        """End the stream; the reader gets `refusal()` after the pending outputs. Called in the engine thread."""
         with self._lock:
             self._refusal = refusal
 
     def wake(self) -> None:
-        """From the reader's event loop: look again."""
+        """Wake the reader; called in its event loop."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """What has come since the last one; raises what the stream was ended with."""
+        """Return the next pending output; raises the exception that the stream was ended with."""
         while True:
             with self._lock:
                 if self._waiting:
@@ -54,15 +54,15 @@ class Stream:
                 refusal = self._refusal
             if refusal is not None:
                 raise refusal()
-            # Whatever is put from here on wakes us later, since waking happens in this very event loop.
+            # An output put from here on wakes this reader: `wake` runs in this event loop, so not before the await.
             self._reader = self.loop.create_future()
             await self._reader
 
 
 class OutputStream:
-    """An asynchronous iterator over the outputs of requests that were queued together, as they come.
+    """Asynchronous iterator over the outputs of requests that were submitted together.
 
-    Who does not read it to its end must close it (`aclose`, `contextlib.aclosing`), which aborts what is unfinished.
+    A reader that stops early must close it (`aclose`, `contextlib.aclosing`), which aborts the unfinished requests.
     """
 
     def __init__(self, stream: Stream, request_ids: Iterable[str], abandon: Callable[[set[str], Stream], None]) -> None:
@@ -81,17 +81,17 @@ class OutputStream:
         return output
 
     async def aclose(self) -> None:
-        """Abort what is unfinished, before the next step, and give no more; again does nothing."""
+        """End the iteration and abort unfinished requests before the next step; idempotent."""
         left, self._unfinished = self._unfinished, set()
         if left:
             self._abandon(left, self._stream)
 
 
 class OutputRouter:
-    """The open streams of one engine; wakes the readers of a step's outputs with one call for each event loop."""
+    """Routes outputs to the open streams of one engine, with one wake-up per event loop and step."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
         self._due: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
 
@@ -100,7 +100,7 @@ class OutputRouter:
             self._streams[request_id] = stream
 
     def close(self, request_id: str, stream: Stream) -> bool:
-        """Forget a stream; returns whether it was open under this id."""
+        """Unregister a stream; returns whether it was open under this id."""
         with self._lock:
             if self._streams.get(request_id) is not stream:
                 return False
@@ -108,13 +108,13 @@ class OutputRouter:
             return True
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
-        """Leave outputs for their readers; returns the ids of those whose event loop is closed."""
+        """Put outputs into their streams; returns the ids of streams whose event loop is closed."""
         streams = []
         with self._lock:
             for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is None:
-                    continue  # its reader has left, and the request is about to be aborted
+                    continue  # closed by its reader; the abort is queued
                 if output.finished:
                     del self._streams[output.request_id]
                 stream.put(output)
@@ -122,12 +122,12 @@ class OutputRouter:
         return self._wake(streams)
 
     def without_loop(self) -> list[str]:
-        """The ids of streams whose event loop is closed."""
+        """Return the ids of streams whose event loop is closed."""
         with self._lock:
             return [request_id for request_id, stream in self._streams.items() if stream.loop.is_closed()]
 
     def end(self, refusal: Callable[[], Exception]) -> None:
-        """End every stream; each reader is given an exception of its own."""
+        """End every stream, with a separate exception for each reader."""
         with self._lock:
             streams = list(self._streams.values())
             self._streams.clear()

@@ -1,1 +1,1 @@
-"""Benchmarks, tuning, simulation and workloads."""
+"""Benchmark, tuning, simulation and workloads, behind the commands of the same names."""

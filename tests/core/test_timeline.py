@@ -83,9 +83,9 @@ def test_a_trace_that_was_cut_short_is_read_as_far_as_it_goes(path, tmp_path, at
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "no trace"),
-        ("{}", "no trace"),
-        ("not json\n", "no trace"),
+        ("", "not a trace"),
+        ("{}", "not a trace"),
+        ("not json\n", "not a trace"),
         ("[\n]\n", "no step"),
         ("[\nrubbish,\n]\n", "line 2"),
     ],

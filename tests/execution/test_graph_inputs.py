@@ -21,7 +21,7 @@ from nanovllm.sampling.logprobs import PromptRows, StepReport
 from nanovllm.sampling.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
-from nanovllm.tools.simulate.cost_model import StepShape as StepCosts
+from nanovllm.tools.simulate.cost_model import StepWork as StepCosts
 from tests.support.scheduling import Loop, make_scheduler
 
 H200 = Gpu(132, 232_448)

@@ -25,7 +25,7 @@ def served(monkeypatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return 0
 
-    monkeypatch.setattr("nanovllm.server.running.serve", serve)
+    monkeypatch.setattr("nanovllm.server.app.serve", serve)
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     return calls
 

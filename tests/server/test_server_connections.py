@@ -24,7 +24,7 @@ HASTY = {"header_timeout": 0.3, "body_timeout": 0.3}
 @pytest.fixture(params=["httptools", "h11"])
 def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     chosen = functools.partial(connections.protocol_class, name=request.param)
-    monkeypatch.setattr("nanovllm.server.running.protocol_class", chosen)
+    monkeypatch.setattr("nanovllm.server.app.protocol_class", chosen)
     return request.param
 
 

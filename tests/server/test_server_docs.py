@@ -51,7 +51,7 @@ def test_the_configuration_file_is_one(monkeypatch, tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text(text.replace("/etc/nanovllm", str(tmp_path)))
     calls = []
-    monkeypatch.setattr("nanovllm.server.running.serve", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     assert main(["serve", "--config", str(file)]) == 0
     ((model, _, settings, engine),) = calls
     written = tomllib.loads(file.read_text())

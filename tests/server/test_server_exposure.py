@@ -19,7 +19,7 @@ PATHS = ("/", "/health", "/metrics", "/v1/models", "/nowhere", "/ui/events", "/o
 
 def test_a_port_in_use_is_an_error_before_a_model_is_loaded(monkeypatch, capsys):
     loaded = []
-    monkeypatch.setattr("nanovllm.server.running.AsyncLLM", lambda *_, **__: loaded.append(1) or 1 / 0)
+    monkeypatch.setattr("nanovllm.server.app.AsyncLLM", lambda *_, **__: loaded.append(1) or 1 / 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) != 0

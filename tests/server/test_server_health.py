@@ -106,11 +106,11 @@ def test_clients_that_are_refused_together_do_not_come_again_together():
     retry = RetryAfter(clock=lambda: now)
     now = 110.0
     for _ in range(5):  # one ends in two seconds
-        retry.note_ended(1)
+        retry.record_ended(1)
     assert [retry.seconds(4) for _ in range(5)] == [8, 10, 12, 14, 16]
     assert max(retry.seconds(4) for _ in range(100)) == MAX_SECONDS
     now = 500.0  # what ended then tells nothing now
-    retry.note_busy()
+    retry.record_busy()
     assert retry.seconds(4) == 4
 
 

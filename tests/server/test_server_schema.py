@@ -44,7 +44,7 @@ NOT_TOLD = [
     "max_tokens and max_completion_tokens differ",
     "continue_final_message continues the last message; set add_generation_prompt to false",
     "tool_choice is 'auto', but there are no tools",
-    "max_tokens is 0, so nothing would be answered; that goes with echo only",
+    "max_tokens is 0, which requires echo",
     r"n is \d+ and temperature 0: all samples would be the same",
     r"n: \d+ completions are too many for one request",  # n for each prompt
     r"min_tokens is \d+, above max_tokens",
@@ -53,7 +53,7 @@ NOT_TOLD = [
     # text and tokens, templates and texts that hold JSON
     "which leaves no room for a new one within max_model_len",
     r"bad_words holds .* no tokens",
-    r"tool_calls\[\d+\].function.arguments: those of .* are no JSON that can be read",
+    r"tool_calls\[\d+\].function.arguments: the arguments of .* are not valid JSON",
     "half of a surrogate pair",
     "it is nested too deeply",
 ]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import ApiKeys
-from nanovllm.server.settings import ServerSettings, salt_of
+from nanovllm.server.settings import ServerSettings, cache_salt
 from nanovllm.server.state import served_name
 from tests.support.serving import MODEL, Serving, serving
 
@@ -127,8 +127,8 @@ def test_with_a_salt_per_key_nobody_finds_the_prefixes_of_another():
     with serving({"api_key": keys, "cache_salt_per_key": True}) as running, running.http() as http:
         assert [cached(http, "alice") for _ in range(2)] == [0, 32]
         assert cached(http, "bob", cache_salt="") == 0
-        assert cached(http, "bob", cache_salt=salt_of("alice")) == 0  # nor by naming her salt
-        assert cached(http, "bob", cache_salt=f"{salt_of('alice')}:") == 0
+        assert cached(http, "bob", cache_salt=cache_salt("alice")) == 0  # nor by naming her salt
+        assert cached(http, "bob", cache_salt=f"{cache_salt('alice')}:") == 0
         assert cached(http, "alice") == 32
     with serving({"api_key": keys}) as running, running.http() as http:
         assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared unless told otherwise

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.server.openai.tool_calls import FORMATS, ToolStream, format_of
+from nanovllm.server.openai.tool_calls import FORMATS, ToolStream, detect_format
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -114,7 +114,7 @@ def test_text_that_cannot_become_a_marker_is_shown_at_once():
     ],
 )
 def test_the_form_is_found_in_the_chat_template(template, form):
-    assert format_of(SimpleNamespace(chat_template=template)) == form
+    assert detect_format(SimpleNamespace(chat_template=template)) == form
 
 
 TOOL_TEMPLATE = (

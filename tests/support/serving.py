@@ -18,9 +18,8 @@ import openai
 
 from nanovllm import AsyncLLM
 from nanovllm.outputs import EngineStats
-from nanovllm.server.app import create_app
+from nanovllm.server.app import build_server, create_app
 from nanovllm.server.lifecycle import DrainingServer
-from nanovllm.server.running import server_of
 from nanovllm.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -54,7 +53,7 @@ class Serving:
         return httpx.Client(base_url=self.url, timeout=60.0, **options)
 
     def stats(self) -> EngineStats:
-        return run_apart(self.engine.stats())
+        return run_in_subprocess(self.engine.stats())
 
     def stop(self) -> int:
         """As a signal would; returns the exit code."""
@@ -86,7 +85,7 @@ def serving(
     engine = AsyncLLM(model, tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
     own = ServerSettings(**({"port": 0, "served_model_name": MODEL, "drain_timeout": 0.0} | (settings or {})))
     app = create_app(engine, own)
-    server = server_of(app, engine, own)
+    server = build_server(app, engine, own)
     listeners = None
     if send_buffer is not None:  # which connections inherit
         listeners = [socket.create_server(("127.0.0.1", 0))]
@@ -102,7 +101,7 @@ def serving(
         running.stop()  # closes the engine too
 
 
-def run_apart(work: Coroutine[Any, Any, Any]) -> Any:
+def run_in_subprocess(work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work` from a thread of its own, since this one may have an event loop that runs (playwright's)."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

@@ -56,7 +56,7 @@ CALIBRATION = Calibration(
 
 
 def as_played(workload: Workload, options: dict) -> dict:
-    """Figures of a simulation, the rate counted from the start of the workload as `bench.play` does."""
+    """Figures of a simulation, the rate counted from the start of the workload as `bench.replay` does."""
     simulation = simulate(workload, CALIBRATION.resolve(EngineConfig(**options)), COST)
     seconds = max(metrics.finished_time for metrics in simulation.requests)
     return simulation.figures() | {"output_tokens_per_second": workload.num_output_tokens / seconds}

@@ -9,13 +9,13 @@ import pytest
 
 from nanovllm.cli.main import main
 from nanovllm.observability import timeline
-from nanovllm.observability.percentiles import spread
+from nanovllm.observability.percentiles import percentiles
 from nanovllm.tools.bench import processes, report
-from nanovllm.tools.bench.child import run_job
-from nanovllm.tools.bench.play import Finished, figures, play
-from nanovllm.tools.bench.players import check_takes, open_player
+from nanovllm.tools.bench.engines import check_arrivals, load_engine
 from nanovllm.tools.bench.processes import EngineSpec
-from nanovllm.tools.bench.step_profile import _TIMED, StepProfile
+from nanovllm.tools.bench.replay import Finished, figures, replay
+from nanovllm.tools.bench.step_profile import TIMED, StepProfile
+from nanovllm.tools.bench.worker import run_job
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, random_requests
 from tests.support.tiny_models import save_tiny
@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("models") / "model"))
 
 
-# ------------------------------------------------------------------------------------------------------------- play
+# ------------------------------------------------------------------------------------------------------------- replay
 
 
 class Clock:
@@ -69,7 +69,7 @@ def play_on_a_fake_clock(requests: list[TimedRequest]):
     clock = Clock()
     player = OneTokenASecond(clock)
     workload = Workload("test", requests)
-    played = play(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
+    played = replay(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
     return clock, player, played, figures(workload, played)
 
 
@@ -102,16 +102,16 @@ def test_an_output_of_another_length_is_no_result():
     workload = random_requests(requests=1, prompt=1, output=3)
     clock = Clock()
     player = OneTokenASecond(clock)
-    played = play(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
+    played = replay(player, workload, clock=lambda: clock.now, sleep=clock.sleep)
     played.finished[0].token_times.pop()
     with pytest.raises(RuntimeError, match="request 0 got 2 tokens instead of 3"):
         figures(workload, played)
 
 
 def test_a_spread_has_mean_median_and_tails():
-    told = spread(float(value) for value in range(101))
+    told = percentiles(float(value) for value in range(101))
     assert told == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
-    assert spread([]) is None
+    assert percentiles([]) is None
 
 
 # ------------------------------------------------------------------------------------------------------ this engine
@@ -119,12 +119,12 @@ def test_a_spread_has_mean_median_and_tails():
 
 def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
     workload = chat(conversations=2, turns=3, system=0, user=24, answer=12, think=0.0, vocab=512)
-    player = open_player("nanovllm", folder, dict(ENGINE), 512)
+    player = load_engine("nanovllm", folder, dict(ENGINE), 512)
     try:
         player.prepare(workload)
-        finished = play(player, workload).finished
+        finished = replay(player, workload).finished
         player.prepare(workload)
-        again = play(player, workload).finished
+        again = replay(player, workload).finished
     finally:
         player.close()
     for place, request in enumerate(workload.requests):
@@ -136,10 +136,10 @@ def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
 
 def test_token_times_are_of_each_token_and_in_order(folder):
     workload = random_requests(requests=2, prompt=8, output=7, vocab=512)
-    player = open_player("nanovllm", folder, dict(ENGINE), 512)
+    player = load_engine("nanovllm", folder, dict(ENGINE), 512)
     try:
         player.prepare(workload)
-        played = play(player, workload)
+        played = replay(player, workload)
     finally:
         player.close()
     for arrival, ended in zip(played.arrivals, played.finished, strict=True):
@@ -150,7 +150,7 @@ def test_token_times_are_of_each_token_and_in_order(folder):
 
 def test_an_engine_with_record_itl_off_cannot_be_measured(folder):
     with pytest.raises(ValueError, match="record_itl is False"):
-        open_player("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
+        load_engine("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
 
 
 def job_of(folder: str, workload: Workload, path, **changes) -> dict:
@@ -188,11 +188,11 @@ def test_transformers_gives_every_token_its_time(folder, tmp_path):
 
 
 def test_the_engine_is_as_it_was_after_a_profile():
-    before = [getattr(owner, name) for owner, name, _ in _TIMED]
+    before = [getattr(owner, name) for owner, name, _ in TIMED]
     with pytest.raises(KeyError), StepProfile().recording():
-        assert [getattr(owner, name) for owner, name, _ in _TIMED] != before
+        assert [getattr(owner, name) for owner, name, _ in TIMED] != before
         raise KeyError
-    assert [getattr(owner, name) for owner, name, _ in _TIMED] == before
+    assert [getattr(owner, name) for owner, name, _ in TIMED] == before
 
 
 def test_a_call_within_a_call_of_the_same_part_counts_once():
@@ -208,12 +208,12 @@ def test_a_call_within_a_call_of_the_same_part_counts_once():
 def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
     ran = []
 
-    def run_apart(engine, traces, settings, folder):
+    def run_in_subprocess(engine, traces, settings, folder):
         ran.append((engine.label, [len(read_trace(trace).requests) for trace in traces]))
         (run,) = result_of([10.0 * len(ran)])["runs"]
         return [run | {"engine": engine.label, "workload": SMALL}]
 
-    monkeypatch.setattr(processes, "run_apart", run_apart)
+    monkeypatch.setattr(processes, "run_in_subprocess", run_in_subprocess)
     path = tmp_path / "result.json"
     arguments = ["--workload", SMALL, "--engines", "nanovllm", "transformers:batch_size=8", "--json", str(path)]
     assert main(["bench", "--model", folder, "--repeats", "2", *arguments]) == 0
@@ -264,16 +264,16 @@ def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--workload", "Q"], "there is no workload 'Q'"),
+        (["--workload", "Q"], "no workload 'Q'"),
         (["--workload", "random:requests=0"], "random:requests is 0"),
         (["--workload", "random:prompt=8,shared=9"], "shared is 9"),
         (["--workload", "W", "--workload", "W"], "the same name"),
-        (["--engines", "nanovllm", "transformers", "nanovllm"], "two of the engines are nanovllm"),
-        (["--engines", "tgi"], "there is no engine 'tgi'; there are nanovllm, vllm"),
+        (["--engines", "nanovllm", "transformers", "nanovllm"], "two engines have the same label nanovllm"),
+        (["--engines", "tgi"], "no engine 'tgi'; there are nanovllm, vllm"),
         (["--engines", "nanovllm:block_size"], "'block_size' in 'nanovllm:block_size' is not of the form"),
-        (["--engines", "transformers", "--profile"], "--profile looks into this engine"),
-        (["--engines", "transformers", "--record", "x"], "--record is of one run of this engine"),
-        (["--repeats", "2", "--record", "x"], "--record is of one run of this engine"),
+        (["--engines", "transformers", "--profile"], "--profile supports this engine only"),
+        (["--engines", "transformers", "--record", "x"], "--record supports one run of this engine"),
+        (["--repeats", "2", "--record", "x"], "--record supports one run of this engine"),
         (["--engines", "transformers", "--rate", "3"], "transformers generates for static batches"),
         (["--engines", "transformers", "--workload", "chat"], "requests of 'chat' arrive over time"),
         (["--rate", "0"], "the rate is 0"),
@@ -293,8 +293,8 @@ def test_flags_that_make_no_sense_are_refused_before_anything_runs(capsys, argum
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--repeats", "0"], "0 is too few"),
-        (["--warm-ups", "-1"], "-1 is no count"),
+        (["--repeats", "0"], "0 is too small"),
+        (["--warm-ups", "-1"], "-1 is below 0"),
         (["--arrivals", "weekly"], "'weekly'"),
         (["compare", "a.json"], "FILE"),
     ],
@@ -317,10 +317,10 @@ def test_an_engine_that_is_not_installed_needs_an_interpreter(monkeypatch):
 def test_only_static_batches_are_refused_for_arrivals():
     timed = chat(conversations=1, turns=2)
     for engine in ("nanovllm", "vllm", "transformers-continuous", "llama.cpp"):
-        check_takes(engine, timed)
-    check_takes("transformers", timed.first(1))
+        check_arrivals(engine, timed)
+    check_arrivals("transformers", timed.first(1))
     with pytest.raises(ValueError, match="transformers generates for static batches"):
-        check_takes("transformers", timed)
+        check_arrivals("transformers", timed)
 
 
 # --------------------------------------------------------------------------------------------------- two results

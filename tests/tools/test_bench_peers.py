@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from nanovllm.tools.bench.play import figures, play
-from nanovllm.tools.bench.players import open_player
+from nanovllm.tools.bench.engines import load_engine
+from nanovllm.tools.bench.replay import figures, replay
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, random_requests
 from tests.support.tiny_models import save_tiny
 
@@ -46,9 +46,9 @@ def llama_cpp(monkeypatch) -> list[tuple[int, ...]]:
 def test_llama_cpp_takes_one_request_after_the_other_and_keeps_what_they_share(llama_cpp):
     requests = [TimedRequest(0.0, [1, 2, 3, 4], 3), TimedRequest(0.0, [1, 2, 9], 2), TimedRequest(0.0, [1, 2, 9], 1)]
     workload = Workload("test", requests)
-    player = open_player("llama.cpp", "unused", {"gguf": "model.gguf"}, 7)
+    player = load_engine("llama.cpp", "unused", {"gguf": "model.gguf"}, 7)
     player.prepare(workload)
-    played = play(player, workload)
+    played = replay(player, workload)
     told = figures(workload, played)
     assert llama_cpp == [(1, 2, 3, 4), (1, 2, 9), (1, 2, 9)]
     # Of a prompt that is known as a whole, the last token is computed all the same.
@@ -59,7 +59,7 @@ def test_llama_cpp_takes_one_request_after_the_other_and_keeps_what_they_share(l
 
 def test_llama_cpp_wants_a_file(llama_cpp):
     with pytest.raises(ValueError, match=r"llama\.cpp:gguf=FILE"):
-        open_player("llama.cpp", "unused", {}, 7)
+        load_engine("llama.cpp", "unused", {}, 7)
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def vllm(monkeypatch) -> list[dict]:
 
 def test_vllm_gives_each_token_the_time_of_the_step_that_brought_it(vllm):
     workload = Workload("test", [TimedRequest(0.0, [1, 2], 4, cache_salt="a", priority=2), TimedRequest(0.0, [1], 1)])
-    player = open_player("vllm", "unused", {}, 10)
+    player = load_engine("vllm", "unused", {}, 10)
     player.prepare(workload)
-    played = play(player, workload)
+    played = replay(player, workload)
     first, second = played.finished
     assert first.token_times == sorted(first.token_times) and len(set(first.token_times)) == 3
     assert first.token_times[2] == first.token_times[3]
@@ -109,7 +109,7 @@ def test_vllm_gives_each_token_the_time_of_the_step_that_brought_it(vllm):
     assert player.counters() == {"steps": 3}
     assert figures(workload, played)["cached_tokens"] == 6
     assert vllm[0] == {"prompt_token_ids": [1, 2], "cache_salt": "a", "id": "0", "priority": 2}
-    play(player, workload)
+    replay(player, workload)
     assert vllm[2]["id"] == "2"  # ids are never used again
 
 
@@ -117,10 +117,10 @@ def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     requests = [TimedRequest(0.0, [5, 6, 7], 3), TimedRequest(0.0, [8, 9], 2, after=0), TimedRequest(0.3, [3], 2)]
     workload = Workload("test", requests)
-    player = open_player("transformers-continuous", folder, {"num_blocks": 8, "max_batch_tokens": 64}, 10)
+    player = load_engine("transformers-continuous", folder, {"num_blocks": 8, "max_batch_tokens": 64}, 10)
     try:
         player.prepare(workload)
-        played = play(player, workload)
+        played = replay(player, workload)
     finally:
         player.close()
     assert figures(workload, played)["itl"]["mean"] > 0
@@ -132,12 +132,12 @@ def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
 
 def test_an_option_that_transformers_generate_does_not_have_is_refused():
     with pytest.raises(ValueError, match="no option 'batchsize'; there are dtype and batch_size"):
-        open_player("transformers", "unused", {"batchsize": 2}, 10)
+        load_engine("transformers", "unused", {"batchsize": 2}, 10)
 
 
 def test_batches_of_transformers_are_as_large_as_asked(tmp_path):
     workload = random_requests(requests=5, prompt=(2, 9), output=(1, 4), vocab=512)
-    player = open_player("transformers", str(save_tiny(tmp_path / "model")), {"batch_size": 2}, 13)
+    player = load_engine("transformers", str(save_tiny(tmp_path / "model")), {"batch_size": 2}, 13)
     player.prepare(workload)
     for number, request in enumerate(workload.requests):
         player.add(number, request)

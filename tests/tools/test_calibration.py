@@ -16,7 +16,7 @@ from nanovllm.execution.buckets import RowSizes
 from nanovllm.scheduler import Scheduler
 from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepLog, calibrate, residuals, scenarios
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepShape
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepWork
 from tests.support.scheduling import make_config
 from tests.support.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
 
@@ -156,7 +156,7 @@ def test_scenarios_with_a_shared_beginning_share_it():
     with closing(engine):
         engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
-    shapes = [StepShape.of(batch, engine.config.block_size) for _, batch in log.steps]
+    shapes = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
     steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes]
     assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
 
@@ -170,7 +170,7 @@ def test_shared_beginnings_are_among_the_scenarios():
 
 
 def test_residuals_are_relative_errors():
-    shape = StepShape(16, 16, 0, 0, 0, 0, 16)
+    shape = StepWork(16, 16, 0, 0, 0, 0, 16)
     samples = [StepSample(shape, 0.0, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
     assert residuals(samples, COST) == pytest.approx({"median": 0.2, "p90": 0.2, "max": 0.5})
 
@@ -196,7 +196,7 @@ def test_a_real_engine_is_measured_on_its_clock():
     cost = calibration.cost_model
     assert cost.launch_blocks
     # A launch and a wait are two looks; scheduling is one.
-    assert cost.device.seconds(StepShape(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
+    assert cost.device.seconds(StepWork(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
     assert cost.schedule.seconds(4) == pytest.approx(1e-3, rel=0.05)
     # Adding a request is a look more than those before and after it: the one that its arrival is taken from.
     assert cost.intake.seconds(50) == pytest.approx(2e-3)
@@ -226,7 +226,7 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
         engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 20, 3),), seed=1)
         records = [record for record, _ in log.steps]
-        shapes = [StepShape.of(batch, engine.config.block_size) for _, batch in log.steps]
+        shapes = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
         samples = list(_samples(records, shapes, launch_blocks=False))
     assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
@@ -286,7 +286,7 @@ def test_simulate_prints_a_table_of_what_follows_from_the_costs(run, stored):
     status, out, _ = run("simulate", "--calibration", stored, "--workload", "random:requests=1,prompt=100,output=3")
     assert status == 0
     assert "1 requests, 100 tokens in, 3 out\n76 output tokens/s; 3 steps in 0.04 s" in out
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("to the", "between"))] == ["18.9", "10.2"]
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("TTFT", "ITL"))] == ["18.9", "10.2"]
 
 
 def test_simulate_writes_requests_and_steps_as_json(run, stored, tmp_path):
@@ -326,10 +326,10 @@ def test_simulate_replays_a_trace(run, stored, tmp_path):
     [
         (["--rate", "0"], "the rate is 0.0"),
         (["--burst", "2"], "--burst is 2"),
-        (["--requests", "0"], "0 is too few"),
-        (["--workload", "random:shared=200"], "more than a prompt may have (128)"),
+        (["--requests", "0"], "0 is too small"),
+        (["--workload", "random:shared=200"], "above the shortest prompt (128)"),
         (["--workload", "random:prompt=3000"], "request 0 has 3000 prompt tokens"),
-        (["--workload", "W", "--trace", "x.jsonl"], "W and x.jsonl are 2"),
+        (["--workload", "W", "--trace", "x.jsonl"], "2 are given: W and x.jsonl"),
         (["--replicas", "0"], "num_replicas is 0"),
         (["--routing", "best"], "invalid choice: 'best'"),
         (["--model", "b-model"], "model='b-model'"),
@@ -347,7 +347,7 @@ def test_a_trace_that_cannot_be_read_is_refused_with_its_line(run, stored, tmp_p
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt": [1], "output_tokens": 1}\n{"prompt": "text", "output_tokens": 1}\n')
     arguments = ["simulate", "--calibration", stored, "--trace", str(trace)]
-    refused(run(*arguments), "line 2: the prompt is text; --model says whose tokenizer reads it")
+    refused(run(*arguments), "line 2: the prompt is text, which needs a tokenizer; give --model")
     trace.write_text('{"prompt": [1]}')
     refused(run(*arguments), "line 1: the field 'output_tokens' is missing")
 
@@ -356,4 +356,4 @@ def test_commands_say_what_is_missing(run, tmp_path):
     refused(run("simulate"), "--calibration")
     refused(run("simulate", "--calibration", str(tmp_path / "none.json")), "none.json")
     refused(run("calibrate"), "--output")
-    refused(run("calibrate", "--output", str(tmp_path / "no folder" / "x.json")), "there is no folder")
+    refused(run("calibrate", "--output", str(tmp_path / "no folder" / "x.json")), "does not exist. Create it first")

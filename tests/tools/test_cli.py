@@ -12,7 +12,8 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.cli.main import NOT_FOR_CHAT, main
+from nanovllm.cli.chat import NOT_FOR_CHAT
+from nanovllm.cli.main import main
 from nanovllm.model.default_model import DEFAULT_MODEL
 from tests.support.command_line import ENGINE, SHORT, assert_refused, records
 
@@ -33,7 +34,7 @@ from tests.support.command_line import ENGINE, SHORT, assert_refused, records
         (["one", "--attention-backend", "paged"], ["attention_backend", "paged"]),
         (["one", "--no-such-option"], ["--no-such-option"]),
         (["one", "--max-tok", "5"], ["--max-tok"]),
-        (["one", "--file", "x"], ["--file", "not both"]),
+        (["one", "--file", "x"], ["--file", "one of the two"]),
         (["one", "--format", "jsonl"], ["--format", "Leave it out"]),
         (["--file", "/no/such/file"], ["/no/such/file"]),
         ([""], ["empty"]),

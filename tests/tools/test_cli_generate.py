@@ -174,7 +174,7 @@ def test_log_probabilities_are_shown_as_json(run):
     prompt = tiny_tokenizer()("one")["input_ids"]
     assert record["prompt_logprobs"][0] is None
     assert [reports[0]["token_id"] for reports in record["prompt_logprobs"][1:]] == prompt[1:]
-    assert_refused(run("generate", "one", "--logprobs", "2"), "with --json only")
+    assert_refused(run("generate", "one", "--logprobs", "2"), "printed with --json only")
 
 
 def test_flags_of_text_and_prompt_reach_the_request(run):

@@ -13,7 +13,7 @@ from nanovllm.tools.simulate.cost_model import (
     DeviceCost,
     HostCost,
     StepSample,
-    StepShape,
+    StepWork,
     fit,
     non_negative_least_squares,
 )
@@ -38,7 +38,7 @@ TRUE = CostModel(
 )
 
 
-def random_shape(r: random.Random) -> StepShape:
+def random_shape(r: random.Random) -> StepWork:
     num_decodes, num_chunks = r.choice([0, 1, 2, 4, 8, 16, 32, 64]), r.choice([0, 1, 1, 2, 4, 8])
     if num_decodes == num_chunks == 0:
         num_chunks = 1
@@ -47,10 +47,10 @@ def random_shape(r: random.Random) -> StepShape:
     shared = r.choice([0, 0, context // 2])
     num_samples = num_decodes + r.randint(0, num_chunks)
     pairs = new * (chunk_context + 20)
-    return StepShape(num_decodes + new, num_decodes, num_chunks, context, shared, pairs, num_samples)
+    return StepWork(num_decodes + new, num_decodes, num_chunks, context, shared, pairs, num_samples)
 
 
-def sampled(shapes: list[StepShape], noise: float, seed: int = 0) -> list[StepSample]:
+def sampled(shapes: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
     r = random.Random(seed)
 
     def noisy(seconds: float) -> float:
@@ -68,7 +68,7 @@ def sampled(shapes: list[StepShape], noise: float, seed: int = 0) -> list[StepSa
     ]
 
 
-def worst_error(fitted: CostModel, shapes: list[StepShape]) -> float:
+def worst_error(fitted: CostModel, shapes: list[StepWork]) -> float:
     return max(abs(fitted.device.seconds(shape) / TRUE.device.seconds(shape) - 1.0) for shape in shapes)
 
 
@@ -79,10 +79,10 @@ def test_a_shape_counts_tokens_sequences_context_pairs_and_samples():
     first = loop.step()
     loop.add(range(200, 220), max_tokens=9)
     second = loop.step()
-    assert StepShape.of(first, 4) == (9, 0, 2, 0, 0, 6 * 7 // 2 + 3 * 4 // 2, 2)
+    assert StepWork.from_batch(first, 4) == (9, 0, 2, 0, 0, 6 * 7 // 2 + 3 * 4 // 2, 2)
     # Two decodes read 7 and 4 tokens; 12 of the 20 prompt tokens fit in whole blocks of 4.
-    assert StepShape.of(second, 4) == (14, 2, 1, 11, 0, 12 * 13 // 2, 2)
-    assert StepShape.of(loop.step(), 4) == (10, 2, 1, 13, 0, 8 * 12 + 8 * 9 // 2, 3)
+    assert StepWork.from_batch(second, 4) == (14, 2, 1, 11, 0, 12 * 13 // 2, 2)
+    assert StepWork.from_batch(loop.step(), 4) == (10, 2, 1, 13, 0, 8 * 12 + 8 * 9 // 2, 3)
 
 
 def test_a_shape_counts_what_decodes_begin_with_in_common_once():
@@ -94,7 +94,7 @@ def test_a_shape_counts_what_decodes_begin_with_in_common_once():
     loop.step()
     # All but the last begin alike, the four together with 8 tokens; the first three have 8 more of their own.
     contexts = [21, 23, 19, 30, 8]
-    assert StepShape.of(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
+    assert StepWork.from_batch(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
 
 
 def test_a_shape_counts_the_rows_that_a_gpu_computes():
@@ -102,12 +102,20 @@ def test_a_shape_counts_the_rows_that_a_gpu_computes():
     loop = Loop(make_scheduler(max_num_batched_tokens=256, max_num_seqs=64))
     for first in range(0, 1800, 200):
         loop.add(range(first, first + 6), max_tokens=9)
-    assert StepShape.of(loop.step(), 4, sizes).num_tokens == 64  # 54 of chunks
-    assert StepShape.of(loop.step(), 4, sizes).num_tokens == 16  # 9 decodes
+    assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 64  # 54 of chunks
+    assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 16  # 9 decodes
     loop.add(range(2000, 2060), max_tokens=9)
     mixed = loop.step()
-    assert StepShape.of(mixed, 4, sizes) == (128, 9, 1, 9 * 8, 0, 60 * 61 // 2, 10)  # 16 decodes and 60 of a chunk
-    assert StepShape.of(mixed, 4).num_tokens == 9 + 60
+    assert StepWork.from_batch(mixed, 4, sizes) == (
+        128,
+        9,
+        1,
+        9 * 8,
+        0,
+        60 * 61 // 2,
+        10,
+    )  # 16 decodes and 60 of a chunk
+    assert StepWork.from_batch(mixed, 4).num_tokens == 9 + 60
 
 
 @pytest.mark.parametrize(
@@ -160,9 +168,9 @@ def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
 def test_small_steps_weigh_as_much_as_large_ones():
     # One large step is 30 % off; in absolute terms it would outweigh all the small ones.
     r = random.Random(3)
-    shapes = [StepShape(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
+    shapes = [StepWork(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
     samples = sampled(shapes, noise=0.01)
-    large = StepShape(4096, 0, 1, 0, 0, 4096 * 2048, 1)
+    large = StepWork(4096, 0, 1, 0, 0, 4096 * 2048, 1)
     samples.append(StepSample(large, 1e-5, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
     fitted = fit(samples, launch_blocks=True)
     assert worst_error(fitted, r.sample(shapes, 10)) < 0.02
@@ -193,4 +201,4 @@ def test_the_least_squares_minimum_is_no_worse_than_points_around_it():
 
 def test_too_few_samples_are_refused():
     with pytest.raises(ValueError, match="3 measured steps are too few"):
-        fit(sampled([StepShape(1, 1, 0, 1, 0, 0, 1)] * 3, noise=0.0), launch_blocks=True)
+        fit(sampled([StepWork(1, 1, 0, 1, 0, 0, 1)] * 3, noise=0.0), launch_blocks=True)

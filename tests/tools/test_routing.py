@@ -14,8 +14,8 @@ from nanovllm.tools.simulate.routing import (
     POLICIES,
     Route,
     least_loaded,
-    load_of,
     prefix_aware,
+    replica_load,
     round_robin,
 )
 from nanovllm.tools.simulate.simulator import simulate
@@ -56,7 +56,7 @@ PROMPT = list(range(100, 200))
 
 
 def test_a_request_that_waits_counts_as_four_that_run():
-    assert load_of(replica(running=4, waiting=2)) == 4 * 2 + 4
+    assert replica_load(replica(running=4, waiting=2)) == 4 * 2 + 4
 
 
 def test_round_robin_takes_turns_whatever_the_load():

@@ -39,9 +39,9 @@ class Engines:
     def __init__(self, monkeypatch) -> None:
         self.options: list[dict] = []
         self.interrupt_at: int | None = None
-        monkeypatch.setattr(measuring, "run_apart", self.run_apart)
+        monkeypatch.setattr(measuring, "run_in_subprocess", self.run_in_subprocess)
 
-    def run_apart(self, engine, traces, settings, folder) -> list[dict]:
+    def run_in_subprocess(self, engine, traces, settings, folder) -> list[dict]:
         if len(self.options) == self.interrupt_at:
             raise KeyboardInterrupt
         self.options.append(engine.options)
@@ -75,7 +75,7 @@ def tune(tmp_path, capsys):
 def test_a_sweep_ends_in_a_table_advice_json_and_a_picture(engines, tune, tmp_path):
     status, out, err = tune("--rate", "5,20", "--itl-p99", "40ms", "--candidates", "8")
     assert status == 0
-    assert "(killed, as the system does when memory runs out)" in out
+    assert "(killed, possibly out of memory)" in out
     assert "\nrecommended: --max-num-batched-tokens " in out and "at 20 requests/s" in out
     assert err.count("tokens/s") >= 8 and "note: 8 of " in err
     result = json.loads((tmp_path / "t" / "result.json").read_text())
@@ -93,7 +93,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_if_it_had_not_been(engines, tu
     engines.options.clear()
     engines.interrupt_at = 5
     status, out, _ = tune(*arguments)
-    assert status == 130 and "interrupted; what was measured is in " in out and "the same command goes on" in out
+    assert status == 130 and "interrupted; the measurements are in " in out and "the same command resumes" in out
     assert out.split()[0] == "budget" and out.count(" 0.667 ") == 4  # the table so far; one more failed
     assert not (tmp_path / "t" / "result.json").exists()
     engines.interrupt_at = None
@@ -144,7 +144,7 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     status, out, err = tune(*arguments, workload=workload)
     assert status == 0 and out.splitlines()[0].count("predicted") == 2 and "note: 3 of " in err
     # What is measured here is simulated in the same way.
-    assert "off by at most 0% on tokens/s, p99 between tokens by 0%" in out
+    assert "off by at most 0% on tokens/s, and on ITL p99 by 0%" in out
     result = json.loads((tmp_path / "t" / "result.json").read_text())
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
 
@@ -152,11 +152,11 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
 def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engines, tune, tmp_path):
     CALIBRATION.save(tmp_path / "costs.json")
     arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
-    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+    assert "forecasts assume the calibrated engine's KV cache" not in tune(*arguments)[2]
     arguments += ["--gpu-memory-utilization", "0.5", "--output", str(tmp_path / "half")]
-    assert "forecasts are of a KV cache of 819,200 bytes" in tune(*arguments)[2]
+    assert "forecasts assume the calibrated engine's KV cache of 819,200 bytes" in tune(*arguments)[2]
     arguments += ["--kv-cache-memory-bytes", "409600", "--output", str(tmp_path / "bytes")]
-    assert "forecasts are of a KV cache" not in tune(*arguments)[2]
+    assert "forecasts assume the calibrated engine's KV cache" not in tune(*arguments)[2]
 
 
 def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypatch):
@@ -200,21 +200,21 @@ def test_what_the_simulator_refuses_for_every_setting_is_reported_and_not_measur
 
 def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, tmp_path):
     _, _, err = tune("--ttft-p99", "1s", "--candidates", "8")
-    assert "all requests are there from the start" in err
-    assert "every setting gets the whole workload" in err
-    assert "from the start" not in tune("--ttft-p99", "1s", "--candidates", "8", "--rate", "2")[2]
+    assert "all requests arrive at the start" in err
+    assert "every setting runs the whole workload" in err
+    assert "at the start" not in tune("--ttft-p99", "1s", "--candidates", "8", "--rate", "2")[2]
     few = tune(
         "--candidates", "8", "--rate", "2", "--output", str(tmp_path / "few"), workload=[*WORKLOAD, "--requests", "8"]
     )[2]
-    assert "too few requests for a share of them" in few and "a --rate" not in few
+    assert "too few requests for a meaningful share" in few and "a --rate" not in few
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--ttft-p99", "500"], "'500' is no time; give a number with its unit, such as 500ms or 0.5s"),
+        (["--ttft-p99", "500"], "'500' is not a time; give a number with its unit, such as 500ms or 0.5s"),
         (["--ttft-p99", "-1s"], "expected one argument"),
-        (["--itl-mean", "0ms"], "'0ms' cannot be kept"),
+        (["--itl-mean", "0ms"], "'0ms' is not above 0"),
         (["--rate", "0"], "the rate is 0.0"),
         (["--rate", "2,2"], "names a rate twice"),
         (["--rate", "a"], "'a' is not of the form FLOAT,FLOAT"),
@@ -222,9 +222,9 @@ def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, tm
         (["--block-size", "16,17"], "block_size is 17"),
         (["--block-size", "16,x"], "'16,x' is not of the form INT,INT"),
         (["--max-num-batched-tokens", "64", "--max-num-seqs", "64"], "max_num_batched_tokens is 64, but"),
-        (["--candidates", "0"], "0 is too few"),
+        (["--candidates", "0"], "0 is too small"),
         (["--simulate", "/nowhere.json"], "/nowhere.json"),
-        (["--trace", "x.jsonl"], "one workload or trace is played at a time"),
+        (["--trace", "x.jsonl"], "this command takes one workload or trace"),
         (["--record-itl"], "unrecognized arguments"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
 
 
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):
-    assert "say what to tune for" in tune(workload=[])[2]
+    assert "no workload: give --workload" in tune(workload=[])[2]
     told = tune("--itl-p99", "1ms", workload=["--workload", "random:requests=3,output=1"])
     assert told[0] == 2 and "leave goals on ITL out" in told[2]
 
@@ -275,7 +275,7 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
         "--output", str(tmp_path / "t"),
     ]  # fmt: skip
     status, out, children = ended_after_one_measurement(["tune", "--model", folder, *arguments])
-    assert status == 130 and "interrupted; what was measured is in " in out and " all " in out
+    assert status == 130 and "interrupted; the measurements are in " in out and " all " in out
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     before = (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()
     assert len(before) == 2 and '"runs"' in before[1]

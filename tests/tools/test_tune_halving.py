@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanovllm.tools.tune import report
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Round, Sweep, num_measurements, rounds_for
-from nanovllm.tools.tune.ranking import ranked, standing_of
+from nanovllm.tools.tune.ranking import build_standing, ranked
 from nanovllm.tools.tune.settings import Resolver
 from tests.support.sweeps import ITL_40, TTFT_500, Machine, run, setting, sweep_of
 
@@ -21,7 +21,7 @@ from tests.support.sweeps import ITL_40, TTFT_500, Machine, run, setting, sweep_
 
 def test_the_most_tokens_among_those_that_keep_the_goals_come_first():
     runs = {256: run(500, itl=0.03), 512: run(600, itl=0.039), 1024: run(700, itl=0.041), 2048: run(800, itl=0.08)}
-    order = ranked(standing_of(setting(budget), [[of]], [ITL_40]) for budget, of in runs.items())
+    order = ranked(build_standing(setting(budget), [[of]], [ITL_40]) for budget, of in runs.items())
     assert [standing.setting.values[0] for standing in order] == [512, 256, 1024, 2048]
     assert [standing.keeps_goals for standing in order] == [True, True, False, False]
     assert order[-1].excess == pytest.approx(1.0)
@@ -29,24 +29,24 @@ def test_the_most_tokens_among_those_that_keep_the_goals_come_first():
 
 def test_with_as_many_tokens_the_one_furthest_from_the_limits_comes_first():
     runs = {256: run(595, itl=0.02), 512: run(600, itl=0.03), 1024: run(580, itl=0.001)}
-    order = ranked(standing_of(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
+    order = ranked(build_standing(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
     assert [standing.setting.values[0] for standing in order] == [256, 512, 1024]  # 580 is 3.3 % less
-    without = ranked(standing_of(setting(budget), [[of]], []) for budget, of in runs.items())
+    without = ranked(build_standing(setting(budget), [[of]], []) for budget, of in runs.items())
     assert [standing.setting.values[0] for standing in without] == [256, 512, 1024]
 
 
 def test_of_several_rates_the_fastest_that_keeps_the_goals_counts():
     points = [run(201, arrivals=1.0), run(200, arrivals=2.0, itl=0.039), run(300, arrivals=4.0, itl=0.05)]
-    standing = standing_of(setting(256), [points], [ITL_40])
+    standing = build_standing(setting(256), [points], [ITL_40])
     assert (standing.best["rate"], standing.tokens_per_second, standing.keeps_goals) == (2.0, 200, True)
-    missed = standing_of(setting(256), [points], [Goal("itl", "p99", 0.005)])
+    missed = build_standing(setting(256), [points], [Goal("itl", "p99", 0.005)])
     assert (missed.best["rate"], missed.keeps_goals) == (1.0, False)
     assert missed.excess == pytest.approx(1.0)
 
 
 def test_repeats_count_by_their_median():
     repeats = [[run(100, itl=0.5)], [run(300, itl=0.01)], [run(200, itl=0.02)]]
-    standing = standing_of(setting(256), repeats, [ITL_40])
+    standing = build_standing(setting(256), repeats, [ITL_40])
     assert standing.tokens_per_second == 200 and standing.best["itl"]["p99"] == 0.02 and standing.keeps_goals
 
 
@@ -126,8 +126,8 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
 
 def test_the_advice_has_the_last_run_of_a_setting_beside_its_first():
     stays = report.advice(unshared(repeats=2, _100=[run(500), run(500), run(490)], _101=[run(450)] * 2))
-    assert "the last time, after all others, 490, and 500 the first" in stays
+    assert "first 500, last, after all others, 490" in stays
     # 100 is best until its last run, which takes its median from 500 to 400.
     changes = report.advice(unshared(repeats=2, _100=[run(600), run(400), run(400)], _101=[run(449), run(451)]))
     assert "--max-num-batched-tokens 101" in changes and "measured 2 times: 449 to 451" in changes
-    assert "the last time" not in changes
+    assert "after all others" not in changes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.tools.tune.settings import SWEPT, Resolver, sample, values_to_try
-from nanovllm.tools.tune.shares import share_of, smallest_share
+from nanovllm.tools.tune.shares import smallest_share, take_share
 from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_requests, whales
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -96,14 +96,14 @@ def test_a_sample_holds_the_first_and_every_value_about_equally_often():
 
 def test_a_share_of_requests_over_time_is_their_beginning_at_the_same_rate():
     whole = poisson(random_requests(requests=40, prompt=4), 5.0)
-    share = share_of(whole, 0.25)
+    share = take_share(whole, 0.25)
     assert share.requests == whole.requests[:10]
-    assert share_of(whole, 1.0) is whole
+    assert take_share(whole, 1.0) is whole
     assert smallest_share(whole, max_num_seqs=500) == 8 / 40
 
 
 def test_whales_stay_among_those_that_decode():
-    share = share_of(whales(decoding=8, whales=4, prompt=2, whale_prompt=50, scale=1.0), 0.5)
+    share = take_share(whales(decoding=8, whales=4, prompt=2, whale_prompt=50, scale=1.0), 0.5)
     assert [(request.arrival, len(request.prompt_token_ids)) for request in share.requests] == [(0, 2)] * 4 + [
         (5, 50)
     ] * 2
@@ -111,17 +111,17 @@ def test_whales_stay_among_those_that_decode():
 
 def test_conversations_come_as_a_whole():
     whole = chat(conversations=6, turns=3, system=0, user=2, answer=2)
-    share = share_of(whole, 0.5)
+    share = take_share(whole, 0.5)
     assert len(share.requests) == 9
     for request in share.requests[3:]:
         before = share.requests[request.after]
         assert request.prompt_token_ids[: len(before.prompt_token_ids)] == before.prompt_token_ids
-    bursts = share_of(bursty(whole, 3.0, burst=1), 0.5)
+    bursts = take_share(bursty(whole, 3.0, burst=1), 0.5)
     assert [request.after for request in bursts.requests] == [None] * 3 + [0, 1, 2, 3, 4, 5]
 
 
 def test_a_share_of_requests_at_once_can_fill_the_engine():
     workload = random_requests(requests=64, prompt=4)
     assert smallest_share(workload, max_num_seqs=16) == 0.25
-    assert len(share_of(workload, smallest_share(workload, max_num_seqs=48)).requests) == 48
+    assert len(take_share(workload, smallest_share(workload, max_num_seqs=48)).requests) == 48
     assert smallest_share(workload, max_num_seqs=128) == 1.0

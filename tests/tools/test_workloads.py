@@ -190,7 +190,7 @@ def test_a_workloads_name_has_what_differs_from_the_defaults_and_its_parameters_
         ("chat:scale=nan", "chat:scale is nan, which is too small"),
         ("chat:think=inf", "chat:think is inf, which is too large"),
         ("random:requests=True", "random:requests is True"),
-        ("random:prompt=8,shared=9", "shared is 9, more than a prompt may have"),
+        ("random:prompt=8,shared=9", "shared is 9, above the shortest prompt"),
         ("random:vocab=17", "vocab is 17"),
     ],
 )
@@ -234,10 +234,10 @@ GOOD = '{"arrival": 1, "prompt": [1], "output_tokens": 1}'
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "this is not JSON"),
-        ("[1, 2]", "a request is an object"),
+        ("{", "not JSON"),
+        ("[1, 2]", "a request must be a JSON object"),
         ('{"prompt": [1]}', "the field 'output_tokens' is missing"),
-        ('{"prompt": [1], "output_tokens": 1, "max_tokens": 1}', "there is no field 'max_tokens'"),
+        ('{"prompt": [1], "output_tokens": 1, "max_tokens": 1}', "no field 'max_tokens'"),
         ('{"prompt": [1], "output_tokens": 0, "arrival": 1}', "output_tokens is 0"),
         ('{"prompt": [1], "output_tokens": true, "arrival": 1}', "output_tokens is True"),
         ('{"prompt": [], "output_tokens": 1}', "not empty"),
@@ -245,7 +245,7 @@ GOOD = '{"arrival": 1, "prompt": [1], "output_tokens": 1}'
         ('{"prompt": [-1], "output_tokens": 1}', "a list of token ids"),
         ('{"prompt": [1], "output_tokens": 1, "arrival": -1}', "arrival is -1"),
         ('{"prompt": [1], "output_tokens": 1, "arrival": NaN}', "arrival is nan"),
-        ('{"prompt": [1], "output_tokens": 1, "arrival": 0.5}', "arrival 0.5 is before the 1 of a line above"),
+        ('{"prompt": [1], "output_tokens": 1, "arrival": 0.5}', "arrival 0.5 is before 1 of an earlier line"),
         ('{"prompt": [1], "output_tokens": 1, "after": 1}', "after is 1"),
         ('{"prompt": [1], "output_tokens": 1, "arrival": 1, "priority": "x"}', "priority is 'x'"),
         ('{"prompt": [1], "output_tokens": 1, "arrival": 1, "cache_salt": 3}', "cache_salt is 3"),

@@ -1,1 +1,1 @@
-"""The live view: a page that shows the running engine."""
+"""Live view: a page that shows the running engine."""

@@ -1,6 +1,6 @@
-"""What the live view shows of an engine at one moment: its requests by id and counts, its pool, its last steps.
+"""Engine snapshot of the live view: requests by id with their counts, block pool, last steps.
 
-Nothing here holds a token or a text of a request, so that nobody who watches reads what others ask.
+It holds no tokens and no text, so that viewers cannot read other users' requests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.sequence import Sequence, SequenceStatus
 
-MAX_CELLS = 1024  # of the pool's map; with more blocks a cell stands for several
-MAX_ROWS = 32  # of running requests, and as many of waiting ones
+MAX_CELLS = 1024  # cells of the pool map; a cell covers several blocks of a larger pool
+MAX_ROWS = 32  # rows of running requests, and of waiting ones
 MAX_ID_CHARS = 64
 
-# What a row of the feed says, in this order. Times are microseconds, those of steps since the feed's zero.
+# Columns of the feed's rows, in order. Times are microseconds, for steps since the feed's zero.
 STEP_VALUES = (
     "step", "time", "start", "sequences", "decode", "prefill", "cached", "running", "waiting", "used_blocks",
     "schedule_us", "execute_us", "update_us", "ttfts_us",
@@ -32,15 +32,15 @@ REQUEST_VALUES = ("id", "sample", "state", "computed", "known", "prompt", "cache
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """An engine between two steps.
+    """State of an engine between two steps.
 
-    time: on the engine's clock, in seconds.
-    steps: the last 1,000 records.
-    requests: REQUEST_VALUES of the first that run and the first that wait, ages as of `time`.
-    num_running, num_waiting: how many there are in all.
-    num_holders, findable: a byte for each block, see `BlockManager.usage`.
-    counters: totals since the engine began.
-    seconds: what the engine's thread spent on it.
+    time: seconds on the engine's clock.
+    steps: the last 1,000 step records.
+    requests: REQUEST_VALUES of the first running and the first waiting requests, with ages as of `time`.
+    num_running, num_waiting: number of all running and waiting requests.
+    num_holders, findable: a byte per block, see `BlockManager.usage`.
+    counters: totals since construction.
+    seconds: time that the engine thread spent on the snapshot.
     """
 
     time: float
@@ -55,7 +55,7 @@ class EngineSnapshot:
 
 
 def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
-    """To be called in the engine's thread, which appends to `steps`."""
+    """Take a snapshot; call it in the engine thread, which appends to `steps`."""
     began = time.perf_counter()
     now, scheduler, pool = engine.clock(), engine.scheduler, engine.block_manager
     shown = [*islice(scheduler.running, MAX_ROWS), *islice(scheduler.waiting, MAX_ROWS)]
@@ -64,7 +64,7 @@ def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
     return EngineSnapshot(
         now,
         tuple(steps),
-        [_row_of(sequence, now) for sequence in shown],
+        [_request_row(sequence, now) for sequence in shown],
         len(scheduler.running),
         len(scheduler.waiting),
         num_holders,
@@ -82,7 +82,7 @@ def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
     )
 
 
-def _row_of(sequence: Sequence, now: float) -> tuple[Any, ...]:
+def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
     lacking = sequence.num_known_tokens - sequence.num_computed_tokens
     if sequence.status is SequenceStatus.WAITING:
         state = "preempted" if sequence.num_preemptions else "waiting"
@@ -102,7 +102,7 @@ def _row_of(sequence: Sequence, now: float) -> tuple[Any, ...]:
 
 
 def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
-    """STEP_VALUES of a step; its times count from `zero`, on the engine's clock."""
+    """Return STEP_VALUES of a step, with times relative to `zero` on the engine's clock."""
     return (
         record.step_id,
         round(1e6 * (record.time - zero)),
@@ -120,10 +120,10 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
 
 
 def pool_map(num_holders: bytes, findable: bytes) -> dict[str, Any]:
-    """A pool's blocks in at most MAX_CELLS cells, without the null block.
+    """Summarise the blocks in at most MAX_CELLS cells, without the null block.
 
-    Returns "blocks_per_cell"; "total", how many are free, cached (free, but findable), in use and shared; and "cells",
-    the last three of each cell as little-endian uint16 in base64.
+    Returns "blocks_per_cell"; "total": number of free, cached (free but findable), used and shared blocks; and "cells":
+    the last three counts of each cell as little-endian uint16 in base64.
     """
     holders = np.frombuffer(num_holders, np.uint8)[1:]  # [num_blocks]
     is_found = np.frombuffer(findable, np.uint8)[1:]

@@ -1,13 +1,13 @@
-"""Who watches an engine hears of it at a bounded rate; while nobody does, nothing but its last steps is kept.
+"""Live feed: pushes engine snapshots to viewers at a bounded rate; without viewers only step records are kept.
 
 ::
 
     thread of the engine                         event loop
-    step, hook: append to the last 1,000         one task, while somebody watches:
+    step, hook: append to the last 1,000         one task, while there are viewers:
     between two steps: take_snapshot  ◀───────── inspect, 10 times a second at most, for 1 % of its time
-                                      ─────────▶ publish ──▶ watchers: what each has not been told yet
+                                      ─────────▶ publish ──▶ watchers: news since the last message
 
-A watcher has no queue: one that reads slowly skips snapshots, and misses steps only once 1,000 more have passed.
+A watcher has no queue: a slow one skips snapshots, and misses steps only after 1,000 further ones.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ INTERVAL_SECONDS = 0.1  # between two snapshots
 IDLE_SECONDS = 1.0  # between two messages while nothing changes
 MOST_ENGINE_TIME = 0.01  # the share of the engine's time that snapshots may take
 MAX_WATCHERS = 32
-KEEP_ALIVE_SECONDS = 5.0  # a connection on which nothing comes may be taken for a dead one
+KEEP_ALIVE_SECONDS = 5.0  # between comments, since silent connections may be closed
 
 logger = logging.getLogger("nanovllm")
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"event: {name}\n".encode() + event(compact(data))
 
 
 class Look:
-    """A snapshot as messages; what several watchers lack alike is written once."""
+    """A snapshot and its encoded messages, shared by watchers with the same last step."""
 
     def __init__(self, snapshot: EngineSnapshot, zero: float, before: Look | None) -> None:
         self.snapshot = snapshot
@@ -61,7 +61,7 @@ class Look:
         return self.snapshot.num_holders, self.snapshot.findable
 
     def message(self, last_step: int, knows_pool: bool) -> bytes:
-        """For a watcher who was told of this step last."""
+        """Return the message for a watcher whose last step is `last_step`."""
         if (last_step, knows_pool) not in self._messages:
             steps = self.snapshot.steps
             first = bisect_right(steps, last_step, key=lambda record: record.step_id)
@@ -79,23 +79,23 @@ class Look:
 
 
 class LiveFeed:
-    """What the live view is told of an engine.
+    """Feed of one engine for its viewers.
 
     Args:
-        engine: to look at; all of it is left as it is.
-        about: what does not change, for the first message.
+        engine: engine to inspect; it is not modified.
+        about: constant values, for the first message.
     """
 
     def __init__(self, engine: AsyncLLM, about: dict[str, Any]) -> None:
         self._engine = engine
         self._about = about
-        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # the engine's thread's
+        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # appended in the engine thread
         self.on_step = self._steps.append
         self._num_watchers = 0
-        self._task: asyncio.Task[None] | None = None  # looks while somebody watches
+        self._task: asyncio.Task[None] | None = None  # runs while there are watchers
         self._zero: float | None = None
         self._latest: Look | None = None
-        self._published = asyncio.Event()  # a new one for each publication
+        self._published = asyncio.Event()  # replaced at each publication
         self._end_reason: str | None = None
 
     @property
@@ -103,14 +103,16 @@ class LiveFeed:
         return self._num_watchers >= MAX_WATCHERS
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: "hello" first, then "look" as things change, and "end" with a reason if nothing more can
-        come: the engine is "dead" or "closed", or looking at it "failed"."""
+        """Yield server-sent events: "hello", then "look" for each change, and "end" with a reason.
+
+        Reasons: the engine is "dead" or "closed", or the snapshot "failed".
+        """
         self._num_watchers += 1
         try:
             yield named_event("hello", self._about)
             last_step, pool, shown = -1, None, None
             while True:
-                published = self._published  # before the look, so that none is missed
+                published = self._published  # read before the snapshot, so that none is missed
                 look = self._latest_or_begin()
                 if look is not None and look is not shown:
                     yield look.message(last_step, look.pool is pool)
@@ -121,7 +123,7 @@ class LiveFeed:
                 try:
                     await asyncio.wait_for(published.wait(), KEEP_ALIVE_SECONDS)
                 except TimeoutError:
-                    yield b": the engine is within a long step\n\n"
+                    yield b": keep-alive\n\n"
         finally:
             self._num_watchers -= 1
             if not self._num_watchers:
@@ -133,7 +135,7 @@ class LiveFeed:
         return self._latest
 
     async def _look(self) -> None:
-        """Publish snapshots until nobody watches any more."""
+        """Publish snapshots until the last watcher leaves."""
         loop = asyncio.get_running_loop()
         last_time = -IDLE_SECONDS
         try:
@@ -154,11 +156,11 @@ class LiveFeed:
             self._show_last_steps()
             self._end("closed")
         except Exception:
-            logger.exception("the live view could not look at the engine; it ends here")
+            logger.exception("the live view failed to inspect the engine and stops")
             self._end("failed")
 
     def _show_last_steps(self) -> None:
-        """Those behind the last snapshot too, now that no other can be taken."""
+        """Publish the steps after the last snapshot; a dead or closed engine allows no other."""
         before, steps = self._latest, tuple(self._steps)
         if before is not None and self._zero is not None and steps and steps[-1].step_id > before.last_step:
             snapshot = replace(before.snapshot, steps=steps, time=max(before.snapshot.time, steps[-1].time))

@@ -1,6 +1,6 @@
-"""The live view at /: a page to ask the model, and beside it the engine as it runs.
+"""Live view at /: a page with a prompt for the model and the state of the running engine.
 
-The page holds nothing of the server's and is open to all; what it shows comes from endpoints that ask for the key.
+The page is public and holds no server data; its data comes from endpoints that require the API key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
     feed = LiveFeed(
         state.engine,
         {
-            "instance": uuid.uuid4().hex,  # so that a page knows when it speaks to another engine
+            "instance": uuid.uuid4().hex,  # tells a page that the server restarted
             "model": state.model_name,
             "version": __version__,
             "budget": config.max_num_batched_tokens,
@@ -59,7 +59,9 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
     @router.get("/ui/events", dependencies=[Depends(require_api_key)])
     async def events() -> Response:
         if feed.is_full:
-            raise ApiError(503, f"{MAX_WATCHERS} pages watch the engine already; close one.", code="too_many_watchers")
+            raise ApiError(
+                503, f"{MAX_WATCHERS} pages already watch the engine, the limit; close one.", code="too_many_watchers"
+            )
         return state.event_stream(feed.watch())
 
     app.include_router(router)
@@ -68,7 +70,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
 
 @cache
 def live_page() -> tuple[str, str]:
-    """The page, and the content security policy under which it runs: its own script, its own style, its own server."""
+    """Return the page and its content security policy, which allows only its script, its style and its server."""
     page = read_page("live.html")
     (script,), (style,) = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("script", "style"))
     sources = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "connect-src": "'self'"}

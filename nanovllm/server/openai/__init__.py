@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface."""
+"""OpenAI's API: endpoints, request models and answers."""

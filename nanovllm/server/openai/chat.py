@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation through the model's chat template, answered."""
+"""/v1/chat/completions: answers a conversation through the model's chat template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nanovllm.server.openai.logprobs import chat_form
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_calls import FORMATS, ToolFormat, ToolStream
 from nanovllm.server.security import require_api_key
-from nanovllm.server.state import ServerState, state_of
+from nanovllm.server.state import ServerState, server_state
 from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
 
 class ChatJob:
-    """A chat request, and its choices in OpenAI's form; see `generation.Job`."""
+    """A chat request and its choices; see `generation.Job`."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -61,7 +61,7 @@ class ChatJob:
         )
 
     def read(self, output: RequestOutput) -> None:
-        """Nothing is taken out."""
+        """Do nothing: every output is the client's."""
 
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
@@ -121,4 +121,4 @@ class ChatJob:
 
 @router.post("/v1/chat/completions", responses=ANSWERS, summary="Answer a conversation")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    return await respond(request, state_of(request), ChatJob, body)
+    return await respond(request, server_state(request), ChatJob, body)

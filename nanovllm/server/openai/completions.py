@@ -1,4 +1,4 @@
-"""/v1/completions: prompts as text or token ids, continued."""
+"""/v1/completions: completes prompts given as text or token ids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from nanovllm.server.openai.generation import finish, new_id, respond
 from nanovllm.server.openai.logprobs import Legacy
 from nanovllm.server.openai.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
-from nanovllm.server.state import ServerState, state_of
+from nanovllm.server.state import ServerState, server_state
 from nanovllm.streaming.streams import OutputStream
 
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
 
 class CompletionJob:
-    """A completion request, and its choices in OpenAI's form; see `generation.Job`.
+    """A completion request and its choices; see `generation.Job`.
 
-    max_tokens=0, which goes with echo only, scores the prompt: one token is generated, since the engine gives
-    log-probabilities with one, and thrown away.
+    max_tokens=0 with echo scores the prompt: one token is generated, as the engine requires, and discarded.
     """
 
     object = chunk_object = "text_completion"
@@ -39,7 +38,7 @@ class CompletionJob:
             if isinstance(prompt, str):
                 state.check_length(prompt, "prompt")
         if body.max_tokens == 0 and not body.echo:
-            raise ValueError("max_tokens is 0, so nothing would be answered; that goes with echo only.")
+            raise ValueError("max_tokens is 0, which requires echo. Set echo, or raise max_tokens.")
         self._only_scores = body.max_tokens == 0
         self._params = body.sampling_params(
             max_tokens=1 if self._only_scores else body.max_tokens,
@@ -124,9 +123,9 @@ class CompletionJob:
         if reports is None or self.body.logprobs is None:
             return None
         legacy = self._logprobs.setdefault(choice, Legacy(self._state.token_text, self.body.logprobs))
-        return legacy.of(token_ids, reports)
+        return legacy.report(token_ids, reports)
 
 
 @router.post("/v1/completions", responses=ANSWERS, summary="Complete prompts")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    return await respond(request, state_of(request), CompletionJob, body)
+    return await respond(request, server_state(request), CompletionJob, body)

@@ -1,8 +1,8 @@
-"""The server's description of itself (/openapi.json), with the limits of this very engine and these settings.
+"""OpenAPI schema (/openapi.json) with the limits of the running engine and the server's settings.
 
-Ranges are checked where they belong, by `SamplingParams`, the engine and `ServerState`; here they are told, so that
-what the description calls valid is valid. What it does not tell are relations between fields, such as top_logprobs,
-which wants logprobs, and what only the tokenizer or the chat template knows.
+`SamplingParams`, the engine and `ServerState` check the ranges; the schema repeats them, so that what it accepts is
+valid. It omits relations between fields, such as top_logprobs requiring logprobs, and the limits of tokenizer and chat
+template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 
 
 def describe(app: FastAPI, state: ServerState) -> None:
-    """Put a server's limits into its app's description."""
+    """Add a server's limits to its app's OpenAPI schema."""
     generate = app.openapi
 
     def openapi() -> Schema:
@@ -32,7 +32,7 @@ def describe(app: FastAPI, state: ServerState) -> None:
             for model, limits in _limits(state).items():
                 for field, limit in limits.items():
                     _narrow(models[model]["properties"][field], limit)
-            _tell_prompt_from_messages(models["TokenizeRequest"])
+            _require_prompt_or_messages(models["TokenizeRequest"])
         assert app.openapi_schema is not None
         return app.openapi_schema
 
@@ -40,46 +40,21 @@ def describe(app: FastAPI, state: ServerState) -> None:
 
 
 def _narrow(field: Schema, limit: Schema) -> None:
-    """A keyword of JSON Schema speaks of values of one type alone, so it may stand beside the types of a field."""
+    """Add keywords to a field's schema; each applies to one type only, so a union keeps its other types."""
     if "anyOf" in limit:
         del field["anyOf"]
     field |= limit
 
 
 def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
-    """For each model of a body, what its fields may hold beside their types."""
+    """Return the limits of each request model's fields."""
     settings, config = state.settings, state.engine.config
-    token = {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
+    token, sampling = _token(state), _sampling_limits(state)
     text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
-    null = {"type": "null"}
-    model = {"enum": [state.model_name, None]}
-    positive = {"minimum": 1}
-    sampling: dict[str, Schema] = {
-        "model": model,
-        "n": {"minimum": 1, "maximum": state.max_samples},
-        "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": MIN_TEMPERATURE}, null]},
-        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-        "min_p": {"minimum": 0, "maximum": 1},
-        "top_k": {"minimum": -1},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
-        "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-        "min_tokens": {"minimum": 0, "maximum": config.max_model_len - 1},
-        "truncate_prompt_tokens": positive,
-        "stop": {"minLength": 1, "items": {"type": "string", "minLength": 1}},
-        "bad_words": {"items": {"type": "string", "pattern": r"\S"}},
-        "stop_token_ids": {"items": token},
-        "allowed_token_ids": {"items": token, "maxItems": state.engine.vocab_size},
-        "logit_bias": {
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "propertyNames": {"pattern": f"^(?:{_below(state.engine.vocab_size)})$"},
-        },
-        "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
-        "timeout": {"exclusiveMinimum": 0},
-    }
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token_ids = {"type": "array", "minItems": 1, "items": token}
     prompts = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
+    model, positive = sampling["model"], {"minimum": 1}
     conversation = {"messages": {"maxItems": settings.max_messages}, "tools": {"maxItems": settings.max_tools}}
     tokenizer = state.engine.tokenizer
     num_known = 0 if tokenizer is None else len(tokenizer)
@@ -107,8 +82,41 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     }
 
 
-def _tell_prompt_from_messages(tokenize: Schema) -> None:
-    """One of the two, and tools with messages only."""
+def _token(state: ServerState) -> Schema:
+    return {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
+
+
+def _sampling_limits(state: ServerState) -> dict[str, Schema]:
+    """Return the limits of the fields that both generating endpoints share."""
+    settings, config, token = state.settings, state.engine.config, _token(state)
+    null = {"type": "null"}
+    return {
+        "model": {"enum": [state.model_name, None]},
+        "n": {"minimum": 1, "maximum": state.max_samples},
+        "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": MIN_TEMPERATURE}, null]},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
+        "min_tokens": {"minimum": 0, "maximum": config.max_model_len - 1},
+        "truncate_prompt_tokens": {"minimum": 1},
+        "stop": {"minLength": 1, "items": {"type": "string", "minLength": 1}},
+        "bad_words": {"items": {"type": "string", "pattern": r"\S"}},
+        "stop_token_ids": {"items": token},
+        "allowed_token_ids": {"items": token, "maxItems": state.engine.vocab_size},
+        "logit_bias": {
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "propertyNames": {"pattern": f"^(?:{_below(state.engine.vocab_size)})$"},
+        },
+        "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
+        "timeout": {"exclusiveMinimum": 0},
+    }
+
+
+def _require_prompt_or_messages(tokenize: Schema) -> None:
+    """Require exactly one of prompt and messages, and tools only with messages."""
     none = {"type": "null"}
     tokenize["oneOf"] = [
         {
@@ -120,7 +128,7 @@ def _tell_prompt_from_messages(tokenize: Schema) -> None:
 
 
 def _below(limit: int) -> str:
-    """A pattern of the decimal numbers below a limit."""
+    """Return a regular expression for the decimal numbers below a limit."""
     last = str(limit - 1)
     forms = [f"[0-9]{{1,{len(last) - 1}}}"] if len(last) > 1 else []
     for place, digit in enumerate(last):

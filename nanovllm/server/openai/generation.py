@@ -1,6 +1,6 @@
-"""From a request to its answer, whole or as a stream of chunks: what both endpoints have in common.
+"""Generation of an answer, whole or streamed in chunks: the common part of both endpoints.
 
-An answer's choices are numbered through: choice i * n + j is sample j of prompt i.
+Choice i * n + j of an answer is sample j of prompt i.
 """
 
 from __future__ import annotations
@@ -33,69 +33,69 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 
 class Job(Protocol):
-    """What one endpoint makes of a request."""
+    """A request of one endpoint: submits its prompts and formats their outputs."""
 
     @property
     def body(self) -> SamplingFields: ...
 
     @property
     def object(self) -> str:
-        """What an answer says that it is."""
+        """Value of `object` in an answer."""
 
     @property
     def chunk_object(self) -> str:
-        """The same of a chunk."""
+        """Value of `object` in a chunk."""
 
     @property
     def id(self) -> str:
-        """Of the answer."""
+        """Id of the answer."""
 
     @property
     def request_ids(self) -> Sequence[str]:
-        """Of its prompts, by which the engine and its log know them; they begin with that of the answer."""
+        """Request ids of the prompts in the engine and its log; they start with the answer's id."""
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        """Queue all prompts together; raises for what is wrong with any of them, or if there is no room for all."""
+        """Queue all prompts together; raises if one is invalid or the queue lacks room for all."""
 
     def read(self, output: RequestOutput) -> None:
-        """Look at an output before it is counted and shown; may take out what is not the client's."""
+        """Process an output before it is counted and sent; may remove parts."""
 
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
-        """The first chunk of a choice, before any of its text; None for none."""
+        """Format the first chunk of a choice, before its text; None for no such chunk."""
 
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        """A choice with what is new of it; None if a client would see nothing."""
+        """Format the delta of a choice; None if it is empty."""
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
+        """Format a choice of an answer that is not streamed."""
 
 
 class Tally:
-    """What has come of one answer: its tokens, for the usage, and its prompts that ended, for the metrics.
+    """Counts of one answer: tokens for its usage, and finished prompts for the metrics.
 
     Args:
-        request_ids: of the prompts.
+        request_ids: request ids of the prompts.
     """
 
     def __init__(self, request_ids: Sequence[str], metrics: ServerMetrics) -> None:
         self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
         self._watch = metrics.watch(len(request_ids))
         self.is_queued = False
-        self._prompts: dict[int, tuple[int, int]] = {}  # by number: tokens, and those found in the prefix cache
+        self._prompts: dict[int, tuple[int, int]] = {}  # by index: prompt tokens, cached tokens
         self._num_generated = 0
 
-    def note_queued(self) -> None:
-        """The engine has all prompts."""
+    def record_queued(self) -> None:
+        """Record that the engine accepted all prompts."""
         self.is_queued = self._watch.is_queued = True
 
-    def note(self, output: RequestOutput) -> int:
-        """The number of the prompt that an output belongs to."""
+    def record(self, output: RequestOutput) -> int:
+        """Record an output; returns the index of its prompt."""
         number = self._numbers[output.request_id]
-        self._watch.note(number, output)
+        self._watch.record(number, output)
         return number
 
     def count(self, number: int, output: RequestOutput) -> None:
-        """For the usage: what of an output the client is shown."""
+        """Add an output's tokens to the usage."""
         self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
         self._num_generated += sum(len(completion.token_ids) for completion in output.outputs)
 
@@ -113,7 +113,7 @@ class Tally:
 
 
 def finish(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
-    """finish_reason in OpenAI's words, and stop_reason: the stop string or token, or "timeout"."""
+    """Return OpenAI's finish_reason, and stop_reason: the stop string or token, or "timeout"."""
     if completion.finish_reason == "timeout":
         return "length", "timeout"
     return completion.finish_reason, completion.stop_reason
@@ -123,8 +123,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def failure_of(output: RequestOutput) -> errors.ApiError | None:
-    """Why an output ends its whole answer: the request failed, or was aborted because the engine is being closed."""
+def error_from_output(output: RequestOutput) -> errors.ApiError | None:
+    """Return the error of an output that ends its answer: the request failed, or the engine closes; else None."""
     for completion in output.outputs:
         if completion.finish_reason == "error" and output.error_kind is ErrorKind.REQUEST:
             return errors.ApiError(400, f"{output.error}.")
@@ -139,7 +139,7 @@ def failure_of(output: RequestOutput) -> errors.ApiError | None:
 async def respond(
     request: Request, state: ServerState, make_job: Callable[[ServerState, Request, Body], Job], body: Body
 ) -> Response:
-    """Answer a request; raises ApiError if it fails before anything was sent."""
+    """Answer a request; raises ApiError if it fails before the response starts."""
     limits: BodyLimits = request.app.state.body_limits
     try:
         job = await limits.off_loop(request, partial(make_job, state, request, body))
@@ -150,7 +150,9 @@ async def respond(
     try:
         if job.body.stream:
             return state.event_stream(_chunks(state, job))
-        answer = compact(await until_disconnect(request.receive, _whole(state, job)))  # may hold a lone surrogate
+        answer = compact(
+            await until_disconnect(request.receive, _whole(state, job))
+        )  # ASCII: text may hold a lone surrogate
         return Response(answer, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
@@ -167,11 +169,11 @@ def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
-    """The outputs of all prompts, once they are queued; within, and before, only ApiErrors are raised."""
+    """Queue the prompts and yield their outputs; converts all exceptions to ApiError."""
     tally, is_left = Tally(job.request_ids, state.metrics), False
     try:
         async with aclosing(await job.start(kind)) as outputs:
-            tally.note_queued()
+            tally.record_queued()
             yield outputs, tally
     except errors.ApiError:
         raise
@@ -187,7 +189,7 @@ async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterat
     finally:
         tally.end(is_left=is_left)
         if tally.is_queued:
-            state.admission.retry_after.note_ended(len(job.request_ids) * (job.body.n or 1))
+            state.admission.retry_after.record_ended(len(job.request_ids) * (job.body.n or 1))
 
 
 async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
@@ -195,8 +197,8 @@ async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
     with state.admission.one():
         async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
             async for output in outputs:
-                number = tally.note(output)
-                if error := failure_of(output):
+                number = tally.record(output)
+                if error := error_from_output(output):
                     raise error
                 job.read(output)
                 tally.count(number, output)
@@ -208,7 +210,7 @@ async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
 
 
 async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer, see `EventStream`; raises ApiError."""
+    """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
     options = job.body.stream_options
     with_usage = options is not None and options.include_usage
     each = options is not None and options.continuous_usage_stats
@@ -222,10 +224,10 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
     opened: set[int] = set()
     with state.admission.one():
         async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # it is admitted
+            yield b""  # admitted
             async for output in outputs:
-                number = tally.note(output)
-                if (error := failure_of(output)) is not None:
+                number = tally.record(output)
+                if (error := error_from_output(output)) is not None:
                     raise error
                 job.read(output)
                 tally.count(number, output)

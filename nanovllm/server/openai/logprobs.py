@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in the formats of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.server.openai.token_text import TokenText
 
-LOWEST = -9999.0  # for minus infinity, which JSON has no number for
+LOWEST = -9999.0  # replaces minus infinity, which JSON cannot encode
 
 
 def chat_form(
     token_text: TokenText, token_ids: list[int], reports: Sequence[TokenLogprobs], num_top: int
 ) -> dict[str, Any]:
-    """An entry for each token, with the `num_top` most probable ones beside it."""
+    """Format the chat endpoint's logprobs: an entry per token with its `num_top` most probable alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text.text(token_id)
@@ -29,13 +29,14 @@ def chat_form(
 
 
 class Legacy:
-    """The form of /v1/completions, for one choice, which may come in parts: text_offset goes on from part to part."""
+    """Logprobs of /v1/completions for one choice; text_offset continues over the chunks of a stream."""
 
     def __init__(self, token_text: TokenText, num_top: int) -> None:
         self._token_text, self._num_top = token_text, num_top
         self._offset = 0
 
-    def of(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+    def report(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Format the logprobs of the next tokens."""
         tokens = [self._token_text.text(token_id) for token_id in token_ids]
         offsets = []
         for token in tokens:
@@ -52,7 +53,7 @@ class Legacy:
         }
 
     def _top(self, report: TokenLogprobs) -> dict[str, float]:
-        """The token that came, and the most probable ones; where two read the same, the first of them."""
+        """Map text to log-probability: the sampled token, then the most probable; the first of equal texts counts."""
         top: dict[str, float] = {}
         for token_id, theirs in report.items():
             top.setdefault(self._token_text.text(token_id), max(theirs.logprob, LOWEST))

@@ -1,4 +1,4 @@
-"""Messages and tools of a conversation, as requests hold them and as chat templates take them."""
+"""Messages and tools of a conversation: request models, and the chat template's input."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class UserMessage(Strict):
 
 class AssistantMessage(Strict):
     refused: ClassVar = {
-        "refusal": ((None,), "a model's refusals are text here"),
-        "audio": ((None,), "the engine has text alone"),
-        "annotations": ((None, []), "the engine has text alone"),
+        "refusal": ((None,), "refusals are part of the text"),
+        "audio": ((None,), "the engine supports text only"),
+        "annotations": ((None, []), "the engine supports text only"),
         "function_call": ((None,), "it was replaced by tool_calls"),
     }
 
@@ -87,12 +87,12 @@ class Tool(Strict):
 
 
 def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them; raises ValueError for arguments of a call that are no JSON."""
+    """Convert messages for the chat template; raises ValueError for tool call arguments that are not JSON."""
     return [_as_template_message(message, number) for number, message in enumerate(messages)]
 
 
 def _as_template_message(message: Any, number: int) -> dict[str, Any]:
-    """Text parts joined by line breaks, "developer" as "system", arguments of calls as objects and not as JSON."""
+    """Join text parts by line breaks, map "developer" to "system", and parse the arguments of tool calls."""
     given = message.model_dump(exclude_none=True)
     content = given.get("content")
     if isinstance(content, list):
@@ -105,5 +105,5 @@ def _as_template_message(message: Any, number: int) -> dict[str, Any]:
             call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
         except (ValueError, RecursionError) as error:
             where = f"messages[{number}].tool_calls[{place}].function.arguments"
-            raise ValueError(f"{where}: those of {call['id']!r} are no JSON that can be read ({error}).") from error
+            raise ValueError(f"{where}: the arguments of {call['id']!r} are not valid JSON ({error}).") from error
     return given

@@ -1,4 +1,4 @@
-"""The small endpoints: models, tokens, health, version and metrics."""
+"""Endpoints for models, tokenization, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.openai.messages import as_conversation
 from nanovllm.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
-from nanovllm.server.state import ServerState, state_of
+from nanovllm.server.state import ServerState, server_state
 
 open_router = APIRouter()
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 _STARTED = int(time.time())
 
 
-@open_router.head("/health", include_in_schema=False)  # some load balancers ask so
-@open_router.get("/health", responses=ANSWERS, summary="200 while requests are answered, else 503")
+@open_router.head("/health", include_in_schema=False)  # for load balancers that probe with HEAD
+@open_router.get("/health", responses=ANSWERS, summary="Health: 200 while requests are served, else 503")
 async def health(request: Request) -> dict[str, str]:
-    admission = state_of(request).admission
+    admission = server_state(request).admission
     admission.check()
     admission.check_progress()
     return {"status": "ok"}
@@ -47,12 +47,12 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 @router.get("/v1/models", responses=ANSWERS, summary="The model that is served, as a list")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(state_of(request))]}
+    return {"object": "list", "data": [_model(server_state(request))]}
 
 
 @router.get("/v1/models/{name:path}", responses=ANSWERS, summary="The model that is served")
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
-    state = state_of(request)
+    state = server_state(request)
     state.check_model(name)
     return _model(state)
 
@@ -77,7 +77,7 @@ async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -
 
 @router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-    state = state_of(request)
+    state = server_state(request)
     state.check_model(body.model)
     engine = state.engine
     try:
@@ -93,11 +93,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 
 @router.post("/detokenize", responses=ANSWERS, summary="The text of token ids")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
-    state = state_of(request)
+    state = server_state(request)
     state.check_model(body.model)
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "the model is served without a tokenizer.")
+        raise ApiError(400, "the model is served without a tokenizer; start the server with --tokenizer.")
     limit = state.engine.config.max_model_len
     if len(body.tokens) > limit:
         raise ApiError(
@@ -105,7 +105,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         )
     unknown = [token_id for token_id in body.tokens if token_id >= len(tokenizer)]
     if unknown:
-        raise ApiError(400, f"tokens: {unknown[0]} is no token; there are {len(tokenizer)}, from 0 on.", param="tokens")
+        raise ApiError(
+            400, f"tokens: {unknown[0]} is not a token id; ids are 0 to {len(tokenizer) - 1}.", param="tokens"
+        )
     try:
         with state.admission.one():
             text = await state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
@@ -114,8 +116,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     return {"prompt": text}
 
 
-@router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Figures for Prometheus")
+@router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
-    state = state_of(request)
+    state = server_state(request)
     text = state.metrics.text(state.engine.heartbeat(), is_stalled=state.admission.is_stalled)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,6 +1,6 @@
-"""What requests may hold. A field that is not known is refused by name, and one that cannot be honoured by reason.
+"""Request models of the endpoints: unknown fields are refused by name, unsupported ones with a reason.
 
-Ranges of sampling options are checked by `SamplingParams`, here only what has another form on the wire.
+`SamplingParams` checks the ranges of sampling options; the models check only what differs in JSON.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
 from nanovllm.server.openai.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
 
-# The function lets other threads run between the lists of a large batch.
+# The validator is a Python function, in which other threads can run between the lists of a large batch.
 TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], AfterValidator(lambda token_ids: token_ids)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 MAX_BIASES = 1024
-# Options that are `SamplingParams`' under the same name.
+# Options of `SamplingParams` under the same name.
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "min_tokens", "ignore_eos", "seed", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
-# Lists there, None for "none" here.
+# Lists in `SamplingParams`, where None here means not set.
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
-# Arguments of `apply_chat_template` that are not the template's.
+# Arguments of `apply_chat_template` that are not variables of the template.
 NOT_FOR_TEMPLATES = {
     "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -34,7 +34,7 @@ NOT_FOR_TEMPLATES = {
 
 
 class StreamOptions(Strict):
-    """include_usage: end the stream with a chunk that holds the usage. continuous_usage_stats: put it into each one."""
+    """include_usage: add a last chunk with the usage. continuous_usage_stats: add the usage to every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -42,7 +42,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """What both endpoints take. The second half are extensions of OpenAI's interface, see docs/guide/server.md."""
+    """Fields of both generating endpoints; the second half extends OpenAI's API, see docs/guide/server.md."""
 
     model: str | None = None
     stream: bool | None = None
@@ -76,7 +76,7 @@ class SamplingFields(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
-        # pydantic looks at the length last, with an error for each bad entry at hand.
+        # pydantic checks the length last, after collecting an error per invalid entry.
         if isinstance(biases, dict) and len(biases) > MAX_BIASES:
             raise ValueError(f"it has {len(biases)} entries; at most {MAX_BIASES}.")
         return biases
@@ -88,17 +88,17 @@ class SamplingFields(Strict):
         return self
 
     def sampling_params(self, **options: Any) -> SamplingParams:
-        """The engine's parameters; raises TypeError and ValueError as `SamplingParams`."""
+        """Build the `SamplingParams`; raises their TypeError and ValueError."""
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         given |= {name: value for name in _LISTS if (value := getattr(self, name)) is not None}
         return SamplingParams(**(given | options))
 
 
 class CompletionRequest(SamplingFields):
-    """The body of /v1/completions."""
+    """Body of /v1/completions."""
 
     refused: ClassVar = {
-        "suffix": ((None, ""), "the engine completes prompts at their end only"),
+        "suffix": ((None, ""), "completions continue prompts at their end only"),
         "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
         "best_of": ((None, 1), "samples are not ranked; use n"),
     }
@@ -126,18 +126,18 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatRequest(SamplingFields):
-    """The body of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     refused: ClassVar = {
         "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
         "parallel_tool_calls": ((None, True), NO_CONSTRAINTS),
         "functions": ((None,), "it was replaced by tools"),
         "function_call": ((None,), "it was replaced by tool_choice"),
-        "modalities": ((None, ["text"]), "the engine has text alone"),
-        "audio": ((None,), "the engine has text alone"),
+        "modalities": ((None, ["text"]), "the engine supports text only"),
+        "audio": ((None,), "the engine supports text only"),
         "prediction": ((None,), "there is no speculative decoding yet"),
-        "reasoning_effort": ((None,), "pass what the template knows in chat_template_kwargs"),
-        "verbosity": ((None,), "no template has it"),
+        "reasoning_effort": ((None,), "pass the chat template's variable in chat_template_kwargs"),
+        "verbosity": ((None,), "no chat template supports it"),
         "web_search_options": ((None,), "there is no web search"),
         "store": ((None, False), "nothing is stored"),
         "metadata": ((None, {}), "nothing is stored"),
@@ -167,7 +167,7 @@ class ChatRequest(SamplingFields):
     @classmethod
     def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
         for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
-            raise ValueError(f"{name} is no variable of a template.")
+            raise ValueError(f"{name} is not a variable of the chat template. Leave it out.")
         return options
 
     @model_validator(mode="after")
@@ -185,12 +185,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def output_limit(self) -> int | None:
-        """None for as much as max_model_len leaves."""
+        """Maximum number of new tokens; None: up to max_model_len."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of."""
+        """Tools for the chat template; None without any."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -204,12 +204,12 @@ class ChatRequest(SamplingFields):
         return options
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
+        """Convert the messages for the chat template."""
         return as_conversation(self.messages)
 
 
 class TokenizeRequest(Strict):
-    """The body of /tokenize: a prompt, or messages for the chat template."""
+    """Body of /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -229,7 +229,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """The body of /detokenize."""
+    """Body of /detokenize."""
 
     model: str | None = None
     tokens: TokenIds

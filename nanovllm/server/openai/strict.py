@@ -1,4 +1,4 @@
-"""Models of JSON that refuse what they do not know."""
+"""Strict pydantic models: unknown and unsupported fields are errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
-# Of many bad items the first is named; an error for each would take seconds and memory.
+# Only the first invalid item is reported; an error per item would take seconds and memory.
 Each = Annotated[list[Item], Field(fail_fast=True)]
 
 MAX_NESTING = 100
 
 
 def check_nesting(given: Item) -> Item:
-    """What was given; raises ValueError for JSON that is nested so deeply that it is a mistake or an attack."""
+    """Return the value; raises ValueError if it is nested deeper than MAX_NESTING."""
     level: list[Any] = [given]
     for _ in range(MAX_NESTING):
         level = [part for whole in level for part in _parts(whole)]
@@ -31,21 +31,21 @@ def _parts(whole: Any) -> Iterable[Any]:
     return whole if isinstance(whole, list) else ()
 
 
-# Of any content. Templates, logs and JSON itself recurse into it.
+# Any JSON object, of limited depth: templates, logs and json recurse into it.
 AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
-NO_CONSTRAINTS = "answers cannot be constrained to a form yet"
+NO_CONSTRAINTS = "constrained decoding is not implemented"
 
 
 class Strict(BaseModel):
-    """Takes what it knows and nothing else."""
+    """Model that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields of OpenAI's that are refused unless they hold one of these values, and why.
+    # Unsupported fields of OpenAI's API: allowed values, and the reason for refusing others.
     refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields that errors may name."""
+        """Return the fields that errors can name."""
         return [*cls.model_fields, *cls.refused]
 
     @model_validator(mode="before")
@@ -60,5 +60,5 @@ class Strict(BaseModel):
                     "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
                 )
         for name in [name for name in rest if name not in cls.model_fields][1:]:
-            del rest[name]  # pydantic refuses the first, and would write an error for each
+            del rest[name]  # pydantic reports the first; further ones would each cost an error
         return rest

@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, for log-probabilities."""
+"""Text and bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable ones as themselves, the others as characters from U+0100 on."""
+    """Return the byte-level alphabet: printable bytes map to themselves, others to characters from U+0100."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     own = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
     others = [byte for byte in range(256) if chr(byte) not in own]
@@ -21,10 +21,10 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class TokenText:
-    """How a tokenizer's tokens read one by one; each is looked up once.
+    """Text and bytes of a tokenizer's tokens, cached per token id.
 
     Args:
-        tokenizer: None gives every token its number as text.
+        tokenizer: None formats each token as its id.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class TokenText:
         if self._tokenizer is None:
             return str(token_id), str(token_id).encode()
         spelling = self._tokenizer.convert_ids_to_tokens(token_id)
-        if spelling is None:  # models have more rows than tokenizers have tokens
+        if spelling is None:  # embeddings may have more rows than the tokenizer has tokens
             return "", b""
         if spelling in self._tokenizer.all_special_tokens:
             return spelling, spelling.encode()
@@ -59,5 +59,5 @@ class TokenText:
         elif self._is_byte_level and all(character in _byte_of_character() for character in spelling):
             encoded = bytes(_byte_of_character()[character] for character in spelling)
         else:
-            encoded = spelling.replace("▁", " ").encode()  # SentencePiece's sign for a space
+            encoded = spelling.replace("▁", " ").encode()  # SentencePiece's space
         return encoded.decode(errors="replace"), encoded

@@ -1,10 +1,10 @@
-"""Tool calls in an answer's text, for the model families that have a form for them.
+"""Tool call parser: finds tool calls in an answer's text, in the formats of three model families.
 
     hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call    Hermes, Qwen2.5, Qwen3
     llama     {"name": ..., "parameters": {...}} as the whole answer; ";" between several     Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...}  Mistral
 
-What cannot be read as calls of tools that the request offers stays text.
+Text that does not parse as a call of an offered tool stays content.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from functools import partial
 from typing import Any, Protocol
 
 _decode = json.JSONDecoder().raw_decode
-Call = tuple[str, Any]  # a function's name, and its arguments
-NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of text that is none
+Call = tuple[str, Any]  # function name, arguments
+NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
 
 
 class CallReader(Protocol):
-    """Reads the calls behind one marker."""
+    """Parser of the calls after one marker."""
 
     def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        """Calls and the number of characters that they take, or no call and how many are content; None if more text
-        could change that, which never is so of the last.
+        """Parse calls; returns them with their number of characters, or no call with that of content.
+
+        Returns None if more text could change the result, never with `is_last`.
 
         Args:
-            text: all from the marker on; each time that which it was the time before, and more.
+            text: all text from the marker on; grows from call to call.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's form.
+    """Format of one model family.
 
-    markers: calls begin with one of them.
-    at_start: only where nothing but space stands before.
-    has_special_tokens: the marker is a special token, so those must be kept in the text that is parsed.
-    reader: makes the reader of what stands behind a marker.
+    markers: strings that start a call.
+    at_start: a marker counts only at the start of the answer, after white space.
+    has_special_tokens: the marker is a special token, so special tokens are kept in the parsed text.
+    reader: factory of the parser.
     """
 
     markers: tuple[str, ...]
@@ -51,14 +52,14 @@ class ToolFormat:
 
 
 class ObjectScan:
-    """Looks for the end of a JSON object in text that grows; each character is looked at once."""
+    """Finds the end of a JSON object in growing text; scans each character once."""
 
     def __init__(self, start: int) -> None:
         self._at, self._depth = start, 0
         self._in_string = self._is_escaped = False
 
     def end(self, text: str) -> int | None:
-        """Behind its last brace, or None if that has not come."""
+        """Return the index after the closing brace, or None if it is not in the text yet."""
         for at in range(self._at, len(text)):
             character = text[at]
             if self._in_string:
@@ -77,7 +78,7 @@ class ObjectScan:
 
 
 class HermesReader:
-    """One call, which ends where its JSON object does; the closing tag may be missing."""
+    """Parses one call, up to the end of its JSON object; the closing tag is optional."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -108,10 +109,10 @@ class HermesReader:
 
 
 class RestReader:
-    """Calls that take all of the rest of an answer, or none of it.
+    """Parses the rest of an answer as calls, all or nothing.
 
     Args:
-        parse: what reads them; it raises one of NO_CALL for what is none.
+        parse: parser; raises one of NO_CALL for text that is not a call.
     """
 
     def __init__(self, parse: Callable[[str], Iterator[Call]]) -> None:
@@ -153,8 +154,8 @@ FORMATS: dict[str, ToolFormat | None] = {
 }
 
 
-def format_of(tokenizer: Any) -> str:
-    """The name of a model's form, by what its chat template writes."""
+def detect_format(tokenizer: Any) -> str:
+    """Detect a model's format from its chat template."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for sign, name in (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama")):
         if sign in template:
@@ -163,27 +164,27 @@ def format_of(tokenizer: Any) -> str:
 
 
 class ToolStream:
-    """Tells the content of one answer from its tool calls, as the text comes; how it is cut makes no difference.
+    """Separates content and tool calls of one answer while it streams, independent of how the text is split.
 
-    Text that may become a marker, or a call, is held back until it is known what it is. So is space: that around calls
-    is content only where there is other content on both sides.
+    Text that may become a marker or a call is held back. So is white space: around calls it is content only between
+    other content.
 
     Args:
-        names: of the tools that the request offers.
-        special_tokens: texts that are none of the content.
+        names: tools of the request.
+        special_tokens: texts to remove from the content.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], special_tokens: Collection[str] = ()) -> None:
         self._form, self._names = form, names
         self._dropped = [token for token in special_tokens if token not in form.markers]
-        self._text = ""  # that nobody has been told of
-        self._space = ""  # content, if there is more of it
+        self._text = ""  # not yet returned
+        self._space = ""  # content only if more content follows
         self._has_content = False
         self._reader: CallReader | None = None  # at a marker
         self.num_calls = 0
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """What of the content and of the calls, in OpenAI's form, is known now and was not before."""
+        """Add text; returns new content and new calls, in OpenAI's form."""
         for token in self._dropped if self._form.has_special_tokens else ():
             text = text.replace(token, "")
         self._text += text
@@ -222,7 +223,7 @@ class ToolStream:
         return shown
 
     def _next_marker(self) -> tuple[int, bool]:
-        """Where a marker begins, or with more text may begin, and whether it is whole; the text's end if nowhere."""
+        """Return the start of a marker, complete or partial, and whether it is complete; the text's end without one."""
         text, markers = self._text, self._form.markers
         if self._form.at_start:
             begin = text.lstrip()
@@ -238,7 +239,7 @@ class ToolStream:
         return len(text), False
 
     def _as_calls(self, calls: list[Call]) -> list[dict[str, Any]]:
-        """In OpenAI's form; none if one of them is no call of an offered tool."""
+        """Convert calls to OpenAI's form; returns none if one is not of an offered tool."""
         try:
             texts = [(name, _as_json(arguments)) for name, arguments in calls if name in self._names]
         except NO_CALL:
@@ -256,9 +257,9 @@ class ToolStream:
 
 
 def _as_json(arguments: Any) -> str:
-    """Raises TypeError and ValueError for what is neither an object nor its text."""
+    """Encode arguments; raises TypeError or ValueError unless they are an object or its JSON."""
     if isinstance(arguments, str):
         return arguments
     if not isinstance(arguments, dict):
-        raise TypeError(f"arguments are an object, not {type(arguments).__name__}")
+        raise TypeError(f"arguments must be an object, not {type(arguments).__name__}")
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

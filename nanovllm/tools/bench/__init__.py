@@ -1,1 +1,1 @@
-"""`nanovllm bench`: plays workloads against this engine and others, each in a process of its own."""
+"""`nanovllm bench`: replays workloads on this engine and others, each in a separate process."""

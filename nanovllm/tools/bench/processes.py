@@ -1,4 +1,4 @@
-"""Runs workloads on engines in turn, each time in a fresh process."""
+"""Benchmark runs: workloads on engines in turn, each in a new worker process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nanovllm
-from nanovllm.tools.bench.players import PLAYERS, check_takes
+from nanovllm.tools.bench.engines import ENGINES, check_arrivals
 from nanovllm.tools.workloads.files import write_trace
 from nanovllm.tools.workloads.specs import parse_spec, spelled
 from nanovllm.tools.workloads.workloads import Workload
@@ -28,10 +28,10 @@ PACKAGE = Path(nanovllm.__file__).resolve().parent
 class EngineSpec:
     """An engine to measure.
 
-    label: names it in results, such as "nanovllm:overlap=True".
-    name: which one, of `PLAYERS`.
-    options: its own.
-    python: the interpreter that it runs in.
+    label: name in results, such as "nanovllm:overlap=True".
+    name: key of `ENGINES`.
+    options: options of the engine.
+    python: interpreter of its environment.
     """
 
     label: str
@@ -41,19 +41,19 @@ class EngineSpec:
 
     @classmethod
     def parse(cls, text: str, base_options: dict[str, Any]) -> EngineSpec:
-        """From "NAME" or "NAME:OPTION=VALUE,..."; the option `python` is the interpreter.
+        """Parse "NAME" or "NAME:OPTION=VALUE,..."; the option `python` is the interpreter.
 
         Args:
-            base_options: of this engine, where the text has no other; peers take only dtype of them.
+            base_options: defaults for this engine's options; other engines inherit dtype only.
         """
         name, options = parse_spec(text)
-        if name not in PLAYERS:
-            raise ValueError(f"there is no engine {name!r}; there are {', '.join(PLAYERS)}.")
+        if name not in ENGINES:
+            raise ValueError(f"no engine {name!r}; there are {', '.join(ENGINES)}.")
         python = options.pop("python", None)
-        told = ",".join(f"{key}={spelled(value)}" for key, value in options.items())
-        label = f"{name}:{told}" if told else name
+        values = ",".join(f"{key}={spelled(value)}" for key, value in options.items())
+        label = f"{name}:{values}" if values else name
         shared = base_options if name == "nanovllm" else {k: v for k, v in base_options.items() if k == "dtype"}
-        package = PLAYERS[name][1]
+        package = ENGINES[name][1]
         if python is None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"{name} is not installed here ({package}). Install it, or name the interpreter of an environment "
@@ -64,13 +64,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is common to all runs.
+    """Settings common to all runs.
 
-    repeats: how often each engine runs, in turn, each time in a new process.
-    warm_ups: how often a workload is played unmeasured before; slow peers play a few of its requests.
-    profile: time the parts of this engine's steps.
-    record: a file for a trace of what this engine does while it is measured.
-    verbose: let the engines write to standard error.
+    repeats: runs of each engine, in turn, each in a new process.
+    warm_ups: unmeasured replays before the measured one; slow engines replay a few requests only.
+    profile: measure the parts of this engine's steps.
+    record: file for a trace of this engine's measured run.
+    verbose: pass the engines' standard error through.
     """
 
     model: str
@@ -88,16 +88,16 @@ def run_all(
     *,
     after_run: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run everything; the result is what `--json` writes.
+    """Run every engine on every workload; returns the content of `--json`.
 
     Args:
-        after_run: called with the result so far behind each process, so that a long run that is cut short keeps it.
+        after_run: called with the result so far after each process, to save it if a long run is interrupted.
 
-    Raises ValueError for an engine that cannot play a workload, RuntimeError if one failed.
+    Raises ValueError for an engine that cannot run a workload, RuntimeError if one failed.
     """
     for engine in engines:
         for workload in workloads:
-            check_takes(engine.name, workload)
+            check_arrivals(engine.name, workload)
     result: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "model": settings.model,
@@ -113,7 +113,7 @@ def run_all(
             write_trace(workload, trace)
         for repeat in range(settings.repeats):
             for engine in engines:
-                runs = run_apart(engine, traces, settings, folder)
+                runs = run_in_subprocess(engine, traces, settings, folder)
                 for workload, run in zip(workloads, runs, strict=True):
                     result["runs"].append({"workload": workload.name, "repeat": repeat} | run)
                 after_run(result)
@@ -121,7 +121,7 @@ def run_all(
 
 
 def about(workload: Workload) -> dict[str, Any]:
-    """What results tell of a workload."""
+    """Describe a workload in results."""
     return {
         "parameters": workload.parameters,
         "requests": len(workload.requests),
@@ -130,8 +130,8 @@ def about(workload: Workload) -> dict[str, Any]:
     }
 
 
-def run_apart(engine: EngineSpec, traces: list[Path], settings: Settings, folder: Path) -> list[dict[str, Any]]:
-    """All workloads on one engine, in a process of its own."""
+def run_in_subprocess(engine: EngineSpec, traces: list[Path], settings: Settings, folder: Path) -> list[dict[str, Any]]:
+    """Run all workloads on one engine in a new process; returns a run for each."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     job = {
@@ -140,20 +140,20 @@ def run_apart(engine: EngineSpec, traces: list[Path], settings: Settings, folder
         "record": settings.record, "verbose": settings.verbose, "answer": str(answer),
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    command = [engine.python, "-m", "nanovllm.tools.bench.child", str(folder / "job.json")]
+    command = [engine.python, "-m", "nanovllm.tools.bench.worker", str(folder / "job.json")]
     done = subprocess.run(
         command, env=_environment(engine, folder), stdout=subprocess.DEVNULL,
         stderr=None if settings.verbose else subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
-    told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
-    if "runs" in told:
-        return told["runs"]
-    reason = told.get("error") or f"its process ended with {done.returncode}\n{(done.stderr or '')[-4000:]}"
+    reported = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+    if "runs" in reported:
+        return reported["runs"]
+    reason = reported.get("error") or f"its process exited with {done.returncode}\n{(done.stderr or '')[-4000:]}"
     raise RuntimeError(f"{engine.label}: {reason}")
 
 
 def _environment(engine: EngineSpec, folder: Path) -> dict[str, str]:
-    """The child's: it finds this package, and, in another environment, nothing else of ours."""
+    """Environment of the worker: it imports this package, and in another environment nothing else from ours."""
     home = PACKAGE.parent
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     if engine.python != sys.executable:
@@ -163,7 +163,7 @@ def _environment(engine: EngineSpec, folder: Path) -> dict[str, str]:
             (home / "nanovllm").symlink_to(PACKAGE)
     elsewhere = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{home}{os.pathsep}{elsewhere}" if elsewhere else str(home)
-    if engine.name == "vllm":  # its documentation has them loaded first on a CPU
+    if engine.name == "vllm":  # preloads that its documentation recommends on a CPU
         prefix = Path(engine.python).parent.parent
         patterns = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{prefix}/lib/libiomp5.so")
         preload = [found[0] for found in map(glob.glob, patterns) if found]

@@ -1,4 +1,4 @@
-"""Results as tables: of one run, and of two beside each other."""
+"""Benchmark results as tables: one result, or two compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 Runs = list[dict[str, Any]]
 
-# What two results are compared by: path in a run, its name, factor, and whether more is better.
+# Figures of a comparison: path in a run, name, factor.
 COMPARED = (
     ("output_tokens_per_second", "tokens/s", 1.0),
     ("ttft.p50", "TTFT p50, s", 1.0),
@@ -23,7 +23,7 @@ COMPARED = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """Of one result: a line for each workload and engine, medians over the repeats."""
+    """Format one result: a line per workload and engine, medians over the repeats."""
     rows = [[
         "workload", "engine", "tokens/s (min-max)", "TTFT s mean/p50/p90/p99", "ITL ms mean/p50/p90/p99", "cached",
         "steps", "tokens/step", "peak MiB", "load s", "ratio",
@@ -33,9 +33,10 @@ def table(result: dict[str, Any]) -> str:
         rates = sorted(run["output_tokens_per_second"] for run in runs)
         rate = statistics.median(rates)
         ours = first_rate.setdefault(workload, rate)
-        spread = f" ({rates[0]:.0f}-{rates[-1]:.0f})" if len(rates) > 1 else ""
+        span = f" ({rates[0]:.0f}-{rates[-1]:.0f})" if len(rates) > 1 else ""
         rows.append([
-            workload, engine, f"{rate:.0f}{spread}", _spread(runs, "ttft", 1.0, 2), _spread(runs, "itl", 1e3, 1),
+            workload, engine, f"{rate:.0f}{span}",
+            _percentiles(runs, "ttft", 1.0, 2), _percentiles(runs, "itl", 1e3, 1),
             _number(median(runs, "cached_tokens"), 0), _number(median(runs, "steps"), 0),
             _number(median(runs, "tokens_per_step"), 1), _number(median(runs, "peak_memory_mib"), 0),
             _number(median(runs, "load_seconds"), 1), f"{ours / rate:.2f}",
@@ -45,9 +46,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def compare(path_a: str, path_b: str) -> str:
-    """Two results side by side: the ratio of the second to the first for whatever both ran, and what differs.
+    """Compare two results: ratios of the second to the first for common runs, and differing settings.
 
-    Raises ValueError for a file that is no result of `nanovllm bench`, or where both have no run in common.
+    Raises ValueError for a file that is no result of `nanovllm bench`, or without a common run.
     """
     a, b = load(path_a), load(path_b)
     of_a, of_b = grouped(a), grouped(b)
@@ -70,7 +71,7 @@ def compare(path_a: str, path_b: str) -> str:
 
 
 def load(path: str) -> dict[str, Any]:
-    """A result file. Raises ValueError if it is none."""
+    """Read a result file; raises ValueError for any other file."""
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
         grouped(result)
@@ -80,7 +81,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def grouped(result: dict[str, Any]) -> dict[tuple[str, str], Runs]:
-    """Runs by workload and engine, workloads together."""
+    """Group runs by workload and engine, ordered by workload."""
     groups: dict[tuple[str, str], Runs] = {}
     for workload in result["workloads"]:
         for run in result["runs"]:
@@ -90,7 +91,7 @@ def grouped(result: dict[str, Any]) -> dict[tuple[str, str], Runs]:
 
 
 def median(runs: Runs, figure: str) -> float | None:
-    """Of a figure such as "ttft.p50" over runs; None if one has none."""
+    """Return the median of a figure such as "ttft.p50" over runs; None if a run lacks it."""
     values = []
     for run in runs:
         value: Any = run
@@ -103,7 +104,7 @@ def median(runs: Runs, figure: str) -> float | None:
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, str]]) -> Iterator[str]:
-    """A line for each setting, version or piece of hardware that is not the same on both sides."""
+    """Yield a line per setting, version or hardware item that differs."""
     sides = [("", {k: a.get(k) for k in ("model", "warm_ups")}, {k: b.get(k) for k in ("model", "warm_ups")})]
     sides += [(f"{name}: ", a["workloads"][name], b["workloads"][name]) for name in dict.fromkeys(w for w, _ in common)]
     of_a, of_b = grouped(a), grouped(b)
@@ -118,7 +119,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, s
 
 
 def _parts(run: dict[str, Any]) -> str:
-    """Where the time of a profiled run's steps went."""
+    """Format the profile of a run's steps."""
     parts = run["parts"] | {"step": sum(run["parts"].values())}
     rows = [[f"part ({run['workload']})", "ms a step", "share"]]
     for part, seconds in parts.items():
@@ -126,7 +127,7 @@ def _parts(run: dict[str, Any]) -> str:
     return aligned(rows)
 
 
-def _spread(runs: Runs, figure: str, factor: float, digits: int) -> str:
+def _percentiles(runs: Runs, figure: str, factor: float, digits: int) -> str:
     values = [median(runs, f"{figure}.{name}") for name in ("mean", "p50", "p90", "p99")]
     return " / ".join(_number(None if value is None else factor * value, digits) for value in values)
 
@@ -136,7 +137,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def aligned(rows: list[list[str]]) -> str:
-    """Rows of cells as lines, each column as wide as its widest cell."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -1,7 +1,6 @@
-"""Where the time of a step goes.
+"""Profile of a step: time per part, measured on the host around the engine's own calls.
 
-The parts are timed on the host around the engine's own calls. On a GPU each part waits for the device, so a profiled
-run is slower than a plain one; its shares are what counts.
+On a GPU each part synchronises with the device, so a profiled run is slower than a plain one; compare shares only.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.scheduler import Scheduler
 
-# What is timed, and under which name; calls within a call of the same name count once.
-_TIMED: tuple[tuple[Any, str, str], ...] = (
+# Timed methods and the part that each counts for; nested calls of one part count once.
+TIMED: tuple[tuple[Any, str, str], ...] = (
     (Engine, "step", "step"),
     (Scheduler, "schedule", "schedule"),
     (ModelRunner, "execute", "execute"),
@@ -47,7 +46,7 @@ _TIMED: tuple[tuple[Any, str, str], ...] = (
 
 @dataclass(slots=True)
 class StepProfile:
-    """Seconds of each part, summed over the steps of `recording`."""
+    """Seconds per part, summed over the steps within `recording`."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -55,9 +54,9 @@ class StepProfile:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Time every engine of the process."""
+        """Time all engines of the process."""
         with ExitStack() as stack:
-            for owner, name, part in _TIMED:
+            for owner, name, part in TIMED:
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
                 setattr(owner, name, self._timed(original, part))
@@ -81,9 +80,9 @@ class StepProfile:
         return timed
 
     def parts(self) -> dict[str, float]:
-        """Seconds of disjoint parts, whose sum is that of the steps."""
+        """Return the seconds of disjoint parts that add up to those of the steps."""
         of = self.seconds
-        if self.calls["graph"]:  # one launch, of which the host sees nothing
+        if self.calls["graph"]:  # one launch: the host cannot time its parts
             execute = {"build inputs": of["inputs"], "captured step": of["execute"] - of["inputs"]}
         else:
             execute = {

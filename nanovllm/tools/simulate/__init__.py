@@ -1,1 +1,1 @@
-"""The simulator: the real scheduler in virtual time, with measured costs."""
+"""Simulator: the real scheduler in virtual time, with step costs measured by `nanovllm calibrate`."""

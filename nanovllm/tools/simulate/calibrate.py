@@ -1,8 +1,8 @@
-"""Measures an engine's steps on this machine and fits a cost model to them.
+"""Calibration run: measures an engine's steps on this machine and fits a cost model to them.
 
-A scenario is some requests that make steps of many shapes: chunks, decodes, both. All scenarios run one after the
-other, several times, each with an empty prefix cache. The k-th step of one has the same shape every time, and the
-median of its times counts, so a disturbance is seen only if it hits the same step in most rounds.
+A scenario is a set of requests that produces chunks, decodes or both. All scenarios run in turn, several times, each
+with an empty prefix cache. The k-th step of a scenario has the same shape in every round, and its median time counts,
+so a disturbance matters only if it hits the same step in most rounds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from nanovllm.model.loader import LoadedModel
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepShape, fit
+from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepWork, fit
 
 logger = logging.getLogger("nanovllm")
 
-# Prompt tokens of a scenario at most, which bounds its time: some seconds.
+# Maximum number of tokens in a scenario; keeps it within seconds.
 MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 131_072}
-NUM_DECODES = 6  # steps of decodes in a scenario
+NUM_DECODES = 6  # decode steps of a scenario
 
 
 class Group(NamedTuple):
-    """So many equal requests, added once the scenario has made so many steps; their prompts may begin alike."""
+    """Equal requests of a scenario, added after `after_steps` steps, with a common prefix of `num_shared_tokens`."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -56,7 +56,7 @@ Scenario = tuple[Group, ...]
 
 
 class _StepLog(Observer):
-    """Keeps every step's record and batch."""
+    """Collects the record and batch of every step."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepRecord, ScheduledBatch]] = []
@@ -73,51 +73,62 @@ def calibrate(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Calibration:
-    """Measure an engine; takes a minute or two on a CPU.
+    """Measure an engine and return its calibration; takes a minute or two on a CPU.
 
     Args:
-        repeats: how often each scenario is measured.
-        clock: the time in seconds.
-        options: as for `LLM`; without `overlap`, since steps are measured one by one.
+        repeats: rounds over all scenarios.
+        clock: time in seconds.
+        options: engine options as for `LLM`, except `overlap`: steps are measured one by one.
 
-    Raises what `LLM` raises, and ValueError for options that cannot be measured.
+    Raises ValueError for options that cannot be measured, and the errors of `LLM`.
     """
     if options.pop("overlap", None):
-        raise ValueError("steps are measured one by one; leave overlap out, and give it to the simulation instead.")
+        raise ValueError(
+            "steps are measured one by one, without overlap; leave overlap out and set it in the simulation."
+        )
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1.")
     log = _StepLog()
     engine = build_engine(model, tokenizer, None, options | {"overlap": False}, clock=clock)
     try:
         engine.observers.append(log)
-        device = engine.model_runner.device.type
-        sizes = RowSizes.from_config(replace(engine.config, device=device))
-        launch_blocks = device == "cpu"
-        plan = scenarios(engine.config)
         engine.model_runner.binding.caches.take_memory()
-        _run(engine, plan[0], seed=0)  # the warm-up
-        rounds: list[list[StepSample]] = []
-        intakes: list[tuple[int, float]] = []
-        for number in range(1, repeats + 1):
-            logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
-            of_round: list[StepSample] = []
-            for scenario in plan:
-                log.steps.clear()
-                with OldObjectsFrozen():
-                    intakes += _run(engine, scenario, seed=number)
-                shapes = [StepShape.of(batch, engine.config.block_size, sizes) for _, batch in log.steps]
-                of_round += _samples([record for record, _ in log.steps], shapes, launch_blocks=launch_blocks)
-            rounds.append(of_round)
+        rounds, intakes = _measure(engine, log, repeats)
         samples = list(_medians(rounds))
-        cost_model = fit(samples, intakes, launch_blocks=launch_blocks)
+        cost_model = fit(samples, intakes, launch_blocks=_launch_blocks(engine))
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
         return _describe(engine, name, samples, cost_model)
     finally:
         engine.close()
 
 
+def _measure(engine: Engine, log: _StepLog, repeats: int) -> tuple[list[list[StepSample]], list[tuple[int, float]]]:
+    """Run all scenarios after a warm-up; returns samples per round, and (prompt tokens, seconds) per request."""
+    sizes = RowSizes.from_config(replace(engine.config, device=engine.model_runner.device.type))
+    plan = scenarios(engine.config)
+    _run(engine, plan[0], seed=0)  # the warm-up
+    rounds: list[list[StepSample]] = []
+    intakes: list[tuple[int, float]] = []
+    for number in range(1, repeats + 1):
+        logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
+        of_round: list[StepSample] = []
+        for scenario in plan:
+            log.steps.clear()
+            with OldObjectsFrozen():
+                intakes += _run(engine, scenario, seed=number)
+            shapes = [StepWork.from_batch(batch, engine.config.block_size, sizes) for _, batch in log.steps]
+            records = [record for record, _ in log.steps]
+            of_round += _samples(records, shapes, launch_blocks=_launch_blocks(engine))
+        rounds.append(of_round)
+    return rounds, intakes
+
+
+def _launch_blocks(engine: Engine) -> bool:
+    return engine.model_runner.device.type == "cpu"
+
+
 def scenarios(config: EngineConfig) -> list[Scenario]:
-    """What is run, as far as the engine's limits allow: the same for every engine with the same limits."""
+    """Return the scenarios that fit the engine's limits; equal limits give equal scenarios."""
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
@@ -151,7 +162,7 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
 
 
 def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, float]]:
-    """Returns the prompt's length of each request, and the seconds that it took to add it."""
+    """Run a scenario; returns prompt length and seconds of `Engine.add` for each request."""
     intakes = []
     r = random.Random(seed)
     vocab_size = engine.model_runner.binding.model.get_input_embeddings().num_embeddings
@@ -178,8 +189,8 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, fl
     return intakes
 
 
-def _samples(records: list[StepRecord], shapes: list[StepShape], *, launch_blocks: bool) -> Iterator[StepSample]:
-    """Of one run; time between two steps in which nothing was added counts as the first one's update."""
+def _samples(records: list[StepRecord], shapes: list[StepWork], *, launch_blocks: bool) -> Iterator[StepSample]:
+    """Yield the samples of one run; time between two steps without new prompts counts as update of the first."""
     for record, following, shape in zip(records, [*records[1:], None], shapes, strict=True):
         update_time = record.update_time
         if following is not None and following.num_prefill_tokens == 0:
@@ -192,13 +203,13 @@ def _samples(records: list[StepRecord], shapes: list[StepShape], *, launch_block
 def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
     for of_step in zip(*rounds, strict=True):
         if len({sample.shape for sample in of_step}) != 1:
-            raise RuntimeError(f"the same requests made steps of different shapes: {of_step}")
+            raise RuntimeError(f"steps of one scenario differ in shape between rounds: {of_step}")
         times = zip(*(sample[1:] for sample in of_step), strict=True)
         yield StepSample(of_step[0].shape, *map(median, times))
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
-    """Relative errors of the device's time: median, p90 and the largest."""
+    """Return median, p90 and maximum of the relative errors of the device time."""
     errors = sorted(abs(cost_model.device.seconds(s.shape) / s.device_time - 1.0) for s in samples)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
 

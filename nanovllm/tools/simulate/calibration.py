@@ -1,4 +1,4 @@
-"""A cost model on disk: with the model, options and hardware that it was measured for, and for no others."""
+"""Calibration file: a cost model with the model, options and hardware that it was measured for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FORMAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `nanovllm calibrate` measured.
+    """Result of `nanovllm calibrate`.
 
-    model: as it was named.
-    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size: of the engine that was measured; device is
+    model: the model's name as given.
+    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size: options of the measured engine; device is
         "cpu" or "cuda".
-    max_position_embeddings: the longest sequence that the model takes, in tokens.
-    kv_token_bytes: bytes of K and V of a token over all layers.
-    kv_cache_bytes: the measured engine's pool.
-    residuals: "median", "p90" and "max" of the relative errors of the device's time, over `num_samples` steps.
+    max_position_embeddings: longest sequence of the model, in tokens.
+    kv_token_bytes: bytes of K and V per token, over all layers.
+    kv_cache_bytes: size of the measured engine's KV cache.
+    residuals: "median", "p90" and "max" of the relative errors of the device time, over `num_samples` steps.
     """
 
     model: str
@@ -43,26 +43,26 @@ class Calibration:
     cost_model: CostModel
 
     def resolve(self, config: EngineConfig, *, model: str | None = None) -> EngineConfig:
-        """The options as an engine of this calibration would resolve them.
+        """Resolve options as the measured engine would.
 
         Args:
-            model: the model that is meant; None for that of the calibration.
+            model: expected model; None for the calibration's.
 
-        Raises ValueError if they ask for what was not measured, or contradict one another.
+        Raises ValueError for options that were not measured, or that contradict one another.
         """
         wants = {
             "model": model,
             "dtype": None if config.dtype == "auto" else config.dtype,
             "device": None if config.device == "auto" else config.device.partition(":")[0],
             "attention_backend": None if config.attention_backend == "auto" else config.attention_backend,
-            "enforce_eager": config.enforce_eager or None,  # False is what it is when nobody says anything
+            "enforce_eager": config.enforce_eager or None,  # False is the default, hence "not set"
             "cuda_graphs": config.cuda_graphs,
         }
         for name, wanted in wants.items():
             if wanted is not None and wanted != getattr(self, name):
                 raise ValueError(
-                    f"this calibration is of {name}={getattr(self, name)!r}, and {name}={wanted!r} is asked for. Its "
-                    "steps take another time; run `nanovllm calibrate` for it."
+                    f"this calibration is of {name}={getattr(self, name)!r}, and {name}={wanted!r} is asked for. The "
+                    "step times differ; run `nanovllm calibrate` for it."
                 )
         config = replace(
             config,
@@ -85,7 +85,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Raises OSError for a file that cannot be read, ValueError for one that is no calibration."""
+        """Read a calibration file; raises OSError if it cannot be read, ValueError for any other file."""
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             found = fields.pop("format")

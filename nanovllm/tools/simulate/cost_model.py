@@ -1,4 +1,4 @@
-"""How long a step takes, from what it computes; fitted to measured steps with coefficients that are never negative."""
+"""Cost model: the time of a step from its work, fitted to measured steps by non-negative least squares."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 from nanovllm.batch import ScheduledBatch
 from nanovllm.execution.buckets import RowSizes
 
-# Where the slope of the dense work may change: below, reading the weights decides, above it the arithmetic.
+# Candidate numbers of tokens at which dense layers turn from memory-bound to compute-bound.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 
 
-class StepShape(NamedTuple):
-    """What a step's time depends on.
+class StepWork(NamedTuple):
+    """Quantities that determine the time of a step.
 
-    num_tokens: rows that pass the dense layers: the new tokens, and on a GPU what their number is rounded up by.
-    num_decodes, num_chunks: sequences by the kind of their attention.
-    num_context_tokens: KV entries that the decodes read. Of decodes with the same first block, what all of them begin
-        with is counted once: a kernel may read it once for all.
-    num_shared_context_tokens: how many more it were if each decode counted all of its own.
-    num_chunk_pairs: pairs of a query and a key that the chunks' attention multiplies.
-    num_samples: rows that reach the vocabulary projection and draw a token.
+    num_tokens: rows of the dense layers: new tokens, on a GPU padded to the bucket size.
+    num_decodes, num_chunks: sequences by kind of attention.
+    num_context_tokens: KV entries that decodes read; a prefix common to decodes with the same first block counts once,
+        as a kernel may read it once.
+    num_shared_context_tokens: further entries if each decode counted its whole context.
+    num_chunk_pairs: (query, key) pairs in the attention of chunks.
+    num_samples: rows of the vocabulary projection and the sampler.
     """
 
     num_tokens: int
@@ -38,8 +38,8 @@ class StepShape(NamedTuple):
     num_samples: int
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None) -> StepShape:
-        """`sizes` are those that the engine rounds up to, if it does."""
+    def from_batch(cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None) -> StepWork:
+        """Return the work of a batch; `sizes` are the buckets that the engine pads to, if any."""
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         num_single = num_decodes
         for _, start, size, samples, _, _ in batch.prefills:
@@ -61,7 +61,7 @@ class StepShape(NamedTuple):
 
 
 def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
-    """How many blocks less are read if those that tables begin with in common are read once for all of these tables."""
+    """Block reads saved by sharing a common prefix."""
     if len({table[0] for table in tables}) == len(tables):
         return 0
     groups: dict[int, list[list[int]]] = {}
@@ -69,7 +69,7 @@ def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
         groups.setdefault(table[0], []).append(table)
     num_blocks = 0
     for group in groups.values():
-        first, last = min(group), max(group)  # what these two have in common, all between them have
+        first, last = min(group), max(group)  # the common prefix of these two is that of the group
         pairs = enumerate(zip(first, last, strict=False))
         common = next((number for number, (a, b) in pairs if a != b), min(len(first), len(last)))
         num_blocks += (len(group) - 1) * common
@@ -80,14 +80,14 @@ def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
 class DeviceCost:
     """Seconds of a step between its launch and its tokens.
 
-    fixed: of any step: the weights are read, the kernels started.
-    per_token_below, per_token_above: dense work of each new token up to the `knee`-th, and of each one behind it. Where
-        reading the weights bounds small steps the first is about 0, and both together are a floor and a slope.
+    fixed: every step: reading the weights, starting the kernels.
+    per_token_below, per_token_above: dense work per new token up to the `knee`-th and after it. The first is about 0
+        where reading the weights bounds small steps.
     per_decode, per_chunk: attention of one more sequence.
     per_context_token: reading one token's K and V for a decode.
-    per_shared_context_token: using it for another decode as well: the same again, unless the kernel reads it once.
+    per_shared_context_token: reading a shared token for one more decode; 0 if the kernel reads it once.
     per_chunk_pair: one query with one key of a chunk.
-    per_sample: vocabulary projection and drawing, of a row.
+    per_sample: vocabulary projection and sampling of one row.
     """
 
     knee: int
@@ -101,12 +101,12 @@ class DeviceCost:
     per_chunk_pair: float = 0.0
     per_sample: float = 0.0
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepWork) -> float:
         return sum(map(mul, self.coefficients, _columns(shape, self.knee)))
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """In the order of `_columns`."""
+        """Coefficients in the order of `_columns`."""
         return (
             self.fixed,
             self.per_token_below,
@@ -120,15 +120,15 @@ class DeviceCost:
         )
 
 
-def _columns(shape: StepShape, knee: int) -> tuple[int, ...]:
-    """What the coefficients of `DeviceCost` multiply, in their order."""
+def _columns(shape: StepWork, knee: int) -> tuple[int, ...]:
+    """Factors of the coefficients of `DeviceCost`, in their order."""
     below = min(shape.num_tokens, knee)
     return (1, below, shape.num_tokens - below, *shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Seconds of the host's bookkeeping for a step, and more for each of its sequences."""
+    """Host seconds of a step: a fixed part, and one per sequence."""
 
     fixed: float = 0.0
     per_sequence: float = 0.0
@@ -139,7 +139,7 @@ class HostCost:
 
 @dataclass(frozen=True, slots=True)
 class IntakeCost:
-    """Seconds of the host's to take a request in, and more for each token of its prompt."""
+    """Host seconds of adding a request: a fixed part, and one per prompt token."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -150,16 +150,15 @@ class IntakeCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step's parts, and of a request's beginning.
+    """Seconds of the parts of a step, and of adding a request.
 
-    schedule: deciding on it.
+    schedule: scheduling the step.
     device: computing it.
-    update: from its tokens' arrival to the beginning of the next step, or of the intakes before that.
-    launch: laying it out and handing it to a device of its own.
-    launch_blocks: the host computes the step itself, as on a CPU, so overlap hides nothing, and `device` is all that
-        executing takes.
-    intake: checking and queueing a request, between two steps; checks come before that in another thread of a server,
-        which the same interpreter runs.
+    update: from the arrival of its tokens to the start of the next step or the next added request.
+    launch: building the batch layout and launching the step on a GPU.
+    launch_blocks: launching computes the step, as on a CPU; overlap then hides nothing, and `device` is all of execute.
+    intake: validating and queueing a request between two steps; a server validates in another thread, which shares the
+        interpreter.
     """
 
     schedule: HostCost
@@ -171,12 +170,12 @@ class CostModel:
 
 
 class StepSample(NamedTuple):
-    """One step as it was measured; times in seconds.
+    """A measured step; times in seconds.
 
-    device_time: of a device of its own, from the end of the launch on; else of executing.
+    device_time: from the end of the launch on a GPU, all of execute on a CPU.
     """
 
-    shape: StepShape
+    shape: StepWork
     schedule_time: float
     launch_time: float
     device_time: float
@@ -184,10 +183,10 @@ class StepSample(NamedTuple):
 
 
 def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = (), *, launch_blocks: bool) -> CostModel:
-    """The cost model with the least squared relative errors.
+    """Fit a cost model by least squares of the relative errors.
 
     Args:
-        intakes: tokens of a request's prompt, and seconds that it took to take it in.
+        intakes: (prompt tokens, seconds) of added requests.
 
     Raises ValueError if there are fewer samples than coefficients.
     """
@@ -203,10 +202,10 @@ def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = ()
     )
 
 
-def fit_device(shapes: Sequence[StepShape], seconds: Sequence[float]) -> DeviceCost:
-    """The coefficients and the knee with the least squared relative errors.
+def fit_device(shapes: Sequence[StepWork], seconds: Sequence[float]) -> DeviceCost:
+    """Fit coefficients and knee by least squares of the relative errors.
 
-    If no step shared any context, what sharing saves was not measured, and it is taken to save nothing.
+    Without a step that shares context, shared tokens cost as much as others.
     """
     fits = []
     for knee in KNEES:
@@ -231,16 +230,16 @@ def _fit_intake(intakes: Sequence[tuple[int, float]]) -> IntakeCost:
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:
-    """Coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / targets)², and that sum.
+    """Return coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / targets)², and that sum.
 
-    The best c is the plain least-squares solution over its own positive entries, so of the solutions over all subsets
-    of columns that came out positive it is the one with the least error. With at most nine columns there are few.
+    The optimum is a plain least-squares solution over its positive entries, so the best non-negative solution over all
+    subsets of columns is found by trying each; with at most nine columns there are few.
     """
     times = np.asarray(targets, dtype=float)
     keep = times > 0.0
     matrix = np.asarray(rows, dtype=float)[keep] / times[keep, None]  # [num_samples, num_columns], relative
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
-    # A rotation leaves all distances as they are, and as many rows as there are columns.
+    # A rotation (QR) keeps all distances and reduces the rows to the number of columns.
     triangle = np.linalg.qr(np.column_stack([matrix / scale, np.ones(len(matrix))])).R
     matrix, goal = triangle[:, :-1], triangle[:, -1]
     num_columns = matrix.shape[1]

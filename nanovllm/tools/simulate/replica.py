@@ -1,4 +1,4 @@
-"""One engine in virtual time: the true scheduler and block manager, with a cost model in place of the model runner.
+"""Replica: one engine in virtual time, its scheduler and block manager with a cost model as model runner.
 
 The host's and the device's clocks advance as in `Engine.step`. With overlap on a device of its own::
 
@@ -22,25 +22,25 @@ from nanovllm.observability.step_records import OnStep, StepHook, StepObservers,
 from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-from nanovllm.tools.simulate.cost_model import CostModel, StepShape
+from nanovllm.tools.simulate.cost_model import CostModel, StepWork
 
 
 class _Launched(NamedTuple):
     batch: ScheduledBatch
     num_samples: int
     times: StepTimes
-    done: float  # when its tokens are there
+    done: float  # arrival of its tokens
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request on its way, and when its tokens came."""
+    """An unfinished request and the times of its tokens."""
 
     sequence: Sequence
     token_times: list[float] = field(default_factory=list)
 
     def metrics(self) -> RequestMetrics:
-        """Once it has ended, all of them; `finished_time` is that of its last token."""
+        """Return the metrics of the finished request; `finished_time` is the time of the last token."""
         times, sequence = self.token_times, self.sequence
         itls = [after - before for before, after in pairwise(times)]
         return RequestMetrics(
@@ -60,12 +60,11 @@ class _Request:
 
 
 class Replica:
-    """Steps as an engine does. Before each step the host takes in the requests that have arrived by then; those that
-    arrive meanwhile wait for the step after it.
+    """Steps like an engine: requests that arrive during a step are added before the next one.
 
     Args:
-        config: fully resolved (limits and pool).
-        draw_token: the next token id, never the same twice, so that outputs share no prefixes.
+        config: fully resolved options (limits and pool).
+        draw_token: iterator of unique token ids, so that outputs share no prefixes.
         on_step: called with the `StepRecord` of each step.
     """
 
@@ -78,7 +77,7 @@ class Replica:
         on_step: StepHook | None = None,
     ) -> None:
         self.config = config
-        self.now = 0.0  # seconds, of the host
+        self.now = 0.0  # the host's clock, in seconds
         self.scheduler = Scheduler(
             config,
             BlockManager(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -111,7 +110,7 @@ class Replica:
         self.scheduler.add(sequence)
 
     def step(self) -> dict[str, RequestMetrics]:
-        """Launch a batch and read the oldest in flight, as `Engine.step` does; returns the requests that ended."""
+        """Launch a batch and read the oldest in flight, like `Engine.step`; returns the finished requests."""
         start = self.now
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -119,11 +118,11 @@ class Replica:
             if self.config.overlap and len(self._in_flight) == 1:
                 return {}
         if not self._in_flight:
-            raise RuntimeError("requests are unfinished, but nothing is scheduled and nothing in flight")
+            raise RuntimeError("unfinished requests, but no step is scheduled or in flight")
         return self._read()
 
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
-        shape, cost_model = StepShape.of(batch, self.config.block_size, self._sizes), self._cost_model
+        shape, cost_model = StepWork.from_batch(batch, self.config.block_size, self._sizes), self._cost_model
         schedule_time = cost_model.schedule.seconds(shape.num_sequences)
         scheduled = start + schedule_time
         launched = self.now = scheduled + cost_model.launch.seconds(shape.num_sequences)
@@ -164,5 +163,5 @@ class Replica:
         return self._observers.stats(self.scheduler)
 
     def check_integrity(self) -> None:
-        """Verify the block manager's invariants; RuntimeError names a broken one."""
+        """Check the block manager's invariants; raises RuntimeError for a broken one."""
         self.scheduler.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])

@@ -1,4 +1,4 @@
-"""Which of several replicas a request goes to; each policy sees their true queues and prefix caches."""
+"""Routing policies: assign each request to a replica, by its queue and prefix cache."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ from itertools import count
 from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.tools.simulate.replica import Replica
 
-# From a request and the replicas to the index of one of them.
+# (request, replicas) -> index of a replica.
 Route = Callable[[RequestSequence, Sequence[Replica]], int]
 
-WAITING_WEIGHT = 4  # a request that waits counts as much as so many that run
-# A replica is overloaded if its load is more than this multiple of the least one, and this much on top of it.
+WAITING_WEIGHT = 4  # weight of a waiting request, in running ones
+# A replica is overloaded above OVERLOAD_FACTOR x the least load + OVERLOAD_MARGIN.
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_MARGIN = 16
 
 
-def load_of(replica: Replica) -> int:
-    """4 x waiting + running requests."""
+def replica_load(replica: Replica) -> int:
+    """Return 4 x waiting + running requests."""
     return WAITING_WEIGHT * replica.num_waiting + replica.num_running
 
 
 def round_robin() -> Route:
-    """One after the other, whatever they do."""
+    """Replicas in turn, regardless of load."""
     turns = count()
     return lambda sequence, replicas: next(turns) % len(replicas)
 
 
 def least_loaded() -> Route:
-    """The one with the least load (see `load_of`), the first of several; those in turn that are idle alike."""
+    """The replica with the least load (see `replica_load`); ties in turn."""
     turns = count()
 
     def route(sequence: RequestSequence, replicas: Sequence[Replica]) -> int:
         first = next(turns) % len(replicas)
-        return min(range(len(replicas)), key=lambda index: (load_of(replicas[index]), (index - first) % len(replicas)))
+        return min(
+            range(len(replicas)), key=lambda index: (replica_load(replicas[index]), (index - first) % len(replicas))
+        )
 
     return route
 
 
 def prefix_aware() -> Route:
-    """Among the replicas that are not overloaded, the one that holds most of the prompt's blocks in its prefix cache.
+    """The replica with most of the prompt's blocks in its prefix cache, among those that are not overloaded.
 
-    Of several the one with the least load, and of those in turn. A replica is overloaded if its load is above
-    `OVERLOAD_FACTOR` times the least load of all plus `OVERLOAD_MARGIN`; the least loaded one never is.
+    Ties go to the least load, then in turn. A replica is overloaded above `OVERLOAD_FACTOR` x the least load +
+    `OVERLOAD_MARGIN`; the least loaded one never is.
     """
     turns = count()
 
     def route(sequence: RequestSequence, replicas: Sequence[Replica]) -> int:
         first = next(turns) % len(replicas)
-        loads = [load_of(replica) for replica in replicas]
+        loads = [replica_load(replica) for replica in replicas]
         limit = OVERLOAD_FACTOR * min(loads) + OVERLOAD_MARGIN
 
         in_order = sorted(

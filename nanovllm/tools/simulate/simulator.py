@@ -1,7 +1,7 @@
-"""Replays a workload in virtual time on one or more replicas: what it would take, without a model or a device.
+"""Simulator: replays a workload in virtual time on one or more replicas, without a model or a device.
 
-Scheduling, prefix caching and preemption are the engine's own code on the workload's true token ids; only the time of a
-step is a model's (`cost_model.py`), and the tokens drawn are ids that occur nowhere else. Nothing here imports torch.
+Scheduling, prefix caching and preemption are the engine's own code on the workload's token ids. Step times come from
+`cost_model.py`, and output tokens are ids outside any vocabulary. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.observability.percentiles import spread
+from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
@@ -26,18 +26,18 @@ from nanovllm.tools.simulate.replica import Replica
 from nanovllm.tools.simulate.routing import Route, round_robin
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
-# Ids of drawn tokens begin behind those of any vocabulary.
+# Lowest id of output tokens, above any vocabulary.
 FIRST_DRAWN_TOKEN = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What became of a workload. Times are virtual seconds since its start.
+    """Result of a simulation. Times are virtual seconds since its start.
 
-    requests: their metrics with all `itls`, in the order of the workload.
-    replica_of: the replica that served each of them.
-    stats: each replica's counters at the end.
-    steps: each replica's steps, if they were asked for.
+    requests: metrics of the requests with all `itls`, in the order of the workload.
+    replica_of: index of the replica that served each request.
+    stats: final counters of each replica.
+    steps: step records of each replica; empty without `keep_steps`.
     """
 
     workload: Workload
@@ -59,21 +59,20 @@ def simulate(
     route: Route | None = None,
     keep_steps: bool = False,
 ) -> Simulation:
-    """Run a workload to its end.
+    """Simulate a workload to its end.
 
     Args:
-        config: fully resolved, the same for every replica.
-        route: chooses a replica for each request as it arrives; None takes them in turn.
+        config: fully resolved options, the same for every replica.
+        route: assigns a replica to each arriving request; None: round robin.
         keep_steps: keep a `StepRecord` of every step.
 
-    A router sees a replica's queues as they are once the step that it is in has ended.
+    A router sees the queues of a replica as of the end of its current step.
 
-    Raises ValueError for a request that the engine would refuse, naming its place in the workload.
+    Raises ValueError with the index of a request that the engine would refuse.
     """
     if config.max_queue is not None:
         raise ValueError(
-            f"max_queue is {config.max_queue}, but a refused request's client would try again, which is not "
-            "simulated. Leave max_queue out."
+            f"max_queue is {config.max_queue}, but retries of refused requests are not simulated. Leave max_queue out."
         )
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
@@ -92,18 +91,20 @@ def simulate(
 
 
 class _Run:
-    """Arrivals and steps of all replicas in the order of time; of those at the same time the arrivals come first."""
+    """Event loop over arrivals and steps of all replicas in time order; at equal times arrivals come first."""
 
     def __init__(self, requests: list[TimedRequest], replicas: list[Replica], route: Route) -> None:
-        self.metrics: dict[int, RequestMetrics] = {}  # of the requests that have ended, by number
+        self.metrics: dict[int, RequestMetrics] = {}  # of finished requests, by index
         self.replica_of: dict[int, int] = {}
         self._requests = requests
         self._replicas = replicas
         self._route = route
         self._num_arrived = 0
-        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # who waits for a request to end
-        self._arrivals: list[tuple[float, int]] = []  # a heap of (time, number)
-        self._begins: list[tuple[float, int]] = []  # a heap of (begin of its next step, replica) of those with work
+        self._followers: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # requests with `after`, by the request they follow
+        self._arrivals: list[tuple[float, int]] = []  # heap of (time, index)
+        self._begins: list[tuple[float, int]] = []  # heap of (start of the next step, replica) of busy replicas
         for number, request in enumerate(requests):
             if request.after is None:
                 self._arrivals.append((request.arrival, number))
@@ -159,7 +160,7 @@ def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
     if not (math.isfinite(request.arrival) and request.arrival >= 0.0):
         raise ValueError(f"request {number} arrives at {request.arrival} s; it must be 0 or later.")
     if request.after is not None and not 0 <= request.after < number:
-        raise ValueError(f"request {number} waits for request {request.after}, which does not stand before it.")
+        raise ValueError(f"request {number} waits for request {request.after}, which is not an earlier one.")
 
 
 def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max_model_len: int) -> RequestSequence:
@@ -178,36 +179,36 @@ def _sequence(number: int, request: TimedRequest, time: float, arrival: int, max
 
 
 def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) -> dict[str, Any]:
-    """A run's figures, simulated or real, from its requests (with `itls`) and its engines' counters.
+    """Return the figures of a run, simulated or real, from its requests (with `itls`) and its engines' counters.
 
     seconds: from the first arrival to the last token.
-    ttft, itl: seconds, as `spread` tells them: of all requests, and of all gaps between two tokens of one.
-    hit_rate: prompt tokens found in the prefix cache, of those looked up; None without a look-up.
+    ttft, itl: `percentiles` over all requests, and over all inter-token latencies, in seconds.
+    hit_rate: prefix cache hits / queries, in tokens; None without queries.
     """
     stats = list(stats)
     ends = [m.finished_time for m in requests if m.finished_time is not None]
     seconds = max(ends) - min(m.arrival_time for m in requests)
     num_output_tokens = sum(m.num_output_tokens for m in requests)
-    queries = sum(of_engine.prefix_cache_queries for of_engine in stats)
-    hits = sum(of_engine.prefix_cache_hits for of_engine in stats)
+    queries = sum(engine.prefix_cache_queries for engine in stats)
+    hits = sum(engine.prefix_cache_hits for engine in stats)
     return {
         "num_requests": len(requests),
         "num_prompt_tokens": sum(m.num_prompt_tokens for m in requests),
         "num_output_tokens": num_output_tokens,
         "seconds": seconds,
         "output_tokens_per_second": num_output_tokens / seconds,
-        "steps": sum(of_engine.num_steps for of_engine in stats),
-        "ttft": spread(m.ttft for m in requests if m.ttft is not None),
-        "itl": spread(itl for m in requests for itl in m.itls or ()),
+        "steps": sum(engine.num_steps for engine in stats),
+        "ttft": percentiles(m.ttft for m in requests if m.ttft is not None),
+        "itl": percentiles(itl for m in requests for itl in m.itls or ()),
         "cached_tokens": hits,
         "hit_rate": hits / queries if queries else None,
-        "preemptions": sum(of_engine.num_preemptions for of_engine in stats),
-        "evictions": sum(of_engine.prefix_cache_evictions for of_engine in stats),
+        "preemptions": sum(engine.num_preemptions for engine in stats),
+        "evictions": sum(engine.prefix_cache_evictions for engine in stats),
     }
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result of `figures`, to be read."""
+    """Format the result of `figures` as text."""
     lines = [
         f"{result['num_requests']} requests, {result['num_prompt_tokens']} tokens in, "
         f"{result['num_output_tokens']} out",
@@ -215,7 +216,7 @@ def report(result: dict[str, Any]) -> str:
         f"{result['seconds']:.2f} s",
         f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
-    for name, title in (("ttft", "to the first token"), ("itl", "between two tokens")):
+    for name, title in (("ttft", "TTFT"), ("itl", "ITL")):
         if (of := result[name]) is not None:
             lines.append(f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99")))
     rate = "" if result["hit_rate"] is None else f" ({result['hit_rate']:.0%})"

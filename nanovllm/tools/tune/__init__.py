@@ -1,1 +1,1 @@
-"""`nanovllm tune`: which settings of this engine carry a workload best, by measuring."""
+"""`nanovllm tune`: measures engine settings on a workload and recommends the best."""

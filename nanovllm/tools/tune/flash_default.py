@@ -1,4 +1,4 @@
-"""Whether attention_backend="auto" comes to "flash", whose blocks are of another size, before a model is loaded."""
+"""Predicts whether attention_backend="auto" resolves to "flash", with its own block size, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 
 
 def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
-    """What `attention_choice` will say of an engine with blocks as flash wants them.
+    """Return whether "auto" resolves to "flash" as in `attention/backends.py`, given its block size.
 
     Args:
-        model: a folder, a hub id or the embedded model; its configuration is read, if the answer depends on it.
+        model: folder, hub id or the embedded model; its configuration is read only if needed.
         device: "cpu" or "cuda".
         fixed: engine options.
     """
-    if device != "cuda" or fixed.get("enforce_eager") or model == DEFAULT_MODEL:  # the last has heads of 64
+    if (
+        device != "cuda" or fixed.get("enforce_eager") or model == DEFAULT_MODEL
+    ):  # the embedded model has a head_dim of 64
         return False
     import torch
 

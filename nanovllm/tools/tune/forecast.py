@@ -1,4 +1,4 @@
-"""What the simulator says to many settings, so that only the best of them need be measured."""
+"""Forecasts: simulates many settings, so that only the best need measuring."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from nanovllm.config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, Standing, ranked, standing_of
+from nanovllm.tools.tune.ranking import Run, Standing, build_standing, ranked
 from nanovllm.tools.tune.settings import Setting
 from nanovllm.tools.workloads.workloads import Workload
 
 MOST_SIMULATED = 256
-DIGITS = 4  # in which forecasts have to be equal for one measurement to stand for several settings
+DIGITS = 4  # settings whose forecasts agree to this many digits share one measurement
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Predicted runs, one for each rate, and settings that the simulator refuses with its reason."""
+    """Predicted runs of each setting, one per rate, and refused settings with the reason."""
 
     runs: dict[Setting, list[Run]] = field(default_factory=dict)
     refused: dict[Setting, str] = field(default_factory=dict)
 
     def best(self, count: int, goals: Sequence[Goal], first: Setting) -> list[Setting]:
-        """The best by forecast, behind `first`; of settings with the same forecast the one most like `first`."""
+        """Return `first` and the best other settings by forecast; of equal forecasts the one closest to `first`."""
         by_likeness = sorted(self.runs, key=lambda setting: _distance(setting, first))
-        order = ranked(standing_of(setting, [self.runs[setting]], goals) for setting in by_likeness)
-        distinct = {_told(standing): standing.setting for standing in reversed(order)}
-        rest = [standing.setting for standing in order if distinct[_told(standing)] == standing.setting != first]
+        order = ranked(build_standing(setting, [self.runs[setting]], goals) for setting in by_likeness)
+        distinct = {_rounded(standing): standing.setting for standing in reversed(order)}
+        rest = [standing.setting for standing in order if distinct[_rounded(standing)] == standing.setting != first]
         return [first, *rest[: count - 1]]
 
 
@@ -43,9 +43,9 @@ def forecast(
     model: str,
     after_each: Callable[[], None] = lambda: None,
 ) -> Forecast:
-    """Simulate the whole workload at each rate.
+    """Simulate every setting on the whole workload at each rate.
 
-    Raises ValueError if the calibration is of another model, device or attention form.
+    Raises ValueError if the calibration is of another model, device or attention backend.
     """
     calibration.resolve(EngineConfig(**fixed), model=model)
     made = Forecast()
@@ -63,7 +63,7 @@ def forecast(
 
 def _figures(workload: Workload, config: EngineConfig, calibration: Calibration) -> Run:
     simulation = simulate(workload, config, calibration.cost_model)
-    seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0 on, as when it is played
+    seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0, as in a replay
     return simulation.figures() | {
         "seconds": seconds,
         "output_tokens_per_second": workload.num_output_tokens / seconds,
@@ -74,7 +74,7 @@ def _distance(setting: Setting, other: Setting) -> int:
     return sum(a != b for a, b in zip(setting.values, other.values, strict=True))
 
 
-def _told(standing: Standing) -> tuple[str, ...]:
-    spreads = [point[time] for point in standing.points for time in ("ttft", "itl") if point[time]]
-    numbers = [point["output_tokens_per_second"] for point in standing.points] + [of["p99"] for of in spreads]
+def _rounded(standing: Standing) -> tuple[str, ...]:
+    latencies = [point[time] for point in standing.points for time in ("ttft", "itl") if point[time]]
+    numbers = [point["output_tokens_per_second"] for point in standing.points] + [of["p99"] for of in latencies]
     return tuple(f"{number:.{DIGITS}g}" for number in numbers)

@@ -1,4 +1,4 @@
-"""Goals such as a p99 of 40 ms between tokens, and how far a run is from them."""
+"""Latency goals, such as an ITL p99 of 40 ms, and how far a run exceeds them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A time that a statistic of a run may not exceed.
+    """Upper bound on a latency statistic of a run.
 
     time: "ttft" or "itl".
-    statistic: of `STATISTICS`.
-    limit: seconds.
+    statistic: one of `STATISTICS`.
+    limit: bound in seconds.
     """
 
     time: str
@@ -32,18 +32,20 @@ class Goal:
         return f"{self.time.upper()} {self.statistic}"
 
     def value(self, run: dict[str, Any]) -> float:
-        """Of a run, in seconds; without two tokens there is nothing between them."""
-        spread = run[self.time]
-        return spread[self.statistic] if spread else 0.0
+        """Return the statistic of a run in seconds; 0.0 for the ITL of single tokens."""
+        latency = run[self.time]
+        return latency[self.statistic] if latency else 0.0
 
     def excess(self, run: dict[str, Any]) -> float:
-        """By which share of the limit a run is above it; negative below."""
+        """Return the share of the limit by which a run exceeds it; negative below the limit."""
         return self.value(run) / self.limit - 1.0
 
 
 def add_goal_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("goals", "what a setting has to keep; a number with its unit, such as 500ms")
-    for time, about in (("ttft", "time to the first token"), ("itl", "time between two tokens")):
+    group = parser.add_argument_group(
+        "goals", "latency limits that a setting must keep; a number with its unit, such as 500ms"
+    )
+    for time, about in (("ttft", "time to the first token"), ("itl", "inter-token latency")):
         for statistic in STATISTICS:
             text = f"{statistic} of the {about}"
             group.add_argument(f"--{time}-{statistic}", type=_seconds, metavar="TIME", help=text)
@@ -59,8 +61,8 @@ def goals_from(options: argparse.Namespace) -> list[Goal]:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)", text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number with its unit, such as 500ms or 0.5s")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number with its unit, such as 500ms or 0.5s")
     seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
     if seconds == 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be kept; the time must be above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0; give a time such as 500ms")
     return seconds

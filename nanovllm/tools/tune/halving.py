@@ -1,8 +1,8 @@
-"""Successive halving: a small share of the workload for every setting, more of it for the better half.
+"""Successive halving: every setting runs a small share of the workload, the better half a larger one.
 
 After Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization" (AISTATS 2016),
-with a share of the workload for what they call an arm's budget. The last few are measured on the whole, in turn and
-more than once, and the one that is best then once more at the end, so that a machine that slows down shows.
+with a share of the workload as an arm's budget. Finalists run the whole workload, in turn and repeatedly, and the best
+one once more at the end, which exposes a machine that slows down.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, Standing, ranked, standing_of
+from nanovllm.tools.tune.ranking import Run, Standing, build_standing, ranked
 from nanovllm.tools.tune.settings import Setting
 
-MOST_FINALISTS = 3  # besides the first setting
+MOST_FINALISTS = 3  # beside the first setting
 
 
 class MeasurementError(Exception):
-    """A setting that could not be measured, and why."""
+    """A setting could not be measured; the message has the reason."""
 
 
-# Setting, share, repeat: a run for each rate of arrival. Raises MeasurementError.
+# (setting, share, repeat) -> a run per arrival rate; raises MeasurementError.
 Measure = Callable[[Setting, float, int], list[Run]]
 
 
 class Round(NamedTuple):
-    """A share of the workload for so many settings, and the first one besides."""
+    """A round: a share of the workload for `num_rivals` settings and the first one."""
 
     share: float
     num_rivals: int
 
 
 def rounds_for(num_settings: int, smallest: float) -> list[Round]:
-    """Shares double up to the whole while rivals are halved.
+    """Return the rounds: shares double up to the whole while rivals are halved.
 
     Args:
-        smallest: share that tells anything. Rounds of equal shares need no measurements but those of the first.
+        smallest: smallest meaningful share; of rounds with equal shares only the first is measured.
     """
     rivals = [num_settings - 1]
     while rivals[-1] > MOST_FINALISTS:
@@ -48,19 +48,19 @@ def rounds_for(num_settings: int, smallest: float) -> list[Round]:
 
 
 def num_measurements(rounds: Sequence[Round], repeats: int) -> int:
-    """Of a sweep in which nothing fails."""
-    most_of = dict(reversed(rounds))  # of equal shares the first counts
+    """Return the number of measurements of a sweep without failures."""
+    most_of = dict(reversed(rounds))  # of rounds with equal shares the first counts
     return sum(1 + num_rivals for num_rivals in most_of.values()) + (repeats - 1) * (1 + rounds[-1].num_rivals) + 1
 
 
 @dataclass(slots=True)
 class Sweep:
-    """Measures settings until few are left.
+    """Measures settings in rounds until finalists remain.
 
-    settings: all of them; the first is measured in every round, for comparison.
-    repeats: how often the last ones are measured.
-    results: by setting and share: of each repeat a run for each rate.
-    failures: settings that could not be measured, and why.
+    settings: all settings; the first is measured in every round, for comparison.
+    repeats: measurements of each finalist.
+    results: by setting and share, for each repeat a run per rate.
+    failures: settings that could not be measured, with the reason.
     """
 
     settings: Sequence[Setting]
@@ -71,7 +71,7 @@ class Sweep:
     failures: dict[Setting, str] = field(default_factory=dict)
 
     def run(self, measure: Measure) -> None:
-        """Interrupted or not, results and failures are what was measured until then."""
+        """Run all rounds; after an interrupt, results and failures keep what was measured."""
         first, rivals = self.settings[0], list(self.settings[1:])
         for share, num_rivals in self.rounds:
             rivals = rivals[:num_rivals]
@@ -83,10 +83,10 @@ class Sweep:
             self._measure(measure, [finalists[0].setting], 1.0, self.repeats)
 
     def finalists(self) -> list[Standing]:
-        """Those measured on the whole workload as often as any, but for the run at the very end; best first.
+        """Return the settings with most repeats on the whole workload, best first; the final run does not count.
 
-        Where no share of the workload would do, settings that were given up have a run on the whole of it, too: one
-        that was lucky must not win over medians.
+        Eliminated settings may have one run on the whole workload, where no smaller share is meaningful; a lucky single
+        run must not win over medians.
         """
         counts = {
             setting: len(self.results.get(setting, {}).get(1.0, ()))
@@ -97,11 +97,11 @@ class Sweep:
         return self.standings(1.0, [setting for setting, count in counts.items() if count >= most])
 
     def standings(self, share: float, among: Iterable[Setting]) -> list[Standing]:
-        """Of the settings that were measured on a share, best first."""
+        """Return the standings of settings measured on a share, best first."""
         repeats = {
             setting: self.results.get(setting, {}).get(share) for setting in among if setting not in self.failures
         }
-        return ranked(standing_of(setting, runs, self.goals) for setting, runs in repeats.items() if runs)
+        return ranked(build_standing(setting, runs, self.goals) for setting, runs in repeats.items() if runs)
 
     def _measure(self, measure: Measure, settings: Iterable[Setting], share: float, repeat: int) -> None:
         for setting in settings:

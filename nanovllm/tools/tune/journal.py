@@ -1,4 +1,4 @@
-"""What was measured, as JSON lines: the question first, then each measurement as soon as it is there."""
+"""Journal of a sweep as JSON lines: the question first, then each measurement when it is done."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from nanovllm.tools.tune.ranking import Run
 from nanovllm.tools.tune.settings import Setting
 
 FORMAT = 1
-OF_PEERS = ("vllm", "llama-cpp-python")  # in an environment; they change nothing here
+OF_OTHER_ENGINES = ("vllm", "llama-cpp-python")  # packages of an environment without effect here
 
 
 class Journal:
-    """The measurements of one question, kept in a file.
+    """Measurements of one question, in a file.
 
-    A question is what a measurement depends on: model, workload, engine options that all settings have. Measurements
-    are found again by setting, share, rates of arrival and repeat, so goals and values may change between sessions.
+    A question is the fixed part of a measurement: model, workload, common engine options. Measurements are keyed by
+    setting, share, arrival rates and repeat, so goals and values may change between runs of the command.
     """
 
     def __init__(self, path: Path, question: dict[str, Any], *, retry: bool = False) -> None:
-        """Open, or begin, a file.
+        """Open or create a journal.
 
         Args:
-            question: of values that JSON has.
-            retry: forget settings that failed.
+            question: JSON values.
+            retry: ignore failed measurements.
 
-        Raises ValueError if the file is of another question, with what differs, or no such file.
+        Raises ValueError for a journal of another question, naming the differences, or for any other file.
         """
         self.path = path
         self._question = json.loads(json.dumps({"format": FORMAT} | question))
@@ -41,12 +41,12 @@ class Journal:
             self._check_question(lines[0])
             for line in lines[1:]:
                 if not (retry and "failed" in line):
-                    self._note(line)
+                    self._record(line)
         else:
             self._write(first)
 
     def find(self, setting: Setting, share: float, rates: list[float | None], repeat: int) -> list[Run] | None:
-        """What was measured; None if nothing was. Raises MeasurementError if it failed."""
+        """Return a measurement's runs, None without one; raises MeasurementError if it failed."""
         entry = self._entries.get(_key(setting.options, share, rates, repeat))
         if entry is None:
             return None
@@ -54,20 +54,22 @@ class Journal:
             raise MeasurementError(entry["failed"])
         return entry["runs"]
 
-    def add(self, setting: Setting, share: float, rates: list[float | None], repeat: int, **came_of_it: Any) -> None:
+    def add(self, setting: Setting, share: float, rates: list[float | None], repeat: int, **outcome: Any) -> None:
         """Append a measurement: `runs`, or `failed` with the reason.
 
-        Raises ValueError for runs of other hardware or versions than those before.
+        Raises ValueError for runs on other hardware or versions than earlier ones.
         """
-        entry = {"setting": setting.options, "share": share, "rates": rates, "repeat": repeat, **came_of_it}
+        entry = {"setting": setting.options, "share": share, "rates": rates, "repeat": repeat, **outcome}
         if "runs" in entry:
             self.check_environment(entry["runs"][0]["environment"])
         self._write(entry)
-        self._note(entry)
+        self._record(entry)
 
     def check_environment(self, environment: dict[str, Any]) -> None:
-        """Raise ValueError if what is known of hardware and versions differs from the measurements that there are."""
-        known = {name: value for name, value in environment.items() if value is not None and name not in OF_PEERS}
+        """Raise ValueError if hardware or versions differ from those of the journal."""
+        known = {
+            name: value for name, value in environment.items() if value is not None and name not in OF_OTHER_ENGINES
+        }
         before = self.environment or known
         self._refuse_differences({name: before.get(name) for name in known}, known)
 
@@ -85,7 +87,7 @@ class Journal:
                 f"{'; '.join(differences)}. Name another folder with --output, or delete that file."
             )
 
-    def _note(self, entry: dict[str, Any]) -> None:
+    def _record(self, entry: dict[str, Any]) -> None:
         key = _key(entry["setting"], entry["share"], entry["rates"], entry["repeat"])
         self._entries[key] = entry
         if "runs" in entry and self.environment is None:
@@ -101,19 +103,19 @@ def _key(options: dict[str, int], share: float, rates: list[float | None], repea
 
 
 def _whole_lines(path: Path, first: str) -> list[dict[str, Any]]:
-    """The lines of a file; one that was cut off at its end, by a full disk say, is taken away.
+    """Read the lines of a journal; an incomplete last line, say after a full disk, is removed from the file.
 
     Args:
-        first: the line that it would begin with; nothing else is taken for a first line that was cut off.
+        first: expected first line; an incomplete first line must be a prefix of it.
 
-    Raises ValueError for a file of something else, which is left as it is.
+    Raises ValueError for any other file, which stays unchanged.
     """
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
         if not all(isinstance(line, dict) for line in lines) or (not lines and not first.startswith(text)):
-            raise ValueError("a line is no object")
+            raise ValueError("a line is not a JSON object")
     except ValueError as error:
         raise ValueError(
             f"{str(path)!r} is no record of `nanovllm tune` ({error}). Name another folder with --output."
@@ -125,7 +127,7 @@ def _whole_lines(path: Path, first: str) -> list[dict[str, Any]]:
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """One for each value that is not the same, by its path."""
+    """Yield a line per differing value, by its path."""
     for name in dict.fromkeys([*there, *here]):
         left, right = there.get(name), here.get(name)
         if isinstance(left, dict) and isinstance(right, dict):

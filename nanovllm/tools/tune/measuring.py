@@ -1,4 +1,4 @@
-"""Measures a setting: an engine in a fresh process plays a share of the workload, at each rate of arrival in turn."""
+"""Measurement of a setting: a new engine process replays a share of the workload at each arrival rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.tools.bench.processes import EngineSpec, Settings, run_apart
+from nanovllm.tools.bench.processes import EngineSpec, Settings, run_in_subprocess
 from nanovllm.tools.tune.halving import MeasurementError
 from nanovllm.tools.tune.journal import Journal
 from nanovllm.tools.tune.ranking import Run
 from nanovllm.tools.tune.settings import Setting
-from nanovllm.tools.tune.shares import share_of
+from nanovllm.tools.tune.shares import take_share
 from nanovllm.tools.workloads.files import write_trace
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -22,12 +22,12 @@ Progress = Callable[[Setting, float, "list[Run] | None"], None]
 
 @dataclass(frozen=True, slots=True)
 class Measurer:
-    """Measures what the journal does not have yet.
+    """Measures settings that the journal lacks.
 
-    workloads: by rate; the rate is None if requests have arrivals of their own.
-    fixed: engine options that all settings have.
-    folder: for files that live as long as the sweep.
-    progress: told of each measurement, those of the journal included; None for one that failed.
+    workloads: workload by arrival rate; the rate is None for the workload's own arrivals.
+    fixed: engine options common to all settings.
+    folder: temporary files of the sweep.
+    progress: called with each measurement, also from the journal; with None for a failed one.
     """
 
     workloads: dict[float | None, Workload]
@@ -50,23 +50,23 @@ class Measurer:
 
     def _measure(self, setting: Setting, share: float, repeat: int) -> list[Run]:
         spec = EngineSpec("nanovllm", "nanovllm", self.fixed | setting.options)
-        note = partial(self.journal.add, setting, share, list(self.workloads), repeat)
+        record = partial(self.journal.add, setting, share, list(self.workloads), repeat)
         try:
-            plays = run_apart(spec, list(self._traces(share)), self.settings, self.folder)
+            results = run_in_subprocess(spec, list(self._traces(share)), self.settings, self.folder)
         except RuntimeError as error:
             reason = str(error).removeprefix("nanovllm: ")
-            note(failed=reason)
+            record(failed=reason)
             raise MeasurementError(reason) from error
-        runs = [{"rate": rate} | play for rate, play in zip(self.workloads, plays, strict=True)]
-        note(runs=runs)
+        runs = [{"rate": rate} | result for rate, result in zip(self.workloads, results, strict=True)]
+        record(runs=runs)
         return runs
 
     def _traces(self, share: float) -> Sequence[Path]:
-        """Files of the workload's share, one for each rate."""
+        """Return trace files of the workload's share, one per rate."""
         paths = []
         for number, workload in enumerate(self.workloads.values()):
             path = self.folder / f"{number}-{share}.jsonl"
             if not path.exists():
-                write_trace(share_of(workload, share), path)
+                write_trace(take_share(workload, share), path)
             paths.append(path)
         return paths

@@ -1,4 +1,4 @@
-"""A sweep as a picture: throughput against the p99 between tokens, a curve for each setting through its rates."""
+"""Plot of a sweep: throughput against ITL p99, a curve per setting through its arrival rates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def can_plot() -> bool:
 
 
 def save_plot(outcome: Outcome, path: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the plot as PNG."""
     draw(outcome).savefig(path, format="png")
 
 
 def draw(outcome: Outcome) -> Any:
-    """Draw each setting on the largest share that it came to; those on the whole workload are in colour."""
+    """Draw each setting on its largest measured share; finalists on the whole workload are in colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=110)
@@ -40,12 +40,12 @@ def draw(outcome: Outcome) -> Any:
     for goal in outcome.goals:
         if (goal.time, goal.statistic) == ("itl", "p99"):
             axes.axvline(1e3 * goal.limit, color="black", linewidth=0.8, linestyle="--", label=str(goal))
-    axes.set_xlabel("p99 between tokens, ms")
+    axes.set_xlabel("ITL p99, ms")
     axes.set_ylabel("output tokens/s")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_title(f"{outcome.question['model']}, {outcome.question['workload']['name']}", fontsize=9)
-    axes.legend(fontsize=7, loc="best", title="grey: given up on a share of the workload", title_fontsize=7)
+    axes.legend(fontsize=7, loc="best", title="grey: eliminated on a share of the workload", title_fontsize=7)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Which of several settings is best, by the goals and by output tokens a second."""
+"""Ranking of settings by latency goals and output tokens/s."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from nanovllm.tools.tune.goals import STATISTICS, TIMES, Goal
 from nanovllm.tools.tune.settings import Setting
 
-Run = dict[str, Any]  # figures of one play, as `bench.play.figures` gives them, and its "rate"
+Run = dict[str, Any]  # `replay.figures` of one run, and its "rate"
 
-# Rates that differ by less count as equal. Where arrivals bound the rate, all settings are that close.
+# Throughputs that differ by less count as equal; where arrivals bound the throughput, all settings are that close.
 EQUAL = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What counts of a setting: its best rate of arrival, by medians over repeats.
+    """Result of a setting: medians over repeats at its best arrival rate.
 
-    points: the medians at each rate, in the order of the rates.
-    best: of the points that keep all goals, the one with the highest rate; if none does, the one nearest.
-    excess: of the best point, by which share of a goal's limit the worst one is exceeded; 0 or less keeps all.
+    points: medians at each rate, in order of the rates.
+    best: the point of the highest rate that keeps all goals; without one, the point nearest to them.
+    excess: largest excess over a goal at the best point, as a share of its limit; at most 0 if all goals are kept.
     """
 
     setting: Setting
@@ -39,31 +39,30 @@ class Standing:
         return self.best["output_tokens_per_second"]
 
 
-def standing_of(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequence[Goal]) -> Standing:
-    """From a setting's runs.
+def build_standing(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequence[Goal]) -> Standing:
+    """Return the standing of a setting.
 
     Args:
-        repeats: of each repeat one run for each rate, in the same order.
+        repeats: for each repeat a run per rate, in the same order.
     """
     points = [_median(runs) for runs in zip(*repeats, strict=True)]
-    keeping = [point for point in points if excess_of(point, goals) <= 0.0]
+    keeping = [point for point in points if worst_excess(point, goals) <= 0.0]
     if keeping:
         best = max(keeping, key=lambda point: point["rate"] or 0.0)
     else:
-        best = min(points, key=lambda point: excess_of(point, goals))
-    return Standing(setting, points, best, excess_of(best, goals))
+        best = min(points, key=lambda point: worst_excess(point, goals))
+    return Standing(setting, points, best, worst_excess(best, goals))
 
 
-def excess_of(run: Run, goals: Sequence[Goal]) -> float:
-    """The worst goal's excess; without goals nothing can be exceeded."""
+def worst_excess(run: Run, goals: Sequence[Goal]) -> float:
+    """Return the largest excess over a goal; 0.0 without goals."""
     return max((goal.excess(run) for goal in goals), default=0.0)
 
 
 def ranked(standings: Iterable[Standing]) -> list[Standing]:
-    """Best first: those that keep the goals by output tokens a second, then the others by how near they come.
+    """Sort standings, best first: those that keep the goals by output tokens/s, then the others by excess.
 
-    Of settings with as many tokens a second the one that is furthest from a limit comes first; without goals, the one
-    with the lowest p99 between tokens, and to the first.
+    Ties within EQUAL go to the standing furthest below its limits; without goals, to the lowest ITL p99, then TTFT p99.
     """
     standings = list(standings)
     keeping = sorted((s for s in standings if s.keeps_goals), key=lambda s: -s.tokens_per_second)
@@ -71,13 +70,13 @@ def ranked(standings: Iterable[Standing]) -> list[Standing]:
     while keeping:
         least = (1.0 - EQUAL) * keeping[0].tokens_per_second
         equal = [standing for standing in keeping if standing.tokens_per_second >= least]
-        ordered += sorted(equal, key=_calm)
+        ordered += sorted(equal, key=_latency_key)
         keeping = keeping[len(equal) :]
     return ordered + sorted((s for s in standings if not s.keeps_goals), key=lambda s: s.excess)
 
 
-def _calm(standing: Standing) -> tuple[float, ...]:
-    tails = tuple(spread["p99"] if (spread := standing.best[time]) else 0.0 for time in reversed(TIMES))
+def _latency_key(standing: Standing) -> tuple[float, ...]:
+    tails = tuple(latency["p99"] if (latency := standing.best[time]) else 0.0 for time in reversed(TIMES))
     return (standing.excess, *tails)
 
 
@@ -87,6 +86,7 @@ def _median(runs: Sequence[Run]) -> Run:
         "output_tokens_per_second": statistics.median(run["output_tokens_per_second"] for run in runs),
     }
     for time in TIMES:
-        spreads = [run[time] for run in runs if run[time]]
-        median[time] = {name: statistics.median(of[name] for of in spreads) for name in STATISTICS} if spreads else None
+        latencies = [run[time] for run in runs if run[time]]
+        medians = {name: statistics.median(of[name] for of in latencies) for name in STATISTICS if latencies}
+        median[time] = medians or None
     return median

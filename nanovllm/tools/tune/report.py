@@ -1,4 +1,4 @@
-"""What came of a sweep, to be read: a table, and a recommendation with its reason."""
+"""Report of a sweep: a table of settings, and a recommendation with its reason."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nanovllm.tools.tune.halving import Sweep
 from nanovllm.tools.tune.ranking import EQUAL, Run, Standing
 from nanovllm.tools.tune.settings import Resolver, Setting
 
-MOST_REFUSED = 5  # rows of settings that the engine refuses by their numbers alone
-DISTURBED = 0.1  # a larger spread between measurements of one setting is worth a warning
+MOST_REFUSED = 5  # rows for combinations that the engine refuses
+DISTURBED = 0.1  # relative difference between measurements of one setting above which to warn
 SHORT = {
     "max_num_batched_tokens": "budget", "max_num_seqs": "seqs", "block_size": "block",
     "max_num_partial_prefills": "partial", "max_long_partial_prefills": "long",
@@ -23,11 +23,11 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A sweep, done or interrupted, with what it was asked.
+    """A sweep, complete or interrupted, and its question.
 
-    question: what all measurements have in common.
-    refused: combinations of values that contradict one another, and why.
-    predicted: the simulator's forecast of settings, if it was asked.
+    question: fixed part of all measurements.
+    refused: contradictory combinations of values, with the reason.
+    predicted: forecasts by setting; empty without --simulate.
     """
 
     sweep: Sweep
@@ -42,9 +42,9 @@ class Outcome:
         return list(self.sweep.goals)
 
     def latest(self) -> list[tuple[float, Standing]]:
-        """Each measured setting on the largest share that it came to.
+        """Return each measured setting on its largest share.
 
-        The finalists come first, then larger shares, and of a share the best first.
+        Finalists come first, then larger shares; within a share the best first.
         """
         shares = sorted({share for of in self.sweep.results.values() for share in of}, reverse=True)
         rows = {standing.setting: (1.0, standing) for standing in self.sweep.finalists()}
@@ -58,22 +58,22 @@ class Outcome:
 
 
 def table(outcome: Outcome) -> str:
-    """A line for each setting; options that no two settings differ in stand above."""
+    """Format a line per setting, below the options common to all settings."""
     latest, sweep = outcome.latest(), outcome.sweep
     measured = [standing.setting for _, standing in latest]
     tried = [*measured, *sweep.failures]
     if not tried:
         return "nothing was measured"
     varying = outcome.resolver.varying(sweep.settings)
-    told = outcome.resolver.told(sweep.settings[0])
-    common = ", ".join(f"{name} {value}" for name, value in told.items() if name not in varying)
+    explicit = outcome.resolver.explicit(sweep.settings[0])
+    common = ", ".join(f"{name} {value}" for name, value in explicit.items() if name not in varying)
     columns = ["share", "rate", "tokens/s", "TTFT ms p50/p99", "ITL ms p50/p99", "goals"]
     if outcome.predicted:
         columns[3:3] = ["predicted"]
         columns[-1:-1] = ["predicted"]
     rows = [["", *(SHORT[name] for name in varying), *columns]]
-    for place, (share, standing) in enumerate(latest):
-        mark = "->" if place == 0 and share == 1.0 else "  "
+    for row, (share, standing) in enumerate(latest):
+        mark = "->" if row == 0 and share == 1.0 else "  "
         own = [str(standing.setting.options[name]) for name in varying]
         note = "  (the defaults)" if standing.setting == sweep.settings[0] else ""
         rows.append([mark, *own, *_figures(outcome, share, standing), _kept(outcome.goals, standing) + note])
@@ -85,7 +85,7 @@ def table(outcome: Outcome) -> str:
         f"   {spelled(options, list(options))}: refused: {why}" for options, why in outcome.refused[:MOST_REFUSED]
     ]
     if len(outcome.refused) > MOST_REFUSED:
-        lines.append(f"   and {len(outcome.refused) - MOST_REFUSED} more combinations that are refused")
+        lines.append(f"   and {len(outcome.refused) - MOST_REFUSED} more refused combinations")
     return "\n".join([f"all: {common}" if common else "", *lines]).lstrip("\n")
 
 
@@ -104,11 +104,11 @@ def _figures(outcome: Outcome, share: float, standing: Standing) -> Iterator[str
 
 
 def line(setting: Setting, names: list[str], share: float, runs: list[Run] | None) -> str:
-    """A measurement in one line, as it comes, with the options that are named; None for one that failed."""
-    told = f"{spelled(setting.options, names)}, {share:.3g} of the workload: "
+    """Format a measurement as one line, with the options in `names`; `runs` is None if it failed."""
+    head = f"{spelled(setting.options, names)}, {share:.3g} of the workload: "
     if runs is None:
-        return told + "failed"
-    return told + "; ".join(map(_run, runs))
+        return head + "failed"
+    return head + "; ".join(map(_run, runs))
 
 
 def _run(run: Run) -> str:
@@ -117,8 +117,8 @@ def _run(run: Run) -> str:
     return f"{rate}{run['output_tokens_per_second']:.0f} tokens/s, {tails}"
 
 
-def _tails(spread: dict[str, float] | None) -> str:
-    return "-" if spread is None else f"{1e3 * spread['p50']:.0f} / {1e3 * spread['p99']:.0f}"
+def _tails(latency: dict[str, float] | None) -> str:
+    return "-" if latency is None else f"{1e3 * latency['p50']:.0f} / {1e3 * latency['p99']:.0f}"
 
 
 def _kept(goals: list[Goal], standing: Standing) -> str:
@@ -129,15 +129,15 @@ def _kept(goals: list[Goal], standing: Standing) -> str:
 
 
 def spelled(options: dict[str, int], names: list[str]) -> str:
-    """The named options in few words."""
+    """Format the options in `names` with short names."""
     return ", ".join(f"{SHORT[name]} {options[name]}" for name in names) or "the only setting"
 
 
 def _short(reason: str) -> str:
-    """The first and the last line of what an engine said."""
+    """Return the first and last line of an engine's error."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     if lines[0].endswith("-9"):
-        lines[0] += " (killed, as the system does when memory runs out)"
+        lines[0] += " (killed, possibly out of memory)"
     return "; ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
@@ -145,7 +145,7 @@ def _short(reason: str) -> str:
 
 
 def advice(outcome: Outcome) -> str:
-    """The setting to take, and why, in numbers."""
+    """Format the recommended setting and its reason."""
     finalists = outcome.sweep.finalists()
     if not finalists:
         return "no setting was measured on the whole workload."
@@ -156,30 +156,31 @@ def advice(outcome: Outcome) -> str:
 
 
 def reason(outcome: Outcome, finalists: list[Standing]) -> str:
-    """Why the first of the finalists, in one sentence of numbers."""
+    """Return the reason for the first finalist, in one sentence of figures."""
     best, goals = finalists[0], outcome.goals
-    told = _rate_of(best)
+    achieved = _rate_of(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
     if not best.keeps_goals:
         worst = max(goals, key=lambda goal: goal.excess(best.best))
         return (
-            f"of {len(finalists)} settings measured on the whole workload it comes nearest, with {told}: {worst.name} "
-            f"is {_milliseconds(worst, best)}, {best.excess:.0%} above the {1e3 * worst.limit:g} ms that were asked for"
+            f"of {len(finalists)} settings measured on the whole workload it comes nearest, with {achieved}: "
+            f"{worst.name} is {_milliseconds(worst, best)}, {best.excess:.0%} above the goal of "
+            f"{1e3 * worst.limit:g} ms"
         )
     keeping = [standing for standing in finalists if standing.keeps_goals]
     equal = [s for s in keeping if s.tokens_per_second >= (1.0 - EQUAL) * max(k.tokens_per_second for k in keeping)]
     kept = f" that keep {limits}" if goals else ""
     if len(keeping) == 1 < len(finalists):
-        told = f"of {len(finalists)} settings measured on the whole workload it alone keeps {limits}, with {told}"
+        why = f"of {len(finalists)} settings measured on the whole workload it alone keeps {limits}, with {achieved}"
     elif len(equal) > 1:
-        by = "is furthest from the limits" if goals else "has the lowest p99 between tokens"
-        told = (
-            f"{told}, and of {len(keeping)} settings measured on the whole workload{kept} the {len(equal)} with most "
-            f"tokens/s differ by less than {EQUAL:.0%}; it {by}"
+        by = "is furthest below the limits" if goals else "has the lowest ITL p99"
+        why = (
+            f"{achieved}, and of {len(keeping)} settings measured on the whole workload{kept} the {len(equal)} with "
+            f"most tokens/s differ by less than {EQUAL:.0%}; it {by}"
         )
     else:
-        told = f"{told} is the most of {len(keeping)} settings measured on the whole workload{kept}"
-    return told + _against_defaults(outcome, best)
+        why = f"{achieved} is the most of {len(keeping)} settings measured on the whole workload{kept}"
+    return why + _against_defaults(outcome, best)
 
 
 def _against_defaults(outcome: Outcome, best: Standing) -> str:
@@ -206,40 +207,39 @@ def _milliseconds(goal: Goal, standing: Standing) -> str:
 
 def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
     best = finalists[0]
-    rates = spread_of(outcome, best)
+    rates = rates_of_repeats(outcome, best)
     if len(rates) > 1:
-        told = f"measured {len(rates)} times: {min(rates):.0f} to {max(rates):.0f} tokens/s, {_spread(rates):.1%} apart"
-        is_last = len(rates) > outcome.sweep.repeats  # else another one was best when the last run came
-        yield told + (
-            f"; the last time, after all others, {rates[-1]:.0f}, and {rates[0]:.0f} the first" if is_last else ""
-        )
+        bounds = f"{min(rates):.0f} to {max(rates):.0f} tokens/s"
+        repeated = f"measured {len(rates)} times: {bounds}, {_difference(rates):.1%} apart"
+        is_last = len(rates) > outcome.sweep.repeats  # else the final run was of another setting, then the best
+        yield repeated + (f"; first {rates[0]:.0f}, last, after all others, {rates[-1]:.0f}" if is_last else "")
     if (apart := max(_apart(outcome, standing) for standing in finalists)) > DISTURBED:
         yield (
-            f"the same setting came out up to {apart:.0%} apart when it was measured again: something else used the "
-            "machine, and what differs by less means nothing; measure again, with another --output, when it is idle"
+            f"repeated measurements of a setting differ by up to {apart:.0%}: the machine was not idle, and smaller "
+            "differences mean nothing; measure again on an idle machine, with another --output"
         )
     fastest = [max(s.points, key=lambda p: p["rate"] or 0.0)["output_tokens_per_second"] for s in finalists]
     if best.best["rate"] is not None and len(finalists) > 1 and min(fastest) >= (1.0 - EQUAL) * max(fastest):
         yield (
-            f"at the highest rate of arrival all of them differ by less than {EQUAL:.0%}: the arrivals bound "
-            "them, and a higher --rate would show more, or the machine does"
+            f"at the highest arrival rate all finalists differ by less than {EQUAL:.0%}: the arrivals or the machine "
+            "bound them; a higher --rate shows which"
         )
     if outcome.predicted:
         yield _accuracy(outcome, finalists)
 
 
 def _apart(outcome: Outcome, standing: Standing) -> float:
-    """The largest spread of a setting's tokens a second, over its rates of arrival."""
+    """Return the largest relative difference between repeats of a setting, over its arrival rates."""
     repeats = outcome.sweep.results[standing.setting][1.0]
-    return max(_spread([run["output_tokens_per_second"] for run in runs]) for runs in zip(*repeats, strict=True))
+    return max(_difference([run["output_tokens_per_second"] for run in runs]) for runs in zip(*repeats, strict=True))
 
 
-def _spread(rates: list[float]) -> float:
+def _difference(rates: list[float]) -> float:
     return (max(rates) - min(rates)) / min(rates)
 
 
-def spread_of(outcome: Outcome, standing: Standing) -> list[float]:
-    """Tokens a second of each repeat at the rate that counts, in the order in which they were measured."""
+def rates_of_repeats(outcome: Outcome, standing: Standing) -> list[float]:
+    """Return tokens/s of each repeat at the best arrival rate, in order of measurement."""
     repeats = outcome.sweep.results[standing.setting][1.0]
     return [run["output_tokens_per_second"] for runs in repeats for run in runs if run["rate"] == standing.best["rate"]]
 
@@ -252,5 +252,5 @@ def _accuracy(outcome: Outcome, finalists: list[Standing]) -> str:
             rates.append(abs(expected["output_tokens_per_second"] / point["output_tokens_per_second"] - 1.0))
             if point["itl"]:
                 tails.append(abs(expected["itl"]["p99"] / point["itl"]["p99"] - 1.0))
-    worst = f", p99 between tokens by {max(tails):.0%}" if tails else ""
+    worst = f", and on ITL p99 by {max(tails):.0%}" if tails else ""
     return f"forecasts of {len(rates)} runs were off by at most {max(rates, default=0.0):.0%} on tokens/s{worst}"

@@ -1,4 +1,4 @@
-"""What came of a sweep, as JSON."""
+"""Result of a sweep as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import datetime
 from typing import Any
 
 from nanovllm.tools.tune.ranking import Standing
-from nanovllm.tools.tune.report import Outcome, reason, spread_of
+from nanovllm.tools.tune.report import Outcome, rates_of_repeats, reason
 from nanovllm.tools.tune.settings import Setting
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """All of it: what was asked, on which machine, every measurement, and the recommendation."""
+    """Return question, environment, all measurements and the recommendation as JSON values."""
     sweep, finalists = outcome.sweep, outcome.sweep.finalists()
     return {
         "time": datetime.now().isoformat(timespec="seconds"),
@@ -37,7 +37,7 @@ def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
         "flags": outcome.resolver.flags(best.setting),
         "keeps_goals": best.keeps_goals,
         "reason": reason(outcome, finalists),
-        "tokens_per_second_of_repeats": spread_of(outcome, best),
+        "tokens_per_second_of_repeats": rates_of_repeats(outcome, best),
     }
 
 

@@ -1,4 +1,4 @@
-"""The settings that a sweep tries: combinations of values of the engine's limits, or a sample of them."""
+"""Settings of a sweep: combinations of values for the engine's limits, or a sample of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 from nanovllm.config import DEVICE_DEFAULTS, FLASH_BLOCK_SIZE, EngineConfig
 
-# Engine options, in the order of tables; the last three say how far prompts may be computed in part.
+# Engine options under tuning, in table order; the last three limit partial prefills.
 SWEPT = (
     "max_num_batched_tokens", "max_num_seqs", "block_size", "max_num_partial_prefills", "max_long_partial_prefills",
     "long_prefill_token_threshold",
 )  # fmt: skip
-NARROW = (0.25, 0.5, 1.0, 2.0)  # times the device's default, where every setting is measured
-WIDE = (0.125, *NARROW, 4.0)  # where they are simulated
-UNLIMITED = 2**31  # of positions: what a model has is checked when it is loaded
+NARROW = (0.25, 0.5, 1.0, 2.0)  # factors of the device's default, for measured settings
+WIDE = (0.125, *NARROW, 4.0)  # for simulated settings
+UNLIMITED = 2**31  # positions; the model's limit is checked when it is loaded
 
-Values = dict[str, Sequence[int | None]]  # for each option what to try; None leaves it to the engine
+Values = dict[str, Sequence[int | None]]  # values to try per option; None: not set
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value for each option of `SWEPT`, as the engine resolves them."""
+    """A resolved value for each option of `SWEPT`."""
 
     values: tuple[int, ...]
 
@@ -36,10 +36,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a sweep has to choose from.
+    """Settings that a sweep chooses from.
 
-    settings: all that the engine accepts, no two of them the same; the first is what it does when nobody says anything.
-    refused: values that contradict one another, and what the engine says to them; for each reason the first such.
+    settings: distinct settings that the engine accepts; the first holds the defaults.
+    refused: contradictory values with the engine's error, one combination per error.
     """
 
     settings: list[Setting]
@@ -47,12 +47,12 @@ class Candidates:
 
 
 class Resolver:
-    """Resolves limits as an engine on a device does, without a model.
+    """Resolves limits like an engine on a device, without a model.
 
     Args:
         device: "cpu" or "cuda".
-        fixed: engine options that all settings have.
-        takes_flash: whether attention is "flash" where nobody says a block size.
+        fixed: engine options common to all settings.
+        takes_flash: whether the attention backend is "flash", which sets the default block size.
     """
 
     def __init__(self, device: str, fixed: dict[str, Any], *, takes_flash: bool = False) -> None:
@@ -61,35 +61,35 @@ class Resolver:
         self._block_size = FLASH_BLOCK_SIZE if takes_flash else None
 
     def resolve(self, options: dict[str, int]) -> Setting:
-        """Raises ValueError for options that contradict one another."""
+        """Resolve options to a setting; raises ValueError if they contradict one another."""
         config = EngineConfig(**(self._fixed | options)).resolve_limits(
             self._device, UNLIMITED, block_size=self._block_size
         )
         return Setting(tuple(getattr(config, name) for name in SWEPT))
 
-    def told(self, setting: Setting) -> dict[str, int]:
-        """The options that make a setting; limits of partial prefills that follow from the others are left out."""
-        told = dict(itertools.islice(setting.options.items(), 3))
+    def explicit(self, setting: Setting) -> dict[str, int]:
+        """Return the options that yield a setting, without limits of partial prefills that are derived."""
+        explicit = dict(itertools.islice(setting.options.items(), 3))
         for name, value in itertools.islice(setting.options.items(), 3, None):
-            if self.resolve(told).options[name] != value:
-                told[name] = value
-        return told
+            if self.resolve(explicit).options[name] != value:
+                explicit[name] = value
+        return explicit
 
     def flags(self, setting: Setting) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.told(setting).items())
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.explicit(setting).items())
 
     def varying(self, settings: Sequence[Setting]) -> list[str]:
-        """The options in which settings differ, less those that follow from the others."""
-        told = {name for setting in settings for name in self.told(setting)}
-        return [name for name in SWEPT if name in told and len({setting.options[name] for setting in settings}) > 1]
+        """Return the options in which settings differ, without derived ones."""
+        explicit = {name for setting in settings for name in self.explicit(setting)}
+        return [name for name in SWEPT if name in explicit and len({setting.options[name] for setting in settings}) > 1]
 
     def candidates(self, values: Values, named: Collection[str] = ()) -> Candidates:
-        """Every combination of values.
+        """Return every combination of values.
 
         Args:
-            named: options whose values somebody asked for; one of a single value has it in the first setting too.
+            named: options with values set by the user; a single value also applies to the first setting.
 
-        Raises ValueError for a value that no combination makes good.
+        Raises ValueError for a value that is invalid in every combination.
         """
         for name, of in values.items():
             for value in of:
@@ -113,13 +113,13 @@ def _given(options: dict[str, int | None]) -> dict[str, int]:
 def values_to_try(
     device: str, named: Values, *, backend: str, longest_prompt: int, most_at_once: int, wide: bool
 ) -> Values:
-    """What to try of each option: the values that are named, and others around the device's defaults.
+    """Return the values to try for each option: named ones, else values around the device's defaults.
 
     Args:
-        backend: of attention, "auto" if nobody says which.
-        longest_prompt: in tokens; limits of partial prefills are tried if it can take more than half of a step.
-        most_at_once: requests that there can be; of larger values of `max_num_seqs` the smallest is enough.
-        wide: many values, for the simulator.
+        backend: attention backend, "auto" if not set.
+        longest_prompt: length in tokens; above half a step's budget, limits of partial prefills are tried too.
+        most_at_once: maximum number of concurrent requests; bounds `max_num_seqs`.
+        wide: more values, for the simulator.
     """
     defaults, factors = DEVICE_DEFAULTS[device], WIDE if wide else NARROW
     budgets = [int(factor * defaults.max_num_batched_tokens) for factor in factors]
@@ -140,9 +140,9 @@ def values_to_try(
 
 
 def sample(settings: Sequence[Setting], count: int, *, seed: int = 0) -> list[Setting]:
-    """So many of them, the first included, with every value of an option about equally often.
+    """Sample settings, the first included, with a balanced number of uses per value.
 
-    Settings are taken one by one, each time one whose values have been taken least, drawn where several have.
+    Each draw takes the setting whose values were used least so far; ties are random.
     """
     rest = list(settings[1:])
     random.Random(seed).shuffle(rest)

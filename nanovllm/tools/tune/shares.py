@@ -1,4 +1,4 @@
-"""Smaller shares of a workload, which load an engine as the whole does, for less long."""
+"""Shares of a workload: fewer requests with the load pattern of the whole."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
-MAX_GROUPS = 4  # with more times of arrival a workload counts as spread over time
-FEWEST = 8  # requests of a share that arrive over time; the tails of fewer say nothing
+MAX_GROUPS = 4  # with more distinct arrival times a workload counts as spread over time
+FEWEST = 8  # minimum number of requests of a share that arrive over time, for meaningful tails
 
 
-def share_of(workload: Workload, share: float) -> Workload:
-    """A workload cut to a share of its requests.
+def take_share(workload: Workload, share: float) -> Workload:
+    """Return a share of a workload's requests.
 
-    Of requests that arrive over time these are the first. Of groups that arrive together it is the first part of each
-    group, so that whales stay among those that decode. Who waits for another's end comes along with it.
+    Requests that arrive over time: the first ones. Groups that arrive together: the first part of each group, so that
+    long prompts still meet decodes. Requests with `after` stay with the request they follow.
     """
     if share >= 1.0:
         return workload
-    kept: dict[int, int] = {}  # by place in the workload: place in the share
+    kept: dict[int, int] = {}  # index in the workload -> index in the share
     roots = _groups(workload)
     if len(roots) > MAX_GROUPS:
         roots = [[place for group in roots for place in group]]
@@ -34,7 +34,7 @@ def share_of(workload: Workload, share: float) -> Workload:
 
 
 def smallest_share(workload: Workload, max_num_seqs: int) -> float:
-    """Below it a share tells nothing: requests that are all there at once must be able to fill `max_num_seqs`."""
+    """Return the smallest meaningful share: requests that arrive together must be able to fill `max_num_seqs`."""
     groups = _groups(workload)
     if len(groups) > MAX_GROUPS:
         return min(1.0, FEWEST / sum(map(len, groups)))
@@ -42,7 +42,7 @@ def smallest_share(workload: Workload, max_num_seqs: int) -> float:
 
 
 def _groups(workload: Workload) -> list[list[int]]:
-    """Places of the requests that wait for no other, by time of arrival."""
+    """Group the indices of requests without `after` by arrival time."""
     groups: defaultdict[float, list[int]] = defaultdict(list)
     for place, request in enumerate(workload.requests):
         if request.after is None:

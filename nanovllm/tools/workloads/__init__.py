@@ -1,1 +1,1 @@
-"""Workloads: what requests hold and when they arrive."""
+"""Workloads: requests with their lengths and arrival times, drawn or read from trace files."""

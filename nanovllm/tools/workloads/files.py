@@ -1,5 +1,4 @@
-"""Trace files: a workload as JSON lines, one object for each request. docs/guide/benchmarking.md describes the
-format."""
+"""Trace files: a workload as JSON lines, one object per request; docs/guide/benchmarking.md has the format."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Tokenize = Callable[[str], list[int]]
 
 
 def write_trace(workload: Workload, path: str | Path) -> None:
-    """Write a workload so that `read_trace` gives the same requests; fields at their defaults are left out."""
+    """Write a workload for `read_trace`; fields at their defaults are omitted."""
     with open(path, "w", encoding="utf-8") as file:
         for request in workload.requests:
             line: dict[str, Any] = {
@@ -38,9 +37,9 @@ def read_trace(path: str | Path, *, tokenize: Tokenize | None = None) -> Workloa
     """Read a workload.
 
     Args:
-        tokenize: turns prompts that are text into token ids; without it they are refused.
+        tokenize: maps text prompts to token ids; without it they are refused.
 
-    Raises ValueError that names file and line for whatever is not as docs/guide/benchmarking.md says.
+    Raises ValueError naming file and line for invalid input.
     """
     requests: list[TimedRequest] = []
     latest = 0.0
@@ -52,34 +51,36 @@ def read_trace(path: str | Path, *, tokenize: Tokenize | None = None) -> Workloa
                 request = _request(line, len(requests), tokenize)
                 if request.after is None:
                     if request.arrival < latest:
-                        raise ValueError(f"arrival {request.arrival:g} is before the {latest:g} of a line above; sort")
+                        raise ValueError(
+                            f"arrival {request.arrival:g} is before {latest:g} of an earlier line; sort by arrival"
+                        )
                     latest = request.arrival
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             requests.append(request)
     if not requests:
-        raise ValueError(f"{path} holds no request.")
+        raise ValueError(f"{path} holds no request; write one JSON object a line.")
     return Workload(Path(path).stem, requests, {"trace": str(path)})
 
 
-def _request(line: str, place: int, tokenize: Tokenize | None) -> TimedRequest:
+def _request(line: str, number: int, tokenize: Tokenize | None) -> TimedRequest:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is not JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("a request is an object.")
+        raise ValueError("a request must be a JSON object.")
     for key in value:
         if key not in FIELDS:
-            raise ValueError(f"there is no field {key!r}; there are {', '.join(FIELDS)}.")
+            raise ValueError(f"no field {key!r}; there are {', '.join(FIELDS)}.")
     for key in ("prompt", "output_tokens"):
         if key not in value:
             raise ValueError(f"the field {key!r} is missing.")
     arrival, after, salt = value.get("arrival", 0.0), value.get("after"), value.get("cache_salt", "")
     if isinstance(arrival, bool) or not isinstance(arrival, (int, float)) or not 0.0 <= arrival < math.inf:
         raise ValueError(f"arrival is {arrival!r}; it must be a number of seconds, 0 or more.")
-    if after is not None and not (_is_integer(after) and 0 <= after < place):
-        raise ValueError(f"after is {after!r}; it must be the number, from 0, of a request in a line above.")
+    if after is not None and not (_is_integer(after) and 0 <= after < number):
+        raise ValueError(f"after is {after!r}; it must be the index, from 0, of an earlier request.")
     if not _is_integer(value["output_tokens"]) or value["output_tokens"] < 1:
         raise ValueError(f"output_tokens is {value['output_tokens']!r}; it must be a whole number, at least 1.")
     if not _is_integer(value.get("priority", 0)):
@@ -93,7 +94,7 @@ def _request(line: str, place: int, tokenize: Tokenize | None) -> TimedRequest:
 def _token_ids(prompt: Any, tokenize: Tokenize | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenize is None:
-            raise ValueError("the prompt is text, which needs a tokenizer; give token ids.")
+            raise ValueError("the prompt is text, which needs a tokenizer. Give token ids.")
         prompt = tokenize(prompt)
     if not isinstance(prompt, list) or not prompt or not all(_is_integer(token) and token >= 0 for token in prompt):
         raise ValueError("the prompt must be text or a list of token ids, and not empty.")

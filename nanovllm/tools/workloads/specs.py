@@ -1,4 +1,4 @@
-"""Workloads, and engines' options, from texts such as "chat:turns=6,scale=0.5"."""
+"""Workload specs: parses texts such as "chat:turns=6,scale=0.5" into workloads and options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nanovllm.tools.workloads.workloads import WORKLOADS, Workload
 
 
 def build(text: str, *, seed: int | None = None) -> Workload:
-    """The workload that a text such as "P", "chat:turns=6" or "random:prompt=100-1024,scale=0.5" asks for.
+    """Build the workload of a spec such as "P", "chat:turns=6" or "random:prompt=100-1024,scale=0.5".
 
     Args:
-        seed: for those that take one and whose text has none.
+        seed: default for workloads with a parameter `seed`.
 
-    Raises ValueError that names what there is, for an unknown name or parameter.
+    Raises ValueError with the known names for an unknown name or parameter.
     """
     name, given = parse_spec(text)
     if name not in WORKLOADS:
-        raise ValueError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}.")
+        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}.")
     maker = WORKLOADS[name]
     defaults = {key: parameter.default for key, parameter in inspect.signature(maker).parameters.items()}
     if "seed" in defaults and seed is not None:
@@ -30,12 +30,13 @@ def build(text: str, *, seed: int | None = None) -> Workload:
             raise ValueError(f"workload {name} has no parameter {key!r}; {takes}.")
         given[key] = _checked(f"{name}:{key}", value, key, defaults[key])
     made = maker(**given)
-    told = ",".join(f"{key}={spelled(value)}" for key, value in given.items() if value != defaults[key])
-    return replace(made, name=f"{name}:{told}" if told else name, parameters={"workload": name, **defaults, **given})
+    changed = ",".join(f"{key}={spelled(value)}" for key, value in given.items() if value != defaults[key])
+    label = f"{name}:{changed}" if changed else name
+    return replace(made, name=label, parameters={"workload": name, **defaults, **given})
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and values of "NAME" or "NAME:KEY=VALUE,KEY=VALUE"; numbers, "LOW-HIGH", True, False and None are read."""
+    """Parse "NAME" or "NAME:KEY=VALUE,..." into name and values: numbers, LOW-HIGH, True, False, None or text."""
     name, colon, rest = text.partition(":")
     values: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
@@ -61,7 +62,7 @@ def _read(text: str) -> Any:
 
 
 def spelled(value: Any) -> str:
-    """A value as `parse_spec` reads it."""
+    """Format a value for `parse_spec`."""
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -1,8 +1,8 @@
-"""Workloads: requests with token ids, lengths and times of arrival, drawn from seeds.
+"""Workloads: requests with token ids, output lengths and arrival times, drawn from seeds.
 
-W, P, W1, W2 and single are fixed, token for token, so that figures of years compare. The others take parameters, and
-are drawn by NumPy's generators: the same seed gives the same tokens in every process. Their `scale` multiplies numbers
-of requests and lengths, for small machines. `workload_specs.build` makes one from a text such as "chat:turns=6".
+W, P, W1, W2 and single are fixed, token for token, so results stay comparable over time. The others take parameters
+and are drawn by NumPy's generators: a seed gives the same tokens in every process. Their `scale` multiplies numbers of
+requests and lengths, for small machines. `specs.build` parses texts such as "chat:turns=6".
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-Span = int | tuple[int, int]  # a length, or the shortest and longest of lengths that are drawn
+Span = int | tuple[int, int]  # a fixed length, or (shortest, longest) to draw from
 
-LOWEST_ID = 17  # below are the special tokens of the default model
-VOCAB = 10_000  # drawn ids lie below it, unless a workload is told otherwise; models in use have more
+LOWEST_ID = 17  # first id after the special tokens of the default model
+VOCAB = 10_000  # default upper bound of drawn ids, below the vocabulary size of common models
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
     """One request of a workload.
 
-    arrival: seconds after the workload's start; with `after`, seconds after the end of that request.
-    prompt_token_ids: the whole prompt.
-    num_output_tokens: it generates exactly as many; end-of-sequence tokens are ignored.
-    after: the place in the workload of a request that has to end first, such as a conversation's last turn.
+    arrival: seconds after the workload's start, or after the end of the request `after`.
+    prompt_token_ids: the prompt.
+    num_output_tokens: exact output length; end-of-sequence tokens are ignored.
+    after: index of a request that must end first, such as the previous turn of a conversation.
     priority, cache_salt: as for `LLM.generate`.
     """
 
@@ -41,10 +41,10 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival; of those that wait for another, in any order behind it.
+    """Requests in order of arrival; a request with `after` follows that request in any place.
 
-    name: with the parameters that made it, so that results can be told apart.
-    parameters: all that made it, defaults included.
+    name: name with the parameters that differ from their defaults; identifies the workload in results.
+    parameters: all parameters, defaults included.
     """
 
     name: str
@@ -61,22 +61,22 @@ class Workload:
 
     @property
     def is_timed(self) -> bool:
-        """Whether some request is not there from the start."""
+        """Whether a request arrives after the start."""
         return any(request.arrival or request.after is not None for request in self.requests)
 
     def first(self, count: int) -> Workload:
-        """The same workload cut to its first `count` requests."""
+        """Return the workload of the first `count` requests."""
         if count >= len(self.requests):
             return self
         return Workload(f"{self.name}[:{count}]", self.requests[:count], {**self.parameters, "first": count})
 
     def hurried(self) -> Workload:
-        """The same requests with all arrivals 0; what waits for another still waits for its end."""
+        """Return the requests with all arrivals at 0; `after` still holds."""
         return replace(self, requests=[replace(request, arrival=0.0) for request in self.requests])
 
 
 def at_once(name: str, prompts: list[list[int]], output_lengths: list[int], **parameters: Any) -> Workload:
-    """A workload whose requests are all there from the start."""
+    """Build a workload whose requests all arrive at the start."""
     pairs = zip(prompts, output_lengths, strict=True)
     return Workload(name, [TimedRequest(0.0, prompt, length) for prompt, length in pairs], parameters)
 
@@ -96,14 +96,14 @@ def w() -> Workload:
 
 
 def p() -> Workload:
-    """64 requests that share 512 tokens and have 32 of their own, 32 tokens out: 34,816 in, 2,048 out."""
+    """64 requests with a shared prefix of 512 tokens and 32 tokens of their own, 32 out: 34,816 in, 2,048 out."""
     r = random.Random(0)
     shared = [r.randint(17, 49151) for _ in range(512)]
     return at_once("P", [shared + [r.randint(17, 49151) for _ in range(32)] for _ in range(64)], [32] * 64)
 
 
 def single() -> Workload:
-    """One request, 128 tokens in and 128 out: the latency of a token."""
+    """One request, 128 tokens in and 128 out: the latency of a single stream."""
     r = random.Random(0)
     return at_once("single", [[r.randint(17, 49151) for _ in range(128)]], [128])
 
@@ -116,7 +116,7 @@ def w1() -> Workload:
 
 
 def w2() -> Workload:
-    """1,024 requests that share 512 tokens and have 64 of their own, 64 tokens out: 589,824 in, 65,536 out."""
+    """1,024 requests with a shared prefix of 512 tokens and 64 of their own, 64 out: 589,824 in, 65,536 out."""
     r = random.Random(0)
     shared = [r.randint(0, 10_000) for _ in range(512)]
     return at_once("W2", [shared + [r.randint(0, 10_000) for _ in range(64)] for _ in range(1024)], [64] * 1024)
@@ -132,14 +132,14 @@ def random_requests(
     """Random tokens, all requests at once.
 
     Args:
-        prompt, output: tokens in and out, each a number or a (low, high) to draw from.
-        shared: the first tokens of every prompt, the same for all.
+        prompt, output: tokens in and out, a number or (low, high) to draw from.
+        shared: length of the prefix that all prompts share.
     """
     requests, prompt, shared, output = (_scaled(size, scale) for size in (requests, prompt, shared, output))
     draw = _Draw(seed, vocab)
     if shared > _span(prompt)[0]:
         raise ValueError(
-            f"shared is {shared}, more than a prompt may have ({_span(prompt)[0]}). Lower it, or raise prompt."
+            f"shared is {shared}, above the shortest prompt ({_span(prompt)[0]}). Lower it, or raise prompt."
         )
     beginning = draw.tokens(shared)
     prompts = [beginning + draw.tokens(draw.length(prompt) - shared) for _ in range(requests)]
@@ -150,10 +150,10 @@ def p1(
     *, requests: int = 1024, prompts: int = 8, shared: int = 2000, own: Span = 64, output: Span = 64,
     vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Several long system prompts, of which each request has one, drawn, before tokens of its own.
+    """Several long system prompts: each request has one of them, drawn, before tokens of its own.
 
     Args:
-        prompts: system prompts, of `shared` tokens each; `scale` leaves their number as it is.
+        prompts: number of system prompts, of `shared` tokens each; not scaled.
     """
     requests, shared, own, output = (_scaled(size, scale) for size in (requests, shared, own, output))
     draw = _Draw(seed, vocab)
@@ -166,13 +166,13 @@ def chat(
     *, conversations: int = 32, turns: int = 4, system: int = 200, user: Span = (20, 200), answer: Span = (50, 300),
     think: float = 2.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Conversations of several turns, each prompt the whole of the last turn, its drawn answer and new user tokens.
+    """Conversations of several turns: each prompt is the previous prompt, a drawn answer and new user tokens.
 
-    The answers in the prompts are drawn and not the engine's own, so that all engines get the same tokens.
+    Answers in prompts are drawn, not generated, so that all engines get the same tokens.
 
     Args:
-        turns: of each conversation; `scale` leaves it as it is.
-        system: tokens of a system prompt that all share.
+        turns: turns of a conversation; not scaled.
+        system: tokens of a system prompt that all conversations share.
         user, answer: tokens that a turn adds to the prompt, and generates.
         think: mean of the exponentially distributed seconds between an answer and the next turn.
     """
@@ -195,12 +195,12 @@ def whales(
     *, decoding: int = 64, prompt: Span = 512, output: Span = 600, whales: int = 8, whale_prompt: Span = 8192,
     whale_output: Span = 4, delay: float = 5.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Requests that decode, and some with very long prompts that arrive meanwhile.
+    """Requests that decode while some with very long prompts arrive.
 
     Args:
-        decoding, prompt, output: the requests that are there from the start.
-        whales, whale_prompt, whale_output: the long ones.
-        delay: seconds until the long ones arrive, all at once; `scale` leaves it as it is.
+        decoding, prompt, output: number, prompt and output tokens of requests that arrive at the start.
+        whales, whale_prompt, whale_output: the same of the long ones.
+        delay: seconds until the long ones arrive, all at once; not scaled.
     """
     decoding, prompt, output = (_scaled(size, scale) for size in (decoding, prompt, output))
     whales, whale_prompt = _scaled(whales, scale), _scaled(whale_prompt, scale)
@@ -220,15 +220,15 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def poisson(workload: Workload, rate: float, *, seed: int = 0) -> Workload:
-    """The same requests, arriving independently of one another, `rate` a second on average.
+    """Poisson arrivals: the same requests, `rate` a second on average, independent of one another.
 
-    Requests that wait for another still arrive so long after its end as before.
+    Requests with `after` keep their delay.
     """
     return _arriving(workload, rate, 1, seed, {"rate": rate, "arrivals": "poisson"})
 
 
 def bursty(workload: Workload, rate: float, *, burst: int = 8, seed: int = 0) -> Workload:
-    """As `poisson`, but `burst` requests arrive at once, and their groups so often that `rate` is the same."""
+    """Poisson arrivals of groups of `burst` requests, with `rate` requests a second on average."""
     return _arriving(workload, rate, burst, seed, {"rate": rate, "arrivals": "bursty", "burst": burst})
 
 
@@ -238,7 +238,7 @@ def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters
     if burst < 1:
         raise ValueError(f"the burst is {burst}; it must be at least 1 request.")
     free = [place for place, request in enumerate(workload.requests) if request.after is None]
-    generator = np.random.default_rng([seed, 1])  # another stream than that of the tokens
+    generator = np.random.default_rng([seed, 1])  # a stream apart from that of the tokens
     groups = np.cumsum(generator.exponential(burst / rate, -(-len(free) // burst)))
     times = np.repeat(groups, burst)[: len(free)].tolist()
     requests = list(workload.requests)
@@ -252,11 +252,11 @@ def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters
 
 
 class _Draw:
-    """Draws of one workload, from one generator."""
+    """Random draws of one workload, from one generator."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         if vocab <= LOWEST_ID:
-            raise ValueError(f"vocab is {vocab}; it must be above {LOWEST_ID}, where the drawn token ids begin.")
+            raise ValueError(f"vocab is {vocab}; it must be above {LOWEST_ID}, the lowest drawn token id.")
         self._generator = np.random.default_rng([seed, 0])
         self._vocab = vocab
 
@@ -279,7 +279,7 @@ def _span(lengths: Span) -> tuple[int, int]:
 
 
 def _scaled(size: Any, scale: float) -> Any:
-    """A number or span, scaled; what is not 0 stays at least 1."""
+    """Scale a number or span; anything above 0 stays at least 1."""
     if isinstance(size, tuple):
         return tuple(_scaled(end, scale) for end in size)
     return size and max(1, round(size * scale))

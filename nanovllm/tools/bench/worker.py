@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `python -m nanovllm.tools.bench.child JOB.json`, started by `processes.py`."""
+"""Worker process of one engine: `python -m nanovllm.tools.bench.worker JOB.json`, started by `processes.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
-from nanovllm.tools.bench.play import Player, figures, play
-from nanovllm.tools.bench.players import PLAYERS, open_player
+from nanovllm.tools.bench.engines import ENGINES, load_engine
+from nanovllm.tools.bench.replay import BenchEngine, figures, replay
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "numpy", "vllm", "llama-cpp-python")
 
 
 def main(path: str) -> int:
-    """Do a job; its results, or the error, are in the file that the job names."""
+    """Run a job, and write its results or its error to the file named in the job."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
         answer: dict[str, Any] = {"runs": run_job(job)}
@@ -35,37 +35,37 @@ def main(path: str) -> int:
 
 
 def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Load the job's engine and play its workloads; figures of each."""
+    """Load the job's engine and replay its workloads; returns the figures of each."""
     workloads = [read_trace(path) for path in job["traces"]]
     longest = max(len(r.prompt_token_ids) + r.num_output_tokens for workload in workloads for r in workload.requests)
-    trace = _play_trace(job["record"]) if job["record"] else None
+    trace = _measured_trace(job["record"]) if job["record"] else None
     begin = time.perf_counter()
-    player = open_player(job["engine"], job["model"], dict(job["options"]), longest, trace=trace)
+    engine = load_engine(job["engine"], job["model"], dict(job["options"]), longest, trace=trace)
     load_seconds = time.perf_counter() - begin
     try:
-        runs = [measure(player, workload, job, trace) for workload in workloads]
+        runs = [measure(engine, workload, job, trace) for workload in workloads]
     finally:
-        player.close()
+        engine.close()
         if trace:
             trace.close()
-    about = {"engine": job["label"], "environment": environment(), "config": player.config()}
+    about = {"engine": job["label"], "environment": environment(), "config": engine.config()}
     return [about | {"load_seconds": load_seconds} | run for run in runs]
 
 
-def measure(player: Player, workload: Workload, job: dict[str, Any], trace: Any = None) -> dict[str, Any]:
-    """Play a workload unmeasured, hurried, and then measured."""
+def measure(engine: BenchEngine, workload: Workload, job: dict[str, Any], trace: Any = None) -> dict[str, Any]:
+    """Replay a workload for warm-up with all arrivals at 0, then measured; returns its figures."""
     warm_up = workload.hurried()
-    if (count := PLAYERS[job["engine"]][0].warm_up_requests) is not None:
+    if (count := ENGINES[job["engine"]][0].warm_up_requests) is not None:
         warm_up = warm_up.first(count)
     for _ in range(job["warm_ups"]):
-        player.prepare(warm_up)
-        play(player, warm_up)
+        engine.prepare(warm_up)
+        replay(engine, warm_up)
     profile = _step_profile() if job["profile"] else None
-    player.prepare(workload)
-    before = player.counters()
+    engine.prepare(workload)
+    before = engine.counters()
     with profile.recording() if profile else nullcontext(), trace.recording() if trace else nullcontext():
-        played = play(player, workload)
-    result = figures(workload, played) | {name: count - before[name] for name, count in player.counters().items()}
+        played = replay(engine, workload)
+    result = figures(workload, played) | {name: count - before[name] for name, count in engine.counters().items()}
     if "computed_tokens" in result:
         result["tokens_per_step"] = result["computed_tokens"] / result["steps"]
     if profile:
@@ -73,20 +73,22 @@ def measure(player: Player, workload: Workload, job: dict[str, Any], trace: Any 
     return result | peak_memory()
 
 
-def _play_trace(path: str) -> Any:
-    from nanovllm.tools.bench.play_trace import PlayTrace  # imports the scheduler, which peers' environments may lack
+def _measured_trace(path: str) -> Any:
+    from nanovllm.tools.bench.measured_trace import (
+        MeasuredTrace,  # absent in environments of other engines
+    )
 
-    return PlayTrace(path)
+    return MeasuredTrace(path)
 
 
 def _step_profile() -> Any:
-    from nanovllm.tools.bench.step_profile import StepProfile  # imports the engine, which peers' environments may lack
+    from nanovllm.tools.bench.step_profile import StepProfile  # absent in environments of other engines
 
     return StepProfile()
 
 
 def peak_memory() -> dict[str, float]:
-    """In MiB: of this process and its children, each at its own peak, and of the GPU as this process used it."""
+    """Return peak memory in MiB: sum over this process and its children, and this process's share of the GPU."""
     import psutil
 
     total = 0.0
@@ -101,7 +103,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, as this process has them."""
+    """Return package versions and hardware of this process."""
     import psutil
 
     versions = {"python": platform.python_version(), "nanovllm": __version__}

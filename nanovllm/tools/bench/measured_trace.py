@@ -1,4 +1,4 @@
-"""A trace of what is measured, without what comes before."""
+"""Trace writer that records the measured replay and leaves the warm-ups out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.sequence import Sequence
 
 
-class PlayTrace(TraceWriter):
-    """Follows an engine within `recording`, and not in the warm-ups before."""
+class MeasuredTrace(TraceWriter):
+    """Traces an engine within `recording` only."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)

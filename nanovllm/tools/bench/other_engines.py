@@ -1,4 +1,4 @@
-"""Other engines as `play` sees them. Each imports only what it needs, since they live in environments of their own."""
+"""Adapters for other engines: vLLM, transformers, llama.cpp. Imports are lazy: each has its own environment."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from nanovllm.tools.bench.play import Finished
+from nanovllm.tools.bench.replay import Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
-# Of llama.cpp and transformers, a workload's first requests are enough to warm up, and the whole takes too long.
-SLOW = 4
+# Warm-up requests of llama.cpp and transformers: the first few suffice, and the whole workload takes too long.
+SLOW_WARM_UP_REQUESTS = 4
 
 
 class VLLM:
-    """vLLM's own engine, stepped by the one who plays; on a CPU with its threads bound, as its documentation says."""
+    """vLLM's engine, stepped by `replay`; on a CPU with its threads bound, as its documentation recommends."""
 
     takes_arrivals = True
     warm_up_requests: int | None = None
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; it is filled with zeros at the start
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; zero-filled at start-up
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -38,7 +38,7 @@ class VLLM:
         options = {"max_model_len": max(2048, longest), "enable_prefix_caching": True} | options
         self._options = options
         self._llm = LLM(model, **options)
-        self._ids = itertools.count()  # never used again, by a later run either
+        self._ids = itertools.count()  # unique over all runs
         self._running: dict[str, tuple[int, list[float]]] = {}
         self._num_steps = 0
 
@@ -74,13 +74,13 @@ class VLLM:
         return self._options
 
     def close(self) -> None:
-        pass  # its processes end with this one
+        pass  # its processes end with the worker
 
 
 class _TransformersModel:
-    """What both ways through `transformers` share: the model, its options, and whom they cannot serve."""
+    """Base of the two adapters for `transformers`: loads the model and keeps its options."""
 
-    warm_up_requests: int | None = SLOW
+    warm_up_requests: int | None = SLOW_WARM_UP_REQUESTS
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         import torch
@@ -99,7 +99,7 @@ class _TransformersModel:
 
 
 class TransformersGenerate(_TransformersModel):
-    """`generate` on static batches, padded on the left, each as long as its longest output.
+    """`generate` on static, left-padded batches; a batch runs until its longest output ends.
 
     Options: dtype, batch_size (16).
     """
@@ -108,7 +108,7 @@ class TransformersGenerate(_TransformersModel):
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         if unknown := sorted(options.keys() - {"dtype", "batch_size"}):
-            raise ValueError(f"there is no option {unknown[0]!r}; there are dtype and batch_size.")
+            raise ValueError(f"no option {unknown[0]!r}; there are dtype and batch_size.")
         super().__init__(model, options, longest)
 
     def prepare(self, workload: Workload) -> None:
@@ -144,10 +144,10 @@ class TransformersGenerate(_TransformersModel):
 
 
 class TransformersContinuous(_TransformersModel):
-    """Its continuous batching, in a thread of its own; options: dtype and those of `ContinuousBatchingConfig`.
+    """Continuous batching of `transformers`, in its own thread; options: dtype and those of `ContinuousBatchingConfig`.
 
-    What it prepares for a session is not counted. Its timestamps come from `time.perf_counter`, which on Linux is the
-    clock of `time.monotonic`.
+    Session start-up is not measured. Its timestamps come from `time.perf_counter`, on Linux the clock of
+    `time.monotonic`.
     """
 
     takes_arrivals = True
@@ -175,7 +175,7 @@ class TransformersContinuous(_TransformersModel):
 
     def step(self) -> list[Finished]:
         if not self._manager.is_running():
-            raise RuntimeError("its thread has ended, and requests are left")
+            raise RuntimeError("the batching thread ended with unfinished requests")
         result = self._manager.get_result(timeout=0.005)
         if result is None:
             return []
@@ -188,23 +188,23 @@ class TransformersContinuous(_TransformersModel):
 
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`, whose interface generates for one request at a time, in order of arrival.
+    """llama.cpp through `llama-cpp-python`: one request at a time, in order of arrival.
 
-    Options: gguf (the file of the same model; it has no other form), and those of `llama_cpp.Llama`. The beginning that
-    a prompt shares with the request before it is not computed again.
+    Options: gguf (the same model as a GGUF file; required) and those of `llama_cpp.Llama`. The prefix shared with the
+    previous request is reused.
     """
 
     takes_arrivals = True
-    warm_up_requests: int | None = SLOW
+    warm_up_requests: int | None = SLOW_WARM_UP_REQUESTS
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         from llama_cpp import Llama
 
         self._options = {"n_ctx": longest + 1, "verbose": False} | options
         options = dict(self._options)
-        options.pop("dtype", None)  # that of the file
+        options.pop("dtype", None)  # fixed by the file
         if "gguf" not in options:
-            raise ValueError("llama.cpp needs a file: --engines llama.cpp:gguf=FILE, of the same model.")
+            raise ValueError("llama.cpp needs the model as a GGUF file: --engines llama.cpp:gguf=FILE.")
         self._llm = Llama(options.pop("gguf"), **options)
 
     def prepare(self, workload: Workload) -> None:

@@ -1,4 +1,4 @@
-"""The engines that `play` knows, by name, and this engine as it sees it."""
+"""Registry of the engines under benchmark, by name, and the adapter for this engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.tools.bench.peers import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
-from nanovllm.tools.bench.play import Finished, Player
+from nanovllm.tools.bench.other_engines import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
+from nanovllm.tools.bench.replay import BenchEngine, Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NanoVLLM:
-    """This engine, stepped by the one who plays."""
+    """This engine, stepped by `replay`."""
 
     takes_arrivals = True
     warm_up_requests: int | None = None
@@ -25,7 +25,7 @@ class NanoVLLM:
 
         tokenizer = options.pop("tokenizer", None)
         if options.setdefault("record_itl", True) is False:
-            raise ValueError("record_itl is False, but times between tokens are to be measured. Leave it out.")
+            raise ValueError("record_itl is False, but the benchmark measures ITL. Leave it out.")
         self._engine = build_engine(model, tokenizer, None, options, trace=trace)
         self._engine.model_runner.binding.caches.take_memory()
 
@@ -35,8 +35,8 @@ class NanoVLLM:
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
-            pass  # as an engine in a thread does while nobody wants anything
-        for request in workload.requests:  # min_tokens: it has to fit as a whole
+            pass  # as an engine thread does while idle
+        for request in workload.requests:  # min_tokens: prompt and output must fit into max_model_len
             check_prompt(
                 request.prompt_token_ids,
                 SamplingParams(max_tokens=request.num_output_tokens, min_tokens=request.num_output_tokens),
@@ -74,8 +74,8 @@ class NanoVLLM:
         self._engine.close()
 
 
-# By the names of the command line: the player, and the package that it needs.
-PLAYERS: dict[str, tuple[type[Any], str]] = {
+# Name on the command line -> adapter, and the package that it needs.
+ENGINES: dict[str, tuple[type[Any], str]] = {
     "nanovllm": (NanoVLLM, "nanovllm"),
     "vllm": (VLLM, "vllm"),
     "transformers": (TransformersGenerate, "transformers"),
@@ -84,22 +84,22 @@ PLAYERS: dict[str, tuple[type[Any], str]] = {
 }
 
 
-def check_takes(engine: str, workload: Workload) -> None:
-    """Raise ValueError if an engine cannot respect the workload's arrivals."""
-    if workload.is_timed and not PLAYERS[engine][0].takes_arrivals:
+def check_arrivals(engine: str, workload: Workload) -> None:
+    """Raise ValueError if an engine cannot follow the workload's arrivals."""
+    if workload.is_timed and not ENGINES[engine][0].takes_arrivals:
         raise ValueError(
-            f"{engine} generates for static batches, and requests of {workload.name!r} arrive over time. Leave the "
-            "engine out, take transformers-continuous, or a workload whose requests are all there from the start."
+            f"{engine} generates for static batches, but requests of {workload.name!r} arrive over time. Leave the "
+            "engine out, use transformers-continuous, or use a workload without arrivals."
         )
 
 
-def open_player(
+def load_engine(
     engine: str, model: str, options: dict[str, Any], longest: int, *, trace: TraceWriter | None = None
-) -> Player:
+) -> BenchEngine:
     """Load an engine.
 
     Args:
-        longest: tokens of the longest sequence that it will be asked for.
-        trace: follows what it does, if it is this engine.
+        longest: length of the longest sequence, in tokens.
+        trace: trace writer; for this engine only.
     """
-    return PLAYERS[engine][0](model, options, longest, **({} if trace is None else {"trace": trace}))
+    return ENGINES[engine][0](model, options, longest, **({} if trace is None else {"trace": trace}))

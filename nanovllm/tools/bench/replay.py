@@ -1,4 +1,4 @@
-"""Plays a workload in real time, and what comes of it as figures."""
+"""Replay of a workload in real time on one engine, and its figures: rate, TTFT, ITL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from nanovllm.gc_control import OldObjectsFrozen
-from nanovllm.observability.percentiles import spread
+from nanovllm.observability.percentiles import percentiles
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that has ended.
+    """A finished request.
 
-    number: its place in the workload.
-    token_times: when each of its output tokens was there, on the clock of `time.monotonic`.
+    number: index in the workload.
+    token_times: arrival of each output token on the host, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -28,49 +28,49 @@ class Finished:
     num_cached_tokens: int = 0
 
 
-class Player(Protocol):
-    """An engine, loaded, as `play` sees it."""
+class BenchEngine(Protocol):
+    """A loaded engine under `replay`."""
 
-    takes_arrivals: bool  # False: all requests have to be there before the first step
+    takes_arrivals: bool  # False: all requests must arrive before the first step
 
     def prepare(self, workload: Workload) -> None:
-        """Forget what was cached; unmeasured preparation for this workload. Raises ValueError if it cannot be run."""
+        """Reset the prefix cache and prepare for a workload, unmeasured; raises ValueError if it cannot run."""
 
     def add(self, number: int, request: TimedRequest) -> None:
-        """Queue a request, greedy and ignoring end-of-sequence tokens."""
+        """Queue a request with greedy sampling and ignore_eos."""
 
     def step(self) -> list[Finished]:
-        """Do a little of the work, or wait a little for it; returns what ended."""
+        """Run or await a part of the work; returns the requests that finished."""
 
     def counters(self) -> dict[str, int]:
-        """Of work done so far: "steps" and "computed_tokens", as far as the engine tells."""
+        """Return "steps" and "computed_tokens" since construction, as available."""
 
     def config(self) -> dict[str, Any]:
-        """The options that it runs with, as far as it tells."""
+        """Return the engine's options, as available."""
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop background threads and processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Playback:
-    """A workload that was played: how long it took, when each request was due, and what came of it."""
+class Replay:
+    """A replayed workload: duration, due time of each request, and finished requests, by index in the workload."""
 
     seconds: float
     arrivals: list[float]
     finished: list[Finished]
 
 
-def play(
-    player: Player,
+def replay(
+    engine: BenchEngine,
     workload: Workload,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Playback:
-    """Hand each request over when it is due, and step until all have ended.
+) -> Replay:
+    """Add each request when it is due, and step until all have finished.
 
-    What falls due during a step is handed over behind it; the time to its first token counts from when it was due.
+    A request that becomes due during a step is added after it; its TTFT counts from the due time.
     """
     requests = workload.requests
     followers: defaultdict[int, list[int]] = defaultdict(list)
@@ -88,21 +88,21 @@ def play(
             while due and due[0][0] <= now:
                 arrival, number = heapq.heappop(due)
                 arrivals[number] = arrival
-                player.add(number, requests[number])
+                engine.add(number, requests[number])
             if len(arrivals) == len(finished):
                 sleep(due[0][0] - now)
                 continue
-            for ended in player.step():
+            for ended in engine.step():
                 finished[ended.number] = ended
                 for follower in followers[ended.number]:
                     heapq.heappush(due, (ended.token_times[-1] + requests[follower].arrival, follower))
         seconds = clock() - start
-    places = range(len(requests))
-    return Playback(seconds, [arrivals[place] for place in places], [finished[place] for place in places])
+    numbers = range(len(requests))
+    return Replay(seconds, [arrivals[number] for number in numbers], [finished[number] for number in numbers])
 
 
-def figures(workload: Workload, played: Playback) -> dict[str, Any]:
-    """What is reported of a playback: rates, and spreads of times to first token and between tokens, in seconds."""
+def figures(workload: Workload, played: Replay) -> dict[str, Any]:
+    """Return the figures of a replay: output tokens/s, and percentiles of TTFT and ITL in seconds."""
     for request, ended in zip(workload.requests, played.finished, strict=True):
         if len(ended.token_times) != request.num_output_tokens:
             raise RuntimeError(
@@ -113,7 +113,7 @@ def figures(workload: Workload, played: Playback) -> dict[str, Any]:
     return {
         "seconds": played.seconds,
         "output_tokens_per_second": workload.num_output_tokens / played.seconds,
-        "ttft": spread(ended.token_times[0] - arrival for arrival, ended in firsts),
-        "itl": spread(gaps),
+        "ttft": percentiles(ended.token_times[0] - arrival for arrival, ended in firsts),
+        "itl": percentiles(gaps),
         "cached_tokens": sum(ended.num_cached_tokens for ended in played.finished),
     }
