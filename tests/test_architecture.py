@@ -38,11 +38,9 @@ RANKS = {
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 50, 8
 LONG_FILES = {"engine": "to be split", "scheduler": "to be split"}
 LONG_FUNCTIONS = {
-    "cli.main._parser": "to be split",
     "kernels.gumbel_draw._kernels": "Triton kernels, defined where Triton is imported",
     "requests.input_processor.InputProcessor.process_each": "to be split",
     "sequence.Sequence.__init__": "to be split",
-    "server.openai.description._limits": "to be split",
 }
 MANY_PARAMETERS = {
     "kernels.gumbel_draw._kernels.best_of_parts": "a kernel takes numbers and pointers alone",

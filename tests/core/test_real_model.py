@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.model.default_model import ensure_default_model
-from tests.support.real_texts import SENTENCES, SLICES, prompts
+from tests.support.real_texts import CODE, PROSE, SENTENCES, prompts
 
 NUM_NEW_TOKENS = 24
 
@@ -51,7 +51,7 @@ def check_tokens(numbers, *, together=True, warm=False, **options):
 
 
 SUBSET = [0, 2, 4, 7, 14, 16, 18, 19, 23, 30, 34]  # of 1 to 300 tokens, around block boundaries
-ALL = list(range(len(SENTENCES) + len(SLICES)))
+ALL = list(range(len(SENTENCES) + len(PROSE + CODE)))
 
 
 def test_mixed_prompts_with_the_defaults():

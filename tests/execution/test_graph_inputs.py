@@ -107,7 +107,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
                 batch = loop.step()
                 layout = build_layout(batch.entries, 16)
                 shape = buckets.shape(layout, len(Tiles.from_layout(layout, 16).blocks), draws=True)
-                assert StepCosts.of(batch, 16, sizes).num_tokens == shape.num_rows
+                assert StepCosts.from_batch(batch, 16, sizes).num_tokens == shape.num_rows
 
 
 def test_padding_stays_moderate():

@@ -143,7 +143,7 @@ def test_a_text_never_holds_a_bad_word_of_several_tokens():
     ("words", "error", "message"),
     [
         ([""], ValueError, "bad_words holds an empty string"),
-        ([" "], ValueError, "bad_words holds ' ', which has nothing but space"),
+        ([" "], ValueError, "bad_words holds ' ', which holds only whitespace"),
         ([3], TypeError, "bad_words must hold strings, not 3"),
         (3, TypeError, "bad_words must be a string or a list of them, not 3"),
     ],
