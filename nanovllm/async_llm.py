@@ -61,7 +61,8 @@ class AsyncLLM:
         engine = build_engine(model, tokenizer, on_step, options, trace=trace)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
-        self.vocab_size = engine.input_processor.limits.vocab_size  # token ids lie below it
+        self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
+        self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
         self._router = OutputRouter()
@@ -313,8 +314,7 @@ class AsyncLLM:
         return await self._run(Engine.stats)
 
     def heartbeat(self) -> Heartbeat:
-        """The statistics as of the last moment between two steps, and their age: for monitoring, since it never waits
-        and works after a failure too."""
+        """The statistics as of the last moment between two steps, and their age; it never waits."""
         return self._engine_thread.heartbeat()
 
     async def inspect(self, look: Callable[[Engine], Result]) -> Result:

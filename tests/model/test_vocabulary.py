@@ -11,6 +11,7 @@ from torch import nn
 
 from nanovllm import LLM, SamplingParams
 from tests.support.refusals import assert_names
+from tests.support.serving import serving
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer, widen
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
@@ -156,3 +157,13 @@ def test_a_vocabulary_that_its_owner_made_smaller_meanwhile_is_an_error_not_a_sh
         model.lm_head = nn.Linear(model.config.hidden_size, SMALL_HEAD, bias=False)
         with pytest.raises(Exception, match=f"{SMALL_HEAD} tokens, and {VOCAB_SIZE} when this engine was built"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_the_server_describes_the_tokens_that_can_be_sampled():
+    with serving(model=model_with_head(SMALL_HEAD)) as running, running.http() as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        fields = schemas["CompletionRequest"]["properties"]
+        for token_id, status in ((SMALL_HEAD - 1, 200), (SMALL_HEAD, 400)):
+            body = {"prompt": [VOCAB_SIZE - 1], "max_tokens": 1, "logit_bias": {str(token_id): 1.0}}
+            assert http.post("/v1/completions", json=body).status_code == status
+    assert fields["stop_token_ids"]["items"]["maximum"] == SMALL_HEAD - 1

@@ -49,7 +49,7 @@ def _narrow(field: Schema, limit: Schema) -> None:
 def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     """Return the limits of each request model's fields."""
     settings, config = state.settings, state.engine.config
-    token, sampling = _token(state), _sampling_limits(state)
+    token, sampling = _token(state.engine.vocab_size), _sampling_limits(state)
     text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token_ids = {"type": "array", "minItems": 1, "items": token}
@@ -82,13 +82,14 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
     }
 
 
-def _token(state: ServerState) -> Schema:
-    return {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
+def _token(limit: int) -> Schema:
+    return {"type": "integer", "minimum": 0, "maximum": limit - 1}
 
 
 def _sampling_limits(state: ServerState) -> dict[str, Schema]:
     """Return the limits of the fields that both generating endpoints share."""
-    settings, config, token = state.settings, state.engine.config, _token(state)
+    settings, config, num_logits = state.settings, state.engine.config, state.engine.num_logits
+    token = _token(num_logits)
     null = {"type": "null"}
     return {
         "model": {"enum": [state.model_name, None]},
@@ -105,10 +106,10 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
         "stop": {"minLength": 1, "items": {"type": "string", "minLength": 1}},
         "bad_words": {"items": {"type": "string", "pattern": r"\S"}},
         "stop_token_ids": {"items": token},
-        "allowed_token_ids": {"items": token, "maxItems": state.engine.vocab_size},
+        "allowed_token_ids": {"items": token, "maxItems": num_logits},
         "logit_bias": {
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "propertyNames": {"pattern": f"^(?:{_below(state.engine.vocab_size)})$"},
+            "propertyNames": {"pattern": f"^(?:{_below(num_logits)})$"},
         },
         "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
         "timeout": {"exclusiveMinimum": 0},
