@@ -124,12 +124,12 @@ class BlockManager:
         return hits
 
     def may_hold(self, sequence: Sequence, index: int) -> bool:
-        """False if `lookup` would surely end before block `index`; one look instead of one for each block."""
+        """False if `lookup` would end before block `index`; one probe instead of one a block."""
         end = (len(sequence.token_ids) - 1) // self.block_size
         return index < end and self._block_hash(sequence, index) in self._entries
 
     def claim(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Append blocks found by `lookup` to the sequence's table: pinned before anything else is allocated."""
+        """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._free[block]
@@ -171,7 +171,7 @@ class BlockManager:
         return entry.parent == parent and entry.tokens == sequence.block_tokens(index, self.block_size)
 
     def _parent_of(self, sequence: Sequence, index: int) -> int | str | None:
-        """What identifies the prefix before block `index`; None if that prefix is not findable."""
+        """The prefix id, or cache salt, before block `index`; None if that prefix is not findable."""
         if index == 0:
             return sequence.cache_salt
         entry = self._entry_of[sequence.block_table[index - 1]]
@@ -244,7 +244,7 @@ class BlockManager:
             sequence.block_table.append(block)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks of the sequence; what is findable stays so until it is taken for something else."""
+        """Give back all blocks of the sequence; findable ones stay so until they are evicted."""
         blocks, sequence.block_table = sequence.block_table, []
         self._dereference(blocks)
 
@@ -268,11 +268,11 @@ class BlockManager:
     # ------------------------------------------------------------------------------------------ outcome of steps
 
     def commit(self, step_id: int) -> None:
-        """Step `step_id` ran: what it made findable is now really in the cache."""
+        """Step `step_id` ran: the blocks that it made findable are in the cache."""
         self._uncommitted.pop(step_id, None)
 
     def withdraw(self, step_id: int) -> None:
-        """Step `step_id` failed: what it made findable never was."""
+        """Step `step_id` failed: the blocks that it made findable no longer are."""
         for block in self._uncommitted.pop(step_id, ()):
             if self._forget_block(block) and self._ref_counts[block] == 0:
                 self._free.move_to_end(block, last=False)

@@ -1,8 +1,8 @@
 """Decides which sequences compute how many tokens in each step; pure Python, counts only, never a token's value.
 
-Invariant: no batch exceeds the token budget or the blocks there are, and while work remains that is not in flight,
-`schedule()` returns some of it. The oldest of the highest priority can always take what it needs from the others, and
-the pool holds one sequence of max_model_len, so it always finishes.
+Invariant: no batch exceeds the token budget or the free blocks, and while work remains that is not in flight,
+`schedule()` returns some of it. The oldest sequence of the highest priority can preempt the others, and the pool holds
+one sequence of max_model_len, so it always finishes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nanovllm.outputs import ErrorKind
 from nanovllm.sequence import Sequence, SequenceStatus
 
 _KEY = attrgetter("key")  # the order of scheduling
-# A request whose chunk rounds down to nothing keeps its place; after this many overtakings it is waited for.
+# A request whose chunk rounds down to nothing may be overtaken this often; then the others wait for it.
 MAX_TIMES_PASSED = 64
-# How many requests that cannot start are looked past in one step.
+# Requests that cannot start and are skipped in one step.
 MAX_LOOK_PAST = 64
 
 
@@ -42,7 +42,7 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A step in the making: what is left of the budget, what was placed, and which prefills will need another step."""
+    """The step being scheduled: leftover budget, placed sequences, prefills that need another step."""
 
     budget: int
     placed: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # -> (computed before hits, chunk start)
@@ -89,8 +89,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; with ageing it gains one level of priority for every `priority_ageing_s` since its arrival.
 
-        All age alike, whether they wait or run, so the order of two never changes. Hence the key that decides it can be
-        fixed here: priority - (now - arrival time) / ageing, without the part that is the same for all.
+        All age alike, so the order of two never changes, and the key is fixed here: priority - (now - arrival time) /
+        ageing, without the part that is the same for all.
         """
         if self.config.priority_ageing_s:
             aged = sequence.priority + sequence.arrival_time / self.config.priority_ageing_s
@@ -107,7 +107,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's batch; None if there is nothing to do that is not in flight already."""
+        """The next step's batch; None if all work is in flight."""
         self._step_id += 1
         num_preemptions = self.stats.num_preemptions
         entries: list[ScheduledSequence] = []
@@ -156,7 +156,7 @@ class Scheduler:
                 if not manager.num_free_blocks and not self._preempt_for(sequence, 1):
                     continue
                 manager.allocate(sequence, 1)
-            sequence.num_computed_tokens = sequence.high_water = known
+            sequence.num_computed_tokens = sequence.num_counted_tokens = known
             sequence.num_in_flight_tokens = in_flight + 1
             sequence.placed_in_step = step_id
             if known % block_size == 0 and not in_flight:  # a token in flight is unknown: see _register_late
@@ -165,7 +165,7 @@ class Scheduler:
         return prefills
 
     def _schedule_next_chunk(self, step: _Step, sequence: Sequence) -> None:
-        """The next chunk of a prefill in progress, or nothing if budget or blocks do not allow one."""
+        """Place the next chunk of a prefill in progress, if budget and blocks allow one."""
         before, num_blocks = sequence.num_computed_tokens, len(sequence.block_table)
         hits = self.block_manager.lookup(sequence) if before == num_blocks * self.block_size else []
         size = self._chunk_size(sequence, before + len(hits) * self.block_size, self._chunk_limit(step))
@@ -211,7 +211,7 @@ class Scheduler:
             lacking = self._blocks_lacking(sequence) - len(hits) + manager.num_free_among(hits)
             if reserved + lacking > manager.num_free_blocks:
                 break
-            if sequence.high_water == 0 and not sequence.lacks_prompt_logprobs:
+            if sequence.num_counted_tokens == 0 and not sequence.lacks_prompt_logprobs:
                 self.stats.prefix_cache_queries += sequence.num_tokens
             self._claim(sequence, hits)
             step.placed[sequence] = (0, start)
@@ -228,11 +228,11 @@ class Scheduler:
             self.running.add(sequence)
 
     def _spend_what_is_left(self, step: _Step) -> None:
-        """What nobody else could use of the budget goes to the chunks that the threshold cut, in their order."""
+        """Give leftover budget to chunks capped by the threshold, in their order."""
         for sequence in step.placed:
             size = self._chunk_size(sequence, sequence.num_computed_tokens, step.budget)
             if not size or self.block_manager.lookup(sequence):
-                continue  # somebody else computes its next block in this step: it will be a hit in the next one
+                continue  # this step computes its next block for another sequence: a hit in the next step
             if size := self._cut_to_free_blocks(sequence, size):
                 self._extend(step, sequence, size)
 
@@ -267,21 +267,21 @@ class Scheduler:
             return
         self.block_manager.claim(sequence, hits)
         sequence.num_computed_tokens += len(hits) * self.block_size
-        # What was computed once and preempted, or counted before, is not counted again.
-        num_cached = min(sequence.num_computed_tokens, sequence.num_prompt_tokens) - sequence.high_water
+        # Tokens computed before a preemption, or counted before, are not counted again.
+        num_cached = min(sequence.num_computed_tokens, sequence.num_prompt_tokens) - sequence.num_counted_tokens
         if num_cached > 0:
             sequence.num_cached_tokens += num_cached
             self.stats.prefix_cache_hits += num_cached
-        sequence.high_water = max(sequence.high_water, sequence.num_computed_tokens)
+        sequence.num_counted_tokens = max(sequence.num_counted_tokens, sequence.num_computed_tokens)
 
     def _extend(self, step: _Step, sequence: Sequence, size: int) -> None:
-        """Give the sequence `size` more tokens of this step, and the blocks for them, which are known to be free."""
+        """Give the sequence `size` tokens of this step and the blocks for them, which the caller found free."""
         start = sequence.num_computed_tokens
         end = start + size
         self.block_manager.allocate(sequence, self.block_manager.num_blocks_for(end) - len(sequence.block_table))
         self.block_manager.register(sequence, start // self.block_size, end // self.block_size, self._step_id)
         sequence.num_computed_tokens = end
-        sequence.high_water = max(sequence.high_water, end)
+        sequence.num_counted_tokens = max(sequence.num_counted_tokens, end)
         sequence.placed_in_step = self._step_id
         step.budget -= size
 
@@ -306,7 +306,7 @@ class Scheduler:
         return self.block_manager.num_free_blocks >= num_blocks
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the queue without blocks; their content stays findable, so returning is mostly a cache hit."""
+        """Return a sequence to the queue without blocks; they stay findable, so it comes back mostly by a cache hit."""
         self.running.remove(victim)
         self._to_waiting(victim)
         victim.num_preemptions += 1
@@ -364,7 +364,7 @@ class Scheduler:
         return advanced
 
     def _register_late(self, sequence: Sequence) -> None:
-        """The token just read fills a block that a later launched step computes: only now is its content known."""
+        """Register a block that a launched step fills: its last token was read only now."""
         index = sequence.num_tokens // self.block_size - 1
         if sequence.num_computed_tokens >= sequence.num_tokens:
             self.block_manager.register(sequence, index, index + 1, self._in_flight[-1].step_id)
@@ -396,7 +396,7 @@ class Scheduler:
         return affected
 
     def discard(self, batch: ScheduledBatch) -> list[Sequence]:
-        """The same for steps that did not fail: their results are not wanted any more."""
+        """Undo steps that did not fail, whose results are no longer needed."""
         if not any(batch is launched for launched in self._in_flight):
             raise RuntimeError(f"step {batch.step_id} is not in flight")
         affected: dict[Sequence, None] = {}

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what is known of it, what is computed, where its KV lies."""
+"""A request's sequence: known tokens, computed tokens, and the blocks of its KV cache."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Sequence:
         "error",
         "error_kind",
         "finish_reason",
-        "high_water",
         "index",
         "key",
         "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_counted_tokens",
         "num_in_flight_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -132,7 +132,7 @@ class Sequence:
         self.placed_in_step = -1  # the last step that computes some of it
         self.num_times_passed = 0  # admissions that overtook it because its chunk rounded down to nothing
         self.num_preemptions = 0
-        self.high_water = 0  # tokens ever computed or found: what lies below has been counted in the statistics
+        self.num_counted_tokens = 0  # computed or found at least once, so counted in the statistics
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache instead of computed
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the token id or the string that stopped it
@@ -150,7 +150,7 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose place is decided: those the host knows and those sampled but not read yet."""
+        """Tokens with a position: those the host knows and those sampled but not read yet."""
         return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
@@ -163,7 +163,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether some of its prompt has to be computed for its log-probabilities, whatever the cache holds."""
+        """Whether part of its prompt must be computed for log-probabilities, cached or not."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
