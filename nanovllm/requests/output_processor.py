@@ -52,8 +52,10 @@ class OutputProcessor:
         for sequence in sequences:
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            if not sample.has_new_token:  # it failed
+            num_tokens = len(sequence.token_ids)
+            if sample.num_seen_tokens == num_tokens:  # it failed
                 continue
+            sample.num_seen_tokens = num_tokens
             if sample.last_token_time is None:
                 times.add_first(now - sequence.arrival_time, is_of_request=not request.has_token)
                 request.has_token = True
@@ -76,5 +78,9 @@ class OutputProcessor:
 
     def outputs(self, sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
         """Outputs of the requests, among the owners of these sequences, that stream or have finished."""
-        requests = dict.fromkeys(self._requests[sequence.request_id] for sequence in sequences)
+        requests: dict[Request, None] = {}
+        for sequence in sequences:  # most have nothing to show
+            request = self._requests[sequence.request_id]
+            if request.is_streamed or sequence.finish_reason is not None:
+                requests[request] = None
         return [request.output(now) for request in requests if request.is_streamed or request.is_finished]

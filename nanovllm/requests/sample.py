@@ -23,7 +23,7 @@ class Sample:
         self.sequence = sequence
         self.is_streamed = request.output_kind is not OutputKind.FINAL
         self._request = request
-        self._num_seen_tokens = 0  # generated tokens that `advance` has taken
+        self.num_seen_tokens = sequence.num_prompt_tokens  # of the sequence; behind them is what `advance` takes
         self._tokenizer = tokenizer
         self._skips_special = sequence.params.skip_special_tokens
         self._stop = sequence.params.stop
@@ -42,13 +42,8 @@ class Sample:
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
 
-    @property
-    def has_new_token(self) -> bool:
-        return self._num_seen_tokens < self.sequence.num_output_tokens
-
     def advance(self, now: float) -> str | None:
         """Take the sequence's newest token; returns the stop string that it completes, if it does."""
-        self._num_seen_tokens = self.sequence.num_output_tokens
         if self.last_token_time is None:
             self._first_token_time = now
         else:
