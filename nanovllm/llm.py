@@ -152,7 +152,8 @@ class LLM:
             cache_salt=cache_salt,
             timeout=timeout,
         )
-        return self._held(self._run([request], interrupts := InterruptsHeld()), interrupts)
+        interrupts = InterruptsHeld()
+        return self._held(self._run([request], interrupts), interrupts)
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]

@@ -7,6 +7,7 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -76,12 +77,12 @@ class InputProcessor:
             sampling_params = SamplingParams()
         each = zip(
             prompts,
-            request_ids,
+            islice(request_ids, count),
             _one_each("sampling_params", sampling_params, SamplingParams, count),
             _one_each("priority", priority, numbers.Integral, count),
             _one_each("cache_salt", cache_salt, str, count),
             _one_each("timeout", timeout, numbers.Real | None, count),
-            strict=False,  # there may be more ids
+            strict=True,
         )
         requests: list[NewRequest] = []
         spellings: dict[int, Spellings] = {}  # by the id of parameters, which prompts may share

@@ -1,4 +1,4 @@
-"""The scheduler: who computes how much in each step, limits on partial prefills, admission."""
+"""The scheduler: the token budget of each step, limits on partial prefills, admission."""
 
 import subprocess
 import sys

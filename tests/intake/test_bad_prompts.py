@@ -193,3 +193,9 @@ def test_chat_is_refused_without_a_chat_template():
     for llm in (LLM(tiny_model(), tokenizer=tokenizer, **OPTIONS), llm_without_tokenizer()):
         with pytest.raises(ValueError, match="chat template"):
             llm.chat([{"role": "user", "content": "a"}])
+
+
+def test_prompts_without_an_id_each_are_refused_and_none_is_dropped():
+    processor = shared_llm()._engine.input_processor
+    with pytest.raises(ValueError, match="shorter"):
+        processor.process([[5], [6]], request_ids=["a"])

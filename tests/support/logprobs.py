@@ -14,7 +14,7 @@ from tests.support.tiny_models import random_prompts
 
 
 def log_softmax(model: Any, token_ids: list[int]) -> Tensor:
-    """[num_tokens, vocab_size]: row p tells of the token at position p + 1."""
+    """[num_tokens, vocab_size]: row p is for the token at position p + 1."""
     with torch.no_grad():
         return model(torch.tensor([token_ids], device=model.device)).logits[0].log_softmax(dim=-1).cpu()
 
