@@ -26,7 +26,7 @@ from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.logprobs import PromptRows, StepReport
+from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import Sequence
 
@@ -38,11 +38,11 @@ class PendingTokens:
     """A launched step's sampled tokens and log-probabilities, on their way to the host."""
 
     token_ids: Tensor  # [num_samples] int64, on the host
-    report: StepReport
+    report: StepLogprobs
     arrival: torch.cuda.Event | None  # None if they are there
 
     @classmethod
-    def send(cls, token_ids: Tensor, report: StepReport) -> PendingTokens:
+    def send(cls, token_ids: Tensor, report: StepLogprobs) -> PendingTokens:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
         report, host = report.to_host(), to_host(token_ids)
         if token_ids.device.type == "cpu":
@@ -111,7 +111,7 @@ class ModelRunner:
         )
         with self._launching():
             masks: Any = self.backend.plan(layout)  # which blocks each row sees
-            report = StepReport(PromptRows.from_layout(layout))
+            report = StepLogprobs(PromptRows.from_layout(layout))
             token_ids = self._executor.launch(batch, layout, masks, report)
             pending = PendingTokens.send(token_ids, report)
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}

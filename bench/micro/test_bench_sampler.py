@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
@@ -69,7 +69,7 @@ def test_sampling(benchmark: BenchmarkFixture, kind: str) -> None:
 
     def step(rows: torch.Tensor) -> None:
         with torch.no_grad():
-            sampler.sample(rows, sequences, positions, None, report := StepReport())
+            sampler.sample(rows, sequences, positions, None, report := StepLogprobs())
             report.to_host()
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from nanovllm.execution.buckets import Buckets, GraphShape
 from nanovllm.execution.graph_inputs import StepInputs, StepPacking, with_sampled
 from nanovllm.interrupts import interrupts_let_through
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import DrawInputs, Sampler, needs_logits_only
 
@@ -78,7 +78,7 @@ class GraphExecutor:
         self._stream = torch.cuda.Stream(binding.device)  # for captures
         self._addresses: list[int] = []  # of the weights that the graphs read
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepReport) -> Tensor:
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, batch.sampled_positions
         shape = self._buckets.shape(layout, len(tiles.blocks), draws=needs_logits_only(sequences, positions))
@@ -112,7 +112,7 @@ class GraphExecutor:
 
     # -------------------------------------------------------------------------------------------------- the step
 
-    def _run(self, shape: GraphShape, report: StepReport | None = None) -> None:
+    def _run(self, shape: GraphShape, report: StepLogprobs | None = None) -> None:
         """The whole step of a shape on the packed inputs; this is what a graph captures."""
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():

@@ -11,7 +11,7 @@ from nanovllm.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.execution.graph_inputs import with_sampled
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
 
@@ -27,7 +27,7 @@ class DirectExecutor:
         self._sampled: Tensor | None = None  # [num_samples] int64, of the step before
         self._null_block_is_dirty = False
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepReport) -> Tensor:
+    def launch(self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs) -> Tensor:
         """Compute a step with the masks `plan`; returns its sampled tokens [num_samples] int64, on the device."""
         logits = self._forward(layout, plan, report)
         with torch.no_grad():
@@ -41,7 +41,7 @@ class DirectExecutor:
     def close(self) -> None:
         """Nothing is held but the backend."""
 
-    def _forward(self, layout: BatchLayout, plan: AttentionPlan, report: StepReport) -> Tensor:
+    def _forward(self, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs) -> Tensor:
         """Logits [num_samples, vocab_size] of a laid-out step."""
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         # One row would be compiled as a special case, so compiled layers get two; the padding writes to the null block.

@@ -20,7 +20,7 @@ from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 
 # On a CPU the cache competes with everything else in memory, so by default it takes at most half of what is
@@ -68,7 +68,7 @@ def measure_peak(binding: ModelBinding, config: EngineConfig, choice: AttentionC
     torch.cuda.reset_peak_memory_stats(binding.device)
     before = torch.cuda.memory_allocated(binding.device)
     layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
-    executor.launch(batch, layout, backend.plan(layout), StepReport())
+    executor.launch(batch, layout, backend.plan(layout), StepLogprobs())
     torch.cuda.synchronize(binding.device)
     peak = torch.cuda.max_memory_allocated(binding.device) - before
     del executor

@@ -35,7 +35,7 @@ from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plai
 from nanovllm.model.patches import AttributePatches, Change
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, probe_function, probe_model, probing_with
 from nanovllm.model.weight_watch import WeightsWatch, modules_of
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -303,7 +303,7 @@ class ModelBinding:
         positions: Tensor,
         slot_mapping: Tensor,
         sample_rows: Tensor,
-        report: StepReport | None = None,
+        report: StepLogprobs | None = None,
     ) -> Tensor:
         """`forward` over the paged caches, with everything in force that this needs.
 

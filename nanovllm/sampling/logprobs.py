@@ -102,7 +102,7 @@ class PromptRows:
         return max(sequence.params.prompt_logprobs or 0 for sequence, _, _ in self.spans)
 
 
-class StepReport:
+class StepLogprobs:
     """What a step returns besides its tokens: log-probabilities, and errors of requests' own logits processors."""
 
     def __init__(self, prompt: PromptRows | None = None) -> None:
@@ -135,7 +135,7 @@ class StepReport:
         num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
         self._sampled = Measured.from_logits(logits, token_ids, num_top)
 
-    def to_host(self) -> StepReport:
+    def to_host(self) -> StepLogprobs:
         """Send what was measured to the host; it is there with the step's tokens."""
         self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
         if self._sampled is not None:

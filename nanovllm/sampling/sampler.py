@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, gumbel_noise, noise_keys, signed_32, token_counters
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ class Sampler:
         sequences: SequenceABC[Sequence],
         positions: SequenceABC[int],
         latest: LatestTokens | None = None,
-        report: StepReport | None = None,
+        report: StepLogprobs | None = None,
     ) -> Tensor:
         """Draw one token per row.
 
@@ -104,7 +104,7 @@ class Sampler:
         Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity, NOTHING_LEFT where
         the request's own rules leave no token.
         """
-        report = report or StepReport()
+        report = report or StepLogprobs()
         device = logits.device
         reported, early, limited = [], [], []  # rows
         for row, sequence in enumerate(sequences):

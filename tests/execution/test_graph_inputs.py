@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.cuda_graphs import MAX_GRAPHS
 from nanovllm.execution.graph_inputs import StepPacking, with_sampled
-from nanovllm.sampling.logprobs import PromptRows, StepReport
+from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
@@ -326,7 +326,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
 
-    report = StepReport(PromptRows.from_layout(layout))
+    report = StepLogprobs(PromptRows.from_layout(layout))
     report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
     told_of = list(range(41, 73)) + list(range(4001, 4020))
     assert report.prompt.token_ids.tolist() == told_of

@@ -22,7 +22,7 @@ from transformers import (
 from nanovllm import LLM, ErrorKind, SamplingParams
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.requests.input_processor import spellings_of
-from nanovllm.sampling.logprobs import StepReport
+from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import NewRequest, Sequence
@@ -287,7 +287,7 @@ def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(opt
         request([1], temperature=temperature),
         *(request([1], temperature=temperature, **options) for _ in "ab"),
     ]
-    tokens = Sampler().sample(logits, sequences, [1, 1, 1], None, StepReport()).tolist()
+    tokens = Sampler().sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
     assert tokens[0] >= 0
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
