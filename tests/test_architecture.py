@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1] / "nanovllm"
+TEST_FILES = sorted(Path(__file__).parent.rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
@@ -35,7 +37,8 @@ RANKS = {
     for step, names in enumerate(part.split("<"))
     for name in names.split()
 }
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 50, 8
+INTERFACES = ("server.openai.", "server.live.")
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 350, 50, 8, 600
 LONG_FILES = {"engine": "to be split", "scheduler": "to be split"}
 LONG_FUNCTIONS = {
     "kernels.gumbel_draw._kernels": "Triton kernels, defined where Triton is imported",
@@ -100,6 +103,14 @@ def too_much(found: dict[str, int], limit: int, allowed: dict[str, str]) -> dict
     return {name: excess.get(name, 0) for name in excess.keys() ^ allowed.keys()}
 
 
+def modules_imported_by(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
 def run(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
@@ -112,6 +123,17 @@ def test_every_room_imports_from_rows_above_alone():
         if not may_import(room_of(importer), room_of(imported))
     ]
     assert wrong == []
+
+
+def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
+    """And by the files of the same interface: `server/openai` and `server/live` import `server`, never the reverse."""
+    wrong = [
+        f"{importer} imports {imported}"
+        for importer, tree in TREES.items()
+        for imported, _, _ in imports_of(tree)
+        if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
+    ]
+    assert [found for found in wrong if not found.startswith("server.app ")] == []
 
 
 def test_rooms_themselves_import_nothing():
@@ -147,6 +169,27 @@ def test_files_functions_and_signatures_are_short():
     assert too_much(lines, MAX_LINES, LONG_FILES) == {}
     assert too_much(lengths, MAX_FUNCTION_LINES, LONG_FUNCTIONS) == {}
     assert too_much(counts, MAX_PARAMETERS, MANY_PARAMETERS) == {}
+
+
+def test_no_test_file_imports_another():
+    """Nor by a relative import; what several files need is in `tests/support`."""
+    wrong = [
+        f"{path} imports {module}"
+        for path in TEST_FILES
+        for module in modules_imported_by(ast.parse(path.read_text(encoding="utf-8")))
+        if (module.startswith((".", "tests.")) and not module.startswith("tests.support")) or ".test_" in f".{module}"
+    ]
+    assert wrong == []
+
+
+def test_test_files_are_short():
+    lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in TEST_FILES}
+    assert too_much(lines, MAX_TEST_LINES, {}) == {}
+
+
+def test_no_two_test_files_share_a_name():
+    names = Counter(path.name for path in TEST_FILES if path.name.startswith("test_"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("rooms", [

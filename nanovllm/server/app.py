@@ -23,12 +23,12 @@ from nanovllm.server.live import live_view
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.openai import chat, completions, models
 from nanovllm.server.openai.description import describe
-from nanovllm.server.openai.token_text import TokenText
 from nanovllm.server.openai.tool_calls import detect_format
 from nanovllm.server.security import ApiKeys, BodyGate
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
 from nanovllm.server.state import ServerState, served_name
+from nanovllm.server.token_text import TokenText
 
 
 def create_app(

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.errors import ApiError, from_validation
-from nanovllm.server.openai.strict import Strict
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.strict import Strict
 
 Result = TypeVar("Result")
 

@@ -16,11 +16,9 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import ServerMetrics
-from nanovllm.server.openai.protocol import SamplingFields
-from nanovllm.server.openai.token_text import TokenText
-from nanovllm.server.security import require_api_key
-from nanovllm.server.settings import ServerSettings, cache_salt
+from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import EventStream
+from nanovllm.server.token_text import TokenText
 from nanovllm.validation import texts
 
 CHARS_PER_TOKEN = 32  # more than the average of text in any language
@@ -74,42 +72,6 @@ class ServerState:
         """Check the input of the chat template like `check_length`, measured as JSON."""
         _check_text("messages", parts[0])
         self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
-
-    def check_size(self, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
-        """Raise ApiError (400) for more prompts, samples or log-probabilities than the server's limits."""
-        settings = self.settings
-        for param, count, limit, what in (
-            ("prompt", num_prompts, settings.max_prompts, "prompts"),
-            ("n", num_prompts * (body.n or 1), self.max_samples, "completions"),
-            ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
-        ):
-            if count > limit:
-                raise ApiError(
-                    400, f"{param}: {count} {what} are too many for one request; at most {limit}.", param=param
-                )
-
-    def cache_salt(self, request: Request, body: SamplingFields) -> str:
-        """Return the client's salt, prefixed with that of its key under cache_salt_per_key."""
-        own = body.cache_salt or ""
-        key = require_api_key(request)
-        if key is None or not self.settings.cache_salt_per_key:
-            return own
-        return f"{cache_salt(key)}:{own}"
-
-    def priority(self, body: SamplingFields) -> int:
-        """Return a request's priority; raises ApiError (400) below min_priority."""
-        limit = self.settings.min_priority
-        if body.priority < limit:
-            raise ApiError(
-                400,
-                f"priority is {body.priority}; the server takes at least {limit} (--min-priority).",
-                param="priority",
-            )
-        return body.priority
-
-    def timeout(self, body: SamplingFields) -> float | None:
-        limits = [limit for limit in (body.timeout, self.settings.request_timeout) if limit is not None]
-        return min(limits, default=None)
 
     def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
         settings = self.settings

@@ -11,6 +11,7 @@ from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.openai.generation import finish, new_id, respond
+from nanovllm.server.openai.limits import check_size, engine_options
 from nanovllm.server.openai.logprobs import chat_form
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_calls import FORMATS, ToolFormat, ToolStream
@@ -32,7 +33,7 @@ class ChatJob:
         self.request_ids = [self.id]
         state.check_model(body.model)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        state.check_size(body, 1, num_logprobs)
+        check_size(state, body, 1, num_logprobs)
         self._conversation = body.conversation()
         self._tools = body.callable_tools
         state.check_conversation(self._conversation, self._tools, body.chat_template_kwargs)
@@ -42,11 +43,7 @@ class ChatJob:
         if self._format is not None and self._format.has_special_tokens:
             options["skip_special_tokens"] = False
         self._params = body.sampling_params(**options)
-        self._options = {
-            "priority": state.priority(body),
-            "cache_salt": state.cache_salt(request, body),
-            "timeout": state.timeout(body),
-        }
+        self._options = engine_options(state, request, body)
         self._tool_streams: dict[int, ToolStream] = {}  # by choice
 
     async def start(self, kind: OutputKind) -> OutputStream:

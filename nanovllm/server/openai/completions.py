@@ -11,6 +11,7 @@ from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenL
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.openai.generation import finish, new_id, respond
+from nanovllm.server.openai.limits import check_size, engine_options
 from nanovllm.server.openai.logprobs import Legacy
 from nanovllm.server.openai.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
@@ -33,7 +34,7 @@ class CompletionJob:
         state.check_model(body.model)
         num_prompts = len(body.prompts)
         self.request_ids = [self.id] if num_prompts == 1 else [f"{self.id}-{number}" for number in range(num_prompts)]
-        state.check_size(body, num_prompts, body.logprobs)
+        check_size(state, body, num_prompts, body.logprobs)
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 state.check_length(prompt, "prompt")
@@ -45,11 +46,7 @@ class CompletionJob:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        self._options: dict[str, Any] = {
-            "priority": state.priority(body),
-            "cache_salt": state.cache_salt(request, body),
-            "timeout": state.timeout(body),
-        }
+        self._options = engine_options(state, request, body)
         self._logprobs: dict[int, Legacy] = {}  # by choice
 
     async def start(self, kind: OutputKind) -> OutputStream:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.outputs import TokenLogprobs
-from nanovllm.server.openai.token_text import TokenText
+from nanovllm.server.token_text import TokenText
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot encode
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from nanovllm.server.openai.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
 
 
 class TextPart(Strict):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
-from nanovllm.server.openai.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
+from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
 
 # The validator is a Python function, in which other threads can run between the lists of a large batch.
 TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], AfterValidator(lambda token_ids: token_ids)]

@@ -1,0 +1,48 @@
+"""Checks of a generating request against the server's limits, and its options for the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai.protocol import SamplingFields
+from nanovllm.server.security import require_api_key
+from nanovllm.server.settings import ServerSettings, cache_salt
+from nanovllm.server.state import ServerState
+
+
+def check_size(state: ServerState, body: SamplingFields, num_prompts: int, num_logprobs: int | None) -> None:
+    """Raise ApiError (400) for more prompts, samples or log-probabilities than the server's limits."""
+    settings = state.settings
+    for param, count, limit, what in (
+        ("prompt", num_prompts, settings.max_prompts, "prompts"),
+        ("n", num_prompts * (body.n or 1), state.max_samples, "completions"),
+        ("logprobs", num_logprobs or 0, settings.max_logprobs, "log-probabilities beside a token"),
+    ):
+        if count > limit:
+            raise ApiError(400, f"{param}: {count} {what} are too many for one request; at most {limit}.", param=param)
+
+
+def engine_options(state: ServerState, request: Request, body: SamplingFields) -> dict[str, Any]:
+    """Return `priority`, `cache_salt` and `timeout` of a request; raises ApiError (400) below min_priority."""
+    limit = state.settings.min_priority
+    if body.priority < limit:
+        raise ApiError(
+            400, f"priority is {body.priority}; the server takes at least {limit} (--min-priority).", param="priority"
+        )
+    timeouts = [timeout for timeout in (body.timeout, state.settings.request_timeout) if timeout is not None]
+    return {
+        "priority": body.priority,
+        "cache_salt": _salt(state.settings, request, body.cache_salt or ""),
+        "timeout": min(timeouts, default=None),
+    }
+
+
+def _salt(settings: ServerSettings, request: Request, own: str) -> str:
+    """Prefix the client's salt with that of its key under cache_salt_per_key."""
+    key = require_api_key(request)
+    if key is None or not settings.cache_salt_per_key:
+        return own
+    return f"{cache_salt(key)}:{own}"
