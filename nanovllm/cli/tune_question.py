@@ -50,7 +50,9 @@ class Question:
         return {
             "model": options.model,
             "tokenizer": options.tokenizer,
-            "engine_options": {name: of for name, of in self.fixed.items() if of != getattr(EngineConfig(), name)},
+            "engine_options": {
+                name: value for name, value in self.fixed.items() if value != getattr(EngineConfig(), name)
+            },
             "workload": {"name": self.workload.name, **about(self.workload), "sha256": tokens.hexdigest()},
             "arrivals": arrival_options(options),
             "warm_ups": options.warm_ups,
@@ -70,7 +72,7 @@ def ask(options: argparse.Namespace) -> Question:
     workloads: Workloads = {rate: arriving(options, workload, rate) for rate in options.rate or ()} or {None: workload}
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
-    named: Values = {name: of for name in SWEPT if (of := getattr(options, f"try_{name}")) is not None}
+    named: Values = {name: values for name in SWEPT if (values := getattr(options, f"try_{name}")) is not None}
     backend = calibration.attention_backend if calibration else fixed.get("attention_backend", "auto")
     values = values_to_try(
         device, named, backend=backend, wide=calibration is not None, most_at_once=len(workload.requests),
@@ -80,7 +82,7 @@ def ask(options: argparse.Namespace) -> Question:
     resolver = Resolver(device, fixed, takes_flash=takes_flash)
     candidates = resolver.candidates(values, named)
     # Report contradictions among named values only.
-    named_refusals = [(of, reason) for of, reason in candidates.refused if sum(name in reason for name in named) > 1]
+    named_refusals = [refusal for refusal in candidates.refused if sum(name in refusal[1] for name in named) > 1]
     return Question(
         options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=named_refusals)
     )

@@ -158,12 +158,12 @@ class ServerMetrics:
         self._step_time = self._histogram("step_time_seconds", "Time from a step's scheduling to its end.", GAPS)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", TOKENS)
         self._step_sequences = self._histogram("step_sequences", "Samples per step.", TOKENS)
-        of_kind = Counter(
+        tokens = Counter(
             PREFIX + "step_tokens", "Tokens of steps by kind: decode, prefill, or cached.",
             ["model_name", "kind"], registry=self.registry,
         )  # fmt: skip
         self._decode, self._prefill, self._cached = (
-            of_kind.labels(model_name, kind) for kind in ("decode", "prefill", "cached")
+            tokens.labels(model_name, kind) for kind in ("decode", "prefill", "cached")
         )
 
     def _counter(self, name: str, text: str) -> Any:

@@ -35,12 +35,12 @@ class TokenText:
         )
 
     def text(self, token_id: int) -> str:
-        return self._of(token_id)[0]
+        return self._entry(token_id)[0]
 
     def byte_values(self, token_id: int) -> list[int]:
-        return list(self._of(token_id)[1])
+        return list(self._entry(token_id)[1])
 
-    def _of(self, token_id: int) -> tuple[str, bytes]:
+    def _entry(self, token_id: int) -> tuple[str, bytes]:
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._look_up(token_id)

@@ -156,8 +156,8 @@ def test_scenarios_with_a_shared_beginning_share_it():
     with closing(engine):
         engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
-    shapes = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
-    steps = [(shape.num_decodes, shape.num_shared_context_tokens) for shape in shapes]
+    works = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
+    steps = [(work.num_decodes, work.num_shared_context_tokens) for work in works]
     assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
 
 
@@ -170,8 +170,8 @@ def test_shared_beginnings_are_among_the_scenarios():
 
 
 def test_residuals_are_relative_errors():
-    shape = StepWork(16, 16, 0, 0, 0, 0, 16)
-    samples = [StepSample(shape, 0.0, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
+    work = StepWork(16, 16, 0, 0, 0, 0, 16)
+    samples = [StepSample(work, 0.0, 0.0, seconds, 0.0) for seconds in (0.01, 0.0125, 0.02)]
     assert residuals(samples, COST) == pytest.approx({"median": 0.2, "p90": 0.2, "max": 0.5})
 
 
@@ -226,9 +226,9 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
         engine.observers.append(log := _StepLog())
         _run(engine, (Group(4, 20, 3),), seed=1)
         records = [record for record, _ in log.steps]
-        shapes = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
-        samples = list(_samples(records, shapes, launch_blocks=False))
-    assert [sample.shape.num_tokens for sample in samples] == [80, 4, 4]
+        works = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
+        samples = list(_samples(records, works, launch_blocks=False))
+    assert [sample.work.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
         # Launching is two looks, and so is waiting.
         assert sample.launch_time == pytest.approx(1e-3)
@@ -243,8 +243,8 @@ def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
     calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
     [(samples, intakes)] = fitted
     assert taken == [tiny_model().config.num_hidden_layers]
-    assert {sample.shape.num_tokens for sample in samples} <= {*sizes.decodes, *sizes.mixed_rows}
-    assert any(sample.shape.num_tokens > sample.shape.num_sequences > 2 for sample in samples)
+    assert {sample.work.num_tokens for sample in samples} <= {*sizes.decodes, *sizes.mixed_rows}
+    assert any(sample.work.num_tokens > sample.work.num_sequences > 2 for sample in samples)
     assert {8, 16, 64} <= {size for size, _ in intakes} and min(seconds for _, seconds in intakes) > 0.0
 
 

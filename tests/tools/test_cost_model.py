@@ -38,7 +38,7 @@ TRUE = CostModel(
 )
 
 
-def random_shape(r: random.Random) -> StepWork:
+def random_work(r: random.Random) -> StepWork:
     num_decodes, num_chunks = r.choice([0, 1, 2, 4, 8, 16, 32, 64]), r.choice([0, 1, 1, 2, 4, 8])
     if num_decodes == num_chunks == 0:
         num_chunks = 1
@@ -50,7 +50,7 @@ def random_shape(r: random.Random) -> StepWork:
     return StepWork(num_decodes + new, num_decodes, num_chunks, context, shared, pairs, num_samples)
 
 
-def sampled(shapes: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
+def sampled(works: list[StepWork], noise: float, seed: int = 0) -> list[StepSample]:
     r = random.Random(seed)
 
     def noisy(seconds: float) -> float:
@@ -58,21 +58,21 @@ def sampled(shapes: list[StepWork], noise: float, seed: int = 0) -> list[StepSam
 
     return [
         StepSample(
-            shape,
-            noisy(TRUE.schedule.seconds(shape.num_sequences)),
-            noisy(TRUE.launch.seconds(shape.num_sequences)),
-            noisy(TRUE.device.seconds(shape)),
-            noisy(TRUE.update.seconds(shape.num_sequences)),
+            work,
+            noisy(TRUE.schedule.seconds(work.num_sequences)),
+            noisy(TRUE.launch.seconds(work.num_sequences)),
+            noisy(TRUE.device.seconds(work)),
+            noisy(TRUE.update.seconds(work.num_sequences)),
         )
-        for shape in shapes
+        for work in works
     ]
 
 
-def worst_error(fitted: CostModel, shapes: list[StepWork]) -> float:
-    return max(abs(fitted.device.seconds(shape) / TRUE.device.seconds(shape) - 1.0) for shape in shapes)
+def worst_error(fitted: CostModel, works: list[StepWork]) -> float:
+    return max(abs(fitted.device.seconds(work) / TRUE.device.seconds(work) - 1.0) for work in works)
 
 
-def test_a_shape_counts_tokens_sequences_context_pairs_and_samples():
+def test_the_work_counts_tokens_sequences_context_pairs_and_samples():
     loop = Loop(make_scheduler(max_num_batched_tokens=16))
     loop.add(range(6), max_tokens=9)
     loop.add(range(100, 103), max_tokens=9)
@@ -85,19 +85,19 @@ def test_a_shape_counts_tokens_sequences_context_pairs_and_samples():
     assert StepWork.from_batch(loop.step(), 4) == (10, 2, 1, 13, 0, 8 * 12 + 8 * 9 // 2, 3)
 
 
-def test_a_shape_counts_what_decodes_begin_with_in_common_once():
+def test_the_work_counts_a_common_prefix_of_decodes_once():
     loop = Loop(make_scheduler(max_num_batched_tokens=200))
     for own in (range(100, 103), range(200, 205), range(300, 301)):
         loop.add([*range(17), *own], max_tokens=9)
     loop.add([*range(9), *range(400, 420)], max_tokens=9)  # two blocks of 4 like those
     loop.add(range(500, 507), max_tokens=9)
     loop.step()
-    # All but the last begin alike, the four together with 8 tokens; the first three have 8 more of their own.
+    # All but the last begin alike, the four together with 8 tokens; the first three share 8 more.
     contexts = [21, 23, 19, 30, 8]
     assert StepWork.from_batch(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
 
 
-def test_a_shape_counts_the_rows_that_a_gpu_computes():
+def test_the_work_counts_the_rows_that_a_gpu_computes():
     sizes = RowSizes(max_num_seqs=64, max_num_batched_tokens=256)
     loop = Loop(make_scheduler(max_num_batched_tokens=256, max_num_seqs=64))
     for first in range(0, 1800, 200):
@@ -106,15 +106,7 @@ def test_a_shape_counts_the_rows_that_a_gpu_computes():
     assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 16  # 9 decodes
     loop.add(range(2000, 2060), max_tokens=9)
     mixed = loop.step()
-    assert StepWork.from_batch(mixed, 4, sizes) == (
-        128,
-        9,
-        1,
-        9 * 8,
-        0,
-        60 * 61 // 2,
-        10,
-    )  # 16 decodes and 60 of a chunk
+    assert StepWork.from_batch(mixed, 4, sizes) == (128, 9, 1, 9 * 8, 0, 60 * 61 // 2, 10)  # 16 and 60 rows
     assert StepWork.from_batch(mixed, 4).num_tokens == 9 + 60
 
 
@@ -130,18 +122,18 @@ def test_only_engines_that_lay_steps_out_for_graphs_round_up(device, attention_b
 
 
 def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
-    shapes = [random_shape(random.Random(1)) for _ in range(20)]
+    works = [random_work(random.Random(1)) for _ in range(20)]
     intakes = [(size, 5e-5 + 2e-7 * size) for size in (1, 10, 100, 1000)]
-    intake = fit(sampled(shapes, noise=0.0), intakes, launch_blocks=True).intake
+    intake = fit(sampled(works, noise=0.0), intakes, launch_blocks=True).intake
     assert (intake.fixed, intake.per_token) == pytest.approx((5e-5, 2e-7))
-    assert fit(sampled(shapes, noise=0.0), launch_blocks=True).intake.seconds(1000) == 0.0
+    assert fit(sampled(works, noise=0.0), launch_blocks=True).intake.seconds(1000) == 0.0
 
 
 @pytest.mark.parametrize("launch_blocks", [False, True])
 def test_without_noise_the_fit_is_exact(launch_blocks):
     r = random.Random(1)
-    shapes = [random_shape(r) for _ in range(80)]
-    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=launch_blocks)
+    works = [random_work(r) for _ in range(80)]
+    fitted = fit(sampled(works, noise=0.0), launch_blocks=launch_blocks)
     launch = (0.0, 0.0) if launch_blocks else (4e-5, 3e-6)
     assert (fitted.launch.fixed, fitted.launch.per_sequence) == pytest.approx(launch)
     assert fitted.device.coefficients == pytest.approx(TRUE.device.coefficients, rel=1e-6)
@@ -152,15 +144,15 @@ def test_without_noise_the_fit_is_exact(launch_blocks):
 
 def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
     r = random.Random(1)
-    shapes = [random_shape(r)._replace(num_shared_context_tokens=0) for _ in range(80)]
-    fitted = fit(sampled(shapes, noise=0.0), launch_blocks=True).device
+    works = [random_work(r)._replace(num_shared_context_tokens=0) for _ in range(80)]
+    fitted = fit(sampled(works, noise=0.0), launch_blocks=True).device
     assert fitted.per_shared_context_token == fitted.per_context_token == pytest.approx(4e-7, rel=1e-6)
 
 
 def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
     r = random.Random(2)
-    fitted = fit(sampled([random_shape(r) for _ in range(200)], noise=0.05), launch_blocks=True)
-    assert worst_error(fitted, [random_shape(r) for _ in range(200)]) < 0.06
+    fitted = fit(sampled([random_work(r) for _ in range(200)], noise=0.05), launch_blocks=True)
+    assert worst_error(fitted, [random_work(r) for _ in range(200)]) < 0.06
     assert fitted.device.fixed == pytest.approx(TRUE.device.fixed, rel=0.1)
     assert fitted.device.per_context_token == pytest.approx(TRUE.device.per_context_token, rel=0.1)
 
@@ -168,12 +160,12 @@ def test_with_noise_the_fit_predicts_steps_that_it_has_not_seen():
 def test_small_steps_weigh_as_much_as_large_ones():
     # One large step is 30 % off; in absolute terms it would outweigh all the small ones.
     r = random.Random(3)
-    shapes = [StepWork(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
-    samples = sampled(shapes, noise=0.01)
+    works = [StepWork(n, n, 0, n * 100, 0, 0, n) for n in (1, 2, 3, 4) for _ in range(10)]
+    samples = sampled(works, noise=0.01)
     large = StepWork(4096, 0, 1, 0, 0, 4096 * 2048, 1)
     samples.append(StepSample(large, 1e-5, 1e-5, 1.3 * TRUE.device.seconds(large), 1e-5))
     fitted = fit(samples, launch_blocks=True)
-    assert worst_error(fitted, r.sample(shapes, 10)) < 0.02
+    assert worst_error(fitted, r.sample(works, 10)) < 0.02
 
 
 def test_no_coefficient_is_ever_negative():

@@ -70,7 +70,7 @@ class CompletionJob:
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
         if not (completion.text or completion.finish_reason or completion.logprobs or self._shows_ids):
             return None
-        logprobs = self._logprobs_of(choice, completion.token_ids, completion.logprobs)
+        logprobs = self._format_logprobs(choice, completion.token_ids, completion.logprobs)
         return self._choice(choice, completion.text, completion.token_ids, logprobs, completion)
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class CompletionJob:
         if self.body.echo:
             text = self._echo(output) + text
             logprobs = self._echoed_logprobs(choice, output)
-        new = self._logprobs_of(choice, completion.token_ids, completion.logprobs)
+        new = self._format_logprobs(choice, completion.token_ids, completion.logprobs)
         if logprobs is None:
             logprobs = new
         elif new is not None:
@@ -112,9 +112,9 @@ class CompletionJob:
     def _echoed_logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         if output.prompt_logprobs is None:
             return None
-        return self._logprobs_of(choice, output.prompt_token_ids, output.prompt_logprobs)
+        return self._format_logprobs(choice, output.prompt_token_ids, output.prompt_logprobs)
 
-    def _logprobs_of(
+    def _format_logprobs(
         self, choice: int, token_ids: list[int], reports: list[TokenLogprobs] | list[TokenLogprobs | None] | None
     ) -> dict[str, Any] | None:
         if reports is None or self.body.logprobs is None:

@@ -51,11 +51,11 @@ def compare(path_a: str, path_b: str) -> str:
     Raises ValueError for a file that is no result of `nanovllm bench`, or without a common run.
     """
     a, b = load(path_a), load(path_b)
-    of_a, of_b = grouped(a), grouped(b)
+    runs_a, runs_b = grouped(a), grouped(b)
     rows = [["workload", "engine", "figure", path_a, path_b, "ratio"]]
-    for key in (common := [key for key in of_a if key in of_b]):
+    for key in (common := [key for key in runs_a if key in runs_b]):
         for figure, name, factor in COMPARED:
-            left, right = median(of_a[key], figure), median(of_b[key], figure)
+            left, right = median(runs_a[key], figure), median(runs_b[key], figure)
             if left is not None and right is not None:
                 ratio = f"{right / left:.3f}" if left else "-"
                 rows.append([*key, name, f"{left * factor:.4g}", f"{right * factor:.4g}", ratio])
@@ -63,7 +63,7 @@ def compare(path_a: str, path_b: str) -> str:
         raise ValueError(f"{path_a} and {path_b} have no workload and engine in common.")
     alone = [
         f"only in {path}: {engine} on {workload}"
-        for path, mine, theirs in ((path_a, of_a, of_b), (path_b, of_b, of_a))
+        for path, mine, theirs in ((path_a, runs_a, runs_b), (path_b, runs_b, runs_a))
         for workload, engine in mine
         if (workload, engine) not in theirs
     ]
@@ -107,10 +107,10 @@ def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, s
     """Yield a line per setting, version or hardware item that differs."""
     sides = [("", {k: a.get(k) for k in ("model", "warm_ups")}, {k: b.get(k) for k in ("model", "warm_ups")})]
     sides += [(f"{name}: ", a["workloads"][name], b["workloads"][name]) for name in dict.fromkeys(w for w, _ in common)]
-    of_a, of_b = grouped(a), grouped(b)
+    runs_a, runs_b = grouped(a), grouped(b)
     engines = {engine: (workload, engine) for workload, engine in reversed(common)}
     for engine, key in engines.items():
-        left, right = of_a[key][-1], of_b[key][-1]
+        left, right = runs_a[key][-1], runs_b[key][-1]
         sides += [(f"{engine}: ", left.get(part) or {}, right.get(part) or {}) for part in ("environment", "config")]
     for label, left, right in sides:
         for name in dict.fromkeys([*left, *right]):

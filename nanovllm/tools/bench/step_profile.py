@@ -81,18 +81,18 @@ class StepProfile:
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of disjoint parts that add up to those of the steps."""
-        of = self.seconds
+        seconds = self.seconds
         if self.calls["graph"]:  # one launch: the host cannot time its parts
-            execute = {"build inputs": of["inputs"], "captured step": of["execute"] - of["inputs"]}
+            execute = {"build inputs": seconds["inputs"], "captured step": seconds["execute"] - seconds["inputs"]}
         else:
             execute = {
-                "build inputs": of["execute"] - of["forward"] - of["sampling"],
-                "dense": of["forward"] - of["attention"],
-                "attention": of["attention"],
-                "sampling": of["sampling"],
+                "build inputs": seconds["execute"] - seconds["forward"] - seconds["sampling"],
+                "dense": seconds["forward"] - seconds["attention"],
+                "attention": seconds["attention"],
+                "sampling": seconds["sampling"],
             }
-        parts = {"schedule": of["schedule"], **execute, "update": of["update"] + of["deliver"]}
-        return parts | {"other": of["step"] - sum(parts.values())}
+        parts = {"schedule": seconds["schedule"], **execute, "update": seconds["update"] + seconds["deliver"]}
+        return parts | {"other": seconds["step"] - sum(parts.values())}
 
 
 def _wait_for_device() -> None:

@@ -1,7 +1,7 @@
 """Calibration run: measures an engine's steps on this machine and fits a cost model to them.
 
 A scenario is a set of requests that produces chunks, decodes or both. All scenarios run in turn, several times, each
-with an empty prefix cache. The k-th step of a scenario has the same shape in every round, and its median time counts,
+with an empty prefix cache. The k-th step of a scenario has the same work in every round, and its median time counts,
 so a disturbance matters only if it hits the same step in most rounds.
 """
 
@@ -111,15 +111,15 @@ def _measure(engine: Engine, log: _StepLog, repeats: int) -> tuple[list[list[Ste
     intakes: list[tuple[int, float]] = []
     for number in range(1, repeats + 1):
         logger.info("round %d of %d: %d scenarios", number, repeats, len(plan))
-        of_round: list[StepSample] = []
+        samples: list[StepSample] = []
         for scenario in plan:
             log.steps.clear()
             with OldObjectsFrozen():
                 intakes += _run(engine, scenario, seed=number)
-            shapes = [StepWork.from_batch(batch, engine.config.block_size, sizes) for _, batch in log.steps]
+            works = [StepWork.from_batch(batch, engine.config.block_size, sizes) for _, batch in log.steps]
             records = [record for record, _ in log.steps]
-            of_round += _samples(records, shapes, launch_blocks=_launch_blocks(engine))
-        rounds.append(of_round)
+            samples += _samples(records, works, launch_blocks=_launch_blocks(engine))
+        rounds.append(samples)
     return rounds, intakes
 
 
@@ -189,28 +189,28 @@ def _run(engine: Engine, scenario: Scenario, *, seed: int) -> list[tuple[int, fl
     return intakes
 
 
-def _samples(records: list[StepRecord], shapes: list[StepWork], *, launch_blocks: bool) -> Iterator[StepSample]:
+def _samples(records: list[StepRecord], works: list[StepWork], *, launch_blocks: bool) -> Iterator[StepSample]:
     """Yield the samples of one run; time between two steps without new prompts counts as update of the first."""
-    for record, following, shape in zip(records, [*records[1:], None], shapes, strict=True):
+    for record, following, work in zip(records, [*records[1:], None], works, strict=True):
         update_time = record.update_time
         if following is not None and following.num_prefill_tokens == 0:
             in_step = following.schedule_time + following.execute_time + following.update_time
             update_time += max(0.0, following.time - record.time - in_step)
         launch_time = 0.0 if launch_blocks else record.launch_time
-        yield StepSample(shape, record.schedule_time, launch_time, record.execute_time - launch_time, update_time)
+        yield StepSample(work, record.schedule_time, launch_time, record.execute_time - launch_time, update_time)
 
 
 def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
-    for of_step in zip(*rounds, strict=True):
-        if len({sample.shape for sample in of_step}) != 1:
-            raise RuntimeError(f"steps of one scenario differ in shape between rounds: {of_step}")
-        times = zip(*(sample[1:] for sample in of_step), strict=True)
-        yield StepSample(of_step[0].shape, *map(median, times))
+    for samples in zip(*rounds, strict=True):
+        if len({sample.work for sample in samples}) != 1:
+            raise RuntimeError(f"steps of one scenario differ in work between rounds: {samples}")
+        times = zip(*(sample[1:] for sample in samples), strict=True)
+        yield StepSample(samples[0].work, *map(median, times))
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
     """Return median, p90 and maximum of the relative errors of the device time."""
-    errors = sorted(abs(cost_model.device.seconds(s.shape) / s.device_time - 1.0) for s in samples)
+    errors = sorted(abs(cost_model.device.seconds(s.work) / s.device_time - 1.0) for s in samples)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
 
 

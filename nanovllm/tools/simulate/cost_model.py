@@ -101,8 +101,8 @@ class DeviceCost:
     per_chunk_pair: float = 0.0
     per_sample: float = 0.0
 
-    def seconds(self, shape: StepWork) -> float:
-        return sum(map(mul, self.coefficients, _columns(shape, self.knee)))
+    def seconds(self, work: StepWork) -> float:
+        return sum(map(mul, self.coefficients, _columns(work, self.knee)))
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -120,10 +120,10 @@ class DeviceCost:
         )
 
 
-def _columns(shape: StepWork, knee: int) -> tuple[int, ...]:
+def _columns(work: StepWork, knee: int) -> tuple[int, ...]:
     """Factors of the coefficients of `DeviceCost`, in their order."""
-    below = min(shape.num_tokens, knee)
-    return (1, below, shape.num_tokens - below, *shape[1:])
+    below = min(work.num_tokens, knee)
+    return (1, below, work.num_tokens - below, *work[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class StepSample(NamedTuple):
     device_time: from the end of the launch on a GPU, all of execute on a CPU.
     """
 
-    shape: StepWork
+    work: StepWork
     schedule_time: float
     launch_time: float
     device_time: float
@@ -194,7 +194,7 @@ def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = ()
         raise ValueError(f"{len(samples)} measured steps are too few to fit a cost model; at least 10 are needed.")
     return CostModel(
         schedule=_fit_host(samples, [sample.schedule_time for sample in samples]),
-        device=fit_device([sample.shape for sample in samples], [sample.device_time for sample in samples]),
+        device=fit_device([sample.work for sample in samples], [sample.device_time for sample in samples]),
         update=_fit_host(samples, [sample.update_time for sample in samples]),
         launch=HostCost() if launch_blocks else _fit_host(samples, [sample.launch_time for sample in samples]),
         launch_blocks=launch_blocks,
@@ -202,23 +202,23 @@ def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = ()
     )
 
 
-def fit_device(shapes: Sequence[StepWork], seconds: Sequence[float]) -> DeviceCost:
+def fit_device(works: Sequence[StepWork], seconds: Sequence[float]) -> DeviceCost:
     """Fit coefficients and knee by least squares of the relative errors.
 
     Without a step that shares context, shared tokens cost as much as others.
     """
     fits = []
     for knee in KNEES:
-        coefficients, error = non_negative_least_squares([_columns(shape, knee) for shape in shapes], seconds)
+        coefficients, error = non_negative_least_squares([_columns(work, knee) for work in works], seconds)
         fits.append((error, DeviceCost(knee, *coefficients)))
     _, best = min(fits, key=lambda candidate: candidate[0])
-    if not any(shape.num_shared_context_tokens for shape in shapes):
+    if not any(work.num_shared_context_tokens for work in works):
         best = replace(best, per_shared_context_token=best.per_context_token)
     return best
 
 
 def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
-    coefficients, _ = non_negative_least_squares([(1, sample.shape.num_sequences) for sample in samples], seconds)
+    coefficients, _ = non_negative_least_squares([(1, sample.work.num_sequences) for sample in samples], seconds)
     return HostCost(*coefficients)
 
 

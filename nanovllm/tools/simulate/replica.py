@@ -122,15 +122,15 @@ class Replica:
         return self._read()
 
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
-        shape, cost_model = StepWork.from_batch(batch, self.config.block_size, self._sizes), self._cost_model
-        schedule_time = cost_model.schedule.seconds(shape.num_sequences)
+        work, cost_model = StepWork.from_batch(batch, self.config.block_size, self._sizes), self._cost_model
+        schedule_time = cost_model.schedule.seconds(work.num_sequences)
         scheduled = start + schedule_time
-        launched = self.now = scheduled + cost_model.launch.seconds(shape.num_sequences)
-        done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(shape)
+        launched = self.now = scheduled + cost_model.launch.seconds(work.num_sequences)
+        done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(work)
         if cost_model.launch_blocks:
             self.now = done
         times = StepTimes(start, schedule_time, self.now - scheduled)
-        self._in_flight.append(_Launched(batch, shape.num_samples, times, done))
+        self._in_flight.append(_Launched(batch, work.num_samples, times, done))
         for entry in batch.prefills:
             if entry.sequence.scheduled_time is None:
                 entry.sequence.scheduled_time = start

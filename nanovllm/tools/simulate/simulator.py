@@ -217,8 +217,9 @@ def report(result: dict[str, Any]) -> str:
         f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     for name, title in (("ttft", "TTFT"), ("itl", "ITL")):
-        if (of := result[name]) is not None:
-            lines.append(f"{title:<24}" + "".join(f"{1e3 * of[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99")))
+        if (latency := result[name]) is not None:
+            columns = (f"{1e3 * latency[key]:>10.1f}" for key in ("mean", "p50", "p90", "p99"))
+            lines.append(f"{title:<24}" + "".join(columns))
     rate = "" if result["hit_rate"] is None else f" ({result['hit_rate']:.0%})"
     lines.append(
         f"{result['cached_tokens']} prompt tokens from the prefix cache{rate}; {result['preemptions']} preemptions"

@@ -76,5 +76,6 @@ def _distance(setting: Setting, other: Setting) -> int:
 
 def _rounded(standing: Standing) -> tuple[str, ...]:
     latencies = [point[time] for point in standing.points for time in ("ttft", "itl") if point[time]]
-    numbers = [point["output_tokens_per_second"] for point in standing.points] + [of["p99"] for of in latencies]
+    numbers = [point["output_tokens_per_second"] for point in standing.points]
+    numbers += [latency["p99"] for latency in latencies]
     return tuple(f"{number:.{DIGITS}g}" for number in numbers)

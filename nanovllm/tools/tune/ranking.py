@@ -87,6 +87,6 @@ def _median(runs: Sequence[Run]) -> Run:
     }
     for time in TIMES:
         latencies = [run[time] for run in runs if run[time]]
-        medians = {name: statistics.median(of[name] for of in latencies) for name in STATISTICS if latencies}
+        medians = {name: statistics.median(latency[name] for latency in latencies) for name in STATISTICS if latencies}
         median[time] = medians or None
     return median

@@ -46,7 +46,7 @@ class Outcome:
 
         Finalists come first, then larger shares; within a share the best first.
         """
-        shares = sorted({share for of in self.sweep.results.values() for share in of}, reverse=True)
+        shares = sorted({share for repeats in self.sweep.results.values() for share in repeats}, reverse=True)
         rows = {standing.setting: (1.0, standing) for standing in self.sweep.finalists()}
         for share in shares:
             for standing in self.sweep.standings(share, self.sweep.settings):
@@ -158,7 +158,7 @@ def advice(outcome: Outcome) -> str:
 def reason(outcome: Outcome, finalists: list[Standing]) -> str:
     """Return the reason for the first finalist, in one sentence of figures."""
     best, goals = finalists[0], outcome.goals
-    achieved = _rate_of(best)
+    achieved = _throughput(best)
     limits = " and ".join(f"{goal} ({_milliseconds(goal, best)})" for goal in goals)
     if not best.keeps_goals:
         worst = max(goals, key=lambda goal: goal.excess(best.best))
@@ -192,11 +192,11 @@ def _against_defaults(outcome: Outcome, best: Standing) -> str:
         return "; the defaults could not be measured"
     ratio = best.tokens_per_second / defaults.tokens_per_second - 1.0
     missed = "" if defaults.keeps_goals else f", which miss the goals ({_kept(outcome.goals, defaults)})"
-    than = f"{abs(ratio):.1%} {'more' if ratio >= 0.0 else 'less'} than the defaults ({_rate_of(defaults)})"
+    than = f"{abs(ratio):.1%} {'more' if ratio >= 0.0 else 'less'} than the defaults ({_throughput(defaults)})"
     return f"; {than}{missed}"
 
 
-def _rate_of(standing: Standing) -> str:
+def _throughput(standing: Standing) -> str:
     arrivals = "" if standing.best["rate"] is None else f" at {standing.best['rate']:g} requests/s"
     return f"{standing.tokens_per_second:.0f} tokens/s{arrivals}"
 

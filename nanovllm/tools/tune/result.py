@@ -42,12 +42,13 @@ def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
 
 
 def _setting(outcome: Outcome, setting: Setting) -> dict[str, Any]:
+    results = outcome.sweep.results.get(setting, {})
     measurements = [
         {"share": share, "repeat": repeat, "runs": [_without(run, "environment", "config") for run in runs]}
-        for share, repeats in outcome.sweep.results.get(setting, {}).items()
+        for share, repeats in results.items()
         for repeat, runs in enumerate(repeats)
     ]
-    config = next((runs[0]["config"] for of in outcome.sweep.results.get(setting, {}).values() for runs in of), None)
+    config = next((runs[0]["config"] for repeats in results.values() for runs in repeats), None)
     return {
         "options": setting.options,
         "config": config,

@@ -91,8 +91,8 @@ class Resolver:
 
         Raises ValueError for a value that is invalid in every combination.
         """
-        for name, of in values.items():
-            for value in of:
+        for name, to_try in values.items():
+            for value in to_try:
                 EngineConfig.from_options(**_given({name: value}))
         pinned = {name: values[name][0] for name in named if len(values[name]) == 1}
         settings = {self.resolve(_given(pinned)): None}
