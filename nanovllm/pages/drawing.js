@@ -1,14 +1,14 @@
-// What the pages that draw share: colours that follow the theme, canvases as sharp as the screen, bars, and the tip.
+// Drawing, for both pages: theme colours, canvases at device resolution, bars, and the tooltip.
 
 function clamp(value, low, high) { return Math.min(Math.max(value, low), high); }
 
-/** The colours of these names as the theme has them now. */
+/** Colours of the current theme, by name. */
 function themeColors(names) {
   const style = getComputedStyle(document.documentElement);
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
 }
 
-/** Take the theme `chosen()` ("light", "dark", or nothing for the system's) now and whenever the system's changes. */
+/** Apply the theme `chosen()` ("light", "dark", or empty for the system's), again when the system's changes. */
 function followTheme(chosen, onChange) {
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
@@ -20,7 +20,7 @@ function followTheme(chosen, onChange) {
   return apply;
 }
 
-/** A context whose unit is a CSS pixel, on a canvas cleared and as large as it is shown. */
+/** Clear a canvas and size it for the screen; returns its context, in CSS pixels. */
 function fitCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
   const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -32,7 +32,7 @@ function fitCanvas(canvas, width, height) {
   return context;
 }
 
-/** Boxes on top of each other; `toHeight` says how high above the bottom an amount reaches. */
+/** Draw stacked boxes; `toHeight` maps an amount to pixels above the bottom. */
 function stackBar(context, left, width, bottom, toHeight, parts) {
   let amount = 0;
   for (const [part, color] of parts) {
@@ -54,7 +54,7 @@ function dashedLine(context, left, right, y, color) {
   context.setLineDash([]);
 }
 
-/** Show text beside the pointer, within the window; no text hides it. */
+/** Show a tooltip beside the pointer, within the window; empty text hides it. */
 function placeTip(tip, event, text) {
   tip.textContent = text;
   tip.style.display = text ? "block" : "none";

@@ -1,12 +1,12 @@
 // ---------------------------------------------------------------------------------------------------------------- chat
 
-/** A conversation with the model. What it says is shown as text, never as HTML. */
+/** Conversation with the model. Answers are inserted as text, never as HTML. */
 class Chat {
   constructor({ parts, onRefused, onOwnRequest }) {
     Object.assign(this, { parts, onRefused, onOwnRequest });
     this.model = null;
-    this.messages = []; // as the server takes them
-    this.abort = null; // of the answer that streams
+    this.messages = []; // in the format of /v1/chat/completions
+    this.abort = null; // aborts the answer that streams
     parts.form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
     parts.question.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.ask(); }
@@ -31,7 +31,7 @@ class Chat {
     return { message, said };
   }
 
-  /** Keep the end in view, unless the reader has gone up. */
+  /** Scroll to the end, unless the reader has scrolled up. */
   scroll(always = false) {
     const box = this.parts.conversation;
     if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 60) box.scrollTop = box.scrollHeight;
@@ -59,7 +59,7 @@ class Chat {
       stop.hidden = true;
     }
     if (answer.failure) message.append(element("span", "failure", answer.failure));
-    if (answer.failure && !answer.text) { // nothing was said: it may be asked again
+    if (answer.failure && !answer.text) { // no text: the question returns to the input
       message.querySelector(".said").remove();
       if (this.messages === messages) this.messages = messages.slice(0, -1);
       if (!question.value) question.value = content;
@@ -101,7 +101,7 @@ class Chat {
   }
 }
 
-/** One answer as it comes, and what is told about it. */
+/** A streamed answer and its figures. */
 class Answer {
   constructor() {
     this.began = performance.now();
@@ -111,7 +111,7 @@ class Answer {
     this.failure = "";
   }
 
-  /** Take a chunk; returns the text that it adds. */
+  /** Add a chunk; returns its text. */
   take(chunk) {
     if (chunk.error) throw new Error("The answer broke off: " + chunk.error.message);
     this.id = this.id || chunk.id;

@@ -2,14 +2,14 @@
 
 const RATE_WINDOW_US = 1e6;
 
-/** Sums of a step's values over those before it, so that any stretch of steps is summed at once. */
-function sumsOf(steps, valueOf) {
+/** Prefix sums of a value over the steps; the sum over a range of steps is a difference of two. */
+function prefixSums(steps, valueOf) {
   const sums = new Float64Array(steps.length + 1);
   steps.forEach((step, index) => { sums[index + 1] = sums[index] + valueOf(step); });
   return sums;
 }
 
-/** For each step, the first one that was read within a second before it. */
+/** For each step, the index of the first that ended within a second before it. */
 function windowStarts(steps) {
   let first = 0;
   return steps.map((step) => {
@@ -18,40 +18,40 @@ function windowStarts(steps) {
   });
 }
 
-/** Tokens a second over the second before each step. */
-function ratesOf(steps, name) {
-  const sums = sumsOf(steps, (step) => step[name]);
+/** Tokens per second, over the second before each step. */
+function tokenRates(steps, name) {
+  const sums = prefixSums(steps, (step) => step[name]);
   return windowStarts(steps).map((first, index) => (sums[index + 1] - sums[first]) / (RATE_WINDOW_US / 1e6));
 }
 
-/** The time between two tokens: from the step before to each one that decodes; null for others. */
-function itlsOf(steps) {
+/** ITL: time from the previous step to each step with decodes; null for others. */
+function stepItls(steps) {
   return steps.map((step, index) => (index && step.decode ? step.time - steps[index - 1].time : null));
 }
 
-/** The value that a share of the weight does not exceed; undefined without any. */
+/** Weighted quantile; undefined without values. */
 function percentile(weighted, share) {
   const sorted = weighted.filter(([, weight]) => weight > 0).sort((a, b) => a[0] - b[0]);
   let left = share * sorted.reduce((sum, [, weight]) => sum + weight, 0);
   return sorted.find(([, weight]) => (left -= weight) <= 1e-9)?.[0];
 }
 
-function halfAndMost(weighted) {
+function medianAndTail(weighted) {
   const half = percentile(weighted, 0.5), most = percentile(weighted, 0.95);
   return half === undefined ? "none yet" : `p50 ${duration(half)} · p95 ${duration(most)}`;
 }
 
-function lastOf(values, end) {
+function lastValue(values, end) {
   for (let index = end; index >= 0; index--) if (values[index] !== null) return values[index];
   return null;
 }
 
-/** What each tile shows of `view` at step `index`: a value with its unit, more of it, and a value for every step. */
+/** Each tile at step `index` of `view`: value with unit, second line, and a value per step for the sparkline. */
 const FIGURES = [
   {
-    name: "Output", about: "Decoded tokens a second, over the last second", color: "decode",
+    name: "Output", about: "Decoded tokens per second, over the last second", color: "decode",
     read({ steps, index, isIdle }) {
-      const decode = ratesOf(steps, "decode"), prefill = ratesOf(steps, "prefill");
+      const decode = tokenRates(steps, "decode"), prefill = tokenRates(steps, "prefill");
       const at = (rates) => (isIdle || index < 0 ? 0 : rates[index]);
       return { value: [count(at(decode)), "tok/s"], more: `prefill ${count(at(prefill))} tok/s`, values: decode,
                text: (value) => count(value) + " tok/s" };
@@ -62,19 +62,19 @@ const FIGURES = [
     read({ steps, index }) {
       const values = steps.map(({ ttfts_us }) => (ttfts_us.length ? Math.max(...ttfts_us) : null));
       const all = steps.slice(0, index + 1).flatMap(({ ttfts_us }) => ttfts_us.map((ttft) => [ttft, 1]));
-      return { value: timed(lastOf(values, index)), more: halfAndMost(all), values, text: duration, isSparse: true };
+      return { value: timed(lastValue(values, index)), more: medianAndTail(all), values, text: duration, isSparse: true };
     },
   },
   {
     name: "ITL", about: "Inter-token latency: the time between two tokens of a request", color: "decode",
     read({ steps, index }) {
-      const values = itlsOf(steps);
+      const values = stepItls(steps);
       const all = values.slice(0, index + 1).map((value, place) => [value, value === null ? 0 : steps[place].decode]);
-      return { value: timed(lastOf(values, index)), more: halfAndMost(all), values, text: duration };
+      return { value: timed(lastValue(values, index)), more: medianAndTail(all), values, text: duration };
     },
   },
   {
-    name: "Step time", about: "Scheduling, executing and updating; the host's share is all but executing", color: "waiting",
+    name: "Step time", about: "Schedule, execute and update; the host's share is schedule and update", color: "waiting",
     read({ steps, index }) {
       const host = (step) => step.schedule_us + step.update_us, values = steps.map((s) => host(s) + s.execute_us);
       const step = steps[index];
@@ -87,7 +87,7 @@ const FIGURES = [
     name: "Cache hits", about: "Prompt tokens found in the prefix cache instead of computed, in these steps",
     color: "cached",
     read({ steps, index }) {
-      const hits = sumsOf(steps, (s) => s.cached), all = sumsOf(steps, (s) => s.cached + s.prefill);
+      const hits = prefixSums(steps, (s) => s.cached), all = prefixSums(steps, (s) => s.cached + s.prefill);
       const values = steps.map((_, at) => (all[at + 1] ? hits[at + 1] / all[at + 1] : null));
       return { value: index >= 0 && values[index] !== null ? [percent(values[index]), "%"] : ["–", ""],
                more: `${count(hits[index + 1])} of ${count(all[index + 1])} tokens`, values, most: 1,
@@ -95,7 +95,7 @@ const FIGURES = [
     },
   },
   {
-    name: "Blocks in use", about: "KV blocks that requests hold", color: "blocks",
+    name: "Blocks in use", about: "KV blocks held by requests", color: "blocks",
     read({ steps, index, about, look, isLive }) {
       const used = isLive && look?.pool ? look.pool.total[2] + look.pool.total[3] : steps[index]?.used_blocks ?? 0;
       return { value: [percent(used / about.num_blocks), "%"], more: `${count(used)} of ${count(about.num_blocks)}`,
@@ -103,7 +103,7 @@ const FIGURES = [
     },
   },
   {
-    name: "Requests", about: "Sequences that run, and those that wait", color: "waiting",
+    name: "Requests", about: "Running and waiting sequences", color: "waiting",
     read({ steps, index, about, look, isLive }) {
       const from = isLive && look ? look : steps[index] ?? { running: 0, waiting: 0 };
       const places = about.max_queue === null ? "" : ` of ${count(about.max_queue)}`;
@@ -112,7 +112,7 @@ const FIGURES = [
     },
   },
   {
-    name: "Budget used", about: "Tokens computed, of those that a step may", color: "prefill",
+    name: "Budget used", about: "Tokens computed in the step, of its budget", color: "prefill",
     read({ steps, index, about }) {
       const step = steps[index], used = step ? step.decode + step.prefill : 0;
       return { value: [percent(used / about.budget), "%"], more: `${count(used)} of ${count(about.budget)} tokens`,
@@ -123,7 +123,7 @@ const FIGURES = [
 
 function timed(value) { return value === null ? ["–", ""] : durationParts(value); }
 
-/** The tiles, with a sparkline each over all steps that are remembered. */
+/** Tiles with the figures, each with a sparkline over the history. */
 class Tiles {
   constructor(place, tip) {
     this.tip = tip;
@@ -161,14 +161,14 @@ class Tiles {
   }
 }
 
-/** The place next to `index` that has a value. */
+/** Index of the value nearest to `index`. */
 function nearest(values, index) {
   for (let away = 0; away < values.length; away++)
     for (const at of [index - away, index + away]) if (values[at] !== null && values[at] !== undefined) return at;
   return index;
 }
 
-/** All values from left to right; of those within one pixel, the largest. */
+/** Draw all values from left to right; of those within one pixel, the largest. */
 function drawSparkline(canvas, { values, most, isSparse }, { index, steps }, color, colors) {
   const width = canvas.clientWidth, height = canvas.clientHeight, context = fitCanvas(canvas, width, height);
   if (!width || steps.length < 1) return;

@@ -10,10 +10,10 @@ function decimals(value, digits) { return BY_DIGITS[digits].format(value); }
 
 function count(value) { return decimals(Math.round(value), 0); }
 
-/** Three significant digits or so. */
+/** Format a number with about three significant digits. */
 function figure(value) { return value < 9.995 ? decimals(value, 2) : value < 99.95 ? decimals(value, 1) : count(value); }
 
-/** [number, unit] of a duration in microseconds. */
+/** Format a duration in microseconds as [number, unit]. */
 function durationParts(us) {
   if (us < 1e3) return [count(us), "µs"];
   return us < 1e6 ? [figure(us / 1e3), "ms"] : [figure(us / 1e6), "s"];
@@ -21,7 +21,7 @@ function durationParts(us) {
 
 function duration(us) { return durationParts(us).join(" "); }
 
-/** How long ago, or how old. */
+/** Format an age in microseconds. */
 function age(us) {
   const seconds = us / 1e6;
   if (seconds < 100) return decimals(seconds, 1) + " s";
@@ -30,10 +30,10 @@ function age(us) {
 
 function percent(share) { return share < 0.0995 ? decimals(100 * share, 1) : count(100 * share); }
 
-/** Give an element this text, without work for the browser if it has it. */
+/** Set an element's text, if it differs: an assignment costs a layout. */
 function setText(shown, text) { if (shown.textContent !== text) shown.textContent = text; }
 
-/** A new element with a class and text. */
+/** Create an element with a class and text. */
 function element(tag, className = "", text = "") {
   const made = document.createElement(tag);
   if (className) made.className = className;

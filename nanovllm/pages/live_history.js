@@ -1,15 +1,15 @@
-// -------------------------------------------------------------------------------------------------- what is remembered
+// -------------------------------------------------------------------------------------------------- history
 
-/** The last steps, and what the engine looked like after some of them; all of it, or as it was when it was paused. */
+/** The last steps, and snapshots of the engine ("looks") after some of them; a copy of both while paused. */
 class StepHistory {
   constructor() {
     this.about = null;
     this.live = { steps: [], looks: [] };
-    this.paused = null; // the same, once it is paused
-    this.index = -1; // of the step shown while it is paused
+    this.paused = null; // a copy of `live`
+    this.index = -1; // of the step shown while paused
   }
 
-  /** A connection begins; what is known stays if it leads to the same engine. */
+  /** Begin a connection; keeps the history if it is to the same engine. */
   hello(about) {
     if (this.about?.instance !== about.instance) {
       this.live = { steps: [], looks: [] };
@@ -18,7 +18,7 @@ class StepHistory {
     this.about = about;
   }
 
-  /** Take what came: it tells all steps since the look before, or those of the last thousand. */
+  /** Add a snapshot and the steps since the one before, at most `num_steps`. */
   add(look) {
     const { steps, looks } = this.live, known = steps.length ? steps[steps.length - 1].step : -1;
     for (const row of look.steps) {
@@ -29,7 +29,7 @@ class StepHistory {
     const last = looks[looks.length - 1];
     const entry = { ...look, step: steps.length ? steps[steps.length - 1].step : -1 };
     delete entry.steps;
-    entry.pool = look.pool ? { ...look.pool, counts: countsOf(look.pool.cells) } : last?.pool;
+    entry.pool = look.pool ? { ...look.pool, counts: decodeCells(look.pool.cells) } : last?.pool;
     entry.requests = look.requests.map(
       (row) => Object.fromEntries(this.about.request_values.map((name, place) => [name, row[place]])));
     if (last && last.step === entry.step) looks.pop();
@@ -43,7 +43,7 @@ class StepHistory {
   get step() { return this.view.steps[this.shownIndex]; }
   get newest() { return this.live.looks[this.live.looks.length - 1]; }
 
-  /** The look nearest to the step shown, not after it; the first if it is older than all. */
+  /** The last snapshot not after the step shown; undefined if all are later. */
   get look() {
     const { looks } = this.view, step = this.step?.step ?? -1;
     if (!this.paused) return this.newest;
@@ -55,7 +55,7 @@ class StepHistory {
     return looks[low]?.step <= step ? looks[low] : undefined;
   }
 
-  /** Show this step, and nothing that comes, until `resume`. */
+  /** Pause, and show this step until `resume`. */
   show(index) {
     if (!this.paused) this.paused = { steps: [...this.live.steps], looks: [...this.live.looks] };
     this.index = clamp(index, 0, this.paused.steps.length - 1);
@@ -64,8 +64,8 @@ class StepHistory {
   resume() { this.paused = null; }
 }
 
-/** The counts of a pool's cells from base64: cached, in use, shared, of each cell in turn. */
-function countsOf(text) {
+/** Decode a pool's cells from base64: cached, in use and shared blocks of each. */
+function decodeCells(text) {
   const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  return new Uint16Array(bytes.buffer); // little-endian, as every machine with a browser is
+  return new Uint16Array(bytes.buffer); // little-endian, like the hosts of all browsers
 }

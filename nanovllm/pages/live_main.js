@@ -39,7 +39,7 @@ function draw() {
   const { about, look, view, isPaused } = stepHistory;
   if (!about) return;
   const index = stepHistory.shownIndex, step = view.steps[index];
-  // The last steps' rates are no longer true once nothing has run for a while.
+  // Rates over the last second expire when no step ran for a while.
   const isIdle = !isPaused && step !== undefined && look.time - step.time > RATE_WINDOW_US;
   const shown = { about, look, steps: view.steps, index, isLive: !isPaused, isIdle }, colors = themeColors(COLORS);
   tiles.draw(shown, colors);
@@ -55,7 +55,7 @@ function drawState() {
   const name = connection === "live" && stepHistory.isPaused ? "paused" : connection;
   $("state").dataset.state = name;
   setText($("state"), { dead: "engine dead", refused: "API key needed", lost: "not connected" }[name] ?? name);
-  $("engine").classList.toggle("stale", connection !== "live"); // what is shown is the last that was heard
+  $("engine").classList.toggle("stale", connection !== "live"); // shows the last data received
   $("notice").hidden = !notice;
   setText($("notice"), notice || "");
   setText($("model"), stepHistory.about ? `${stepHistory.about.model} · ${stepHistory.about.version}` : "");
@@ -117,7 +117,7 @@ function askForKey() {
   const had = sessionStorage.getItem(KEY_PLACE) !== null;
   $("change_key").hidden = false;
   $("key_text").textContent = (had ? "The server does not accept this key." : "This server asks for an API key.")
-    + " It is kept in this tab until it is closed.";
+    + " This tab keeps it until it is closed.";
   if (!$("key_dialog").open) $("key_dialog").showModal();
 }
 

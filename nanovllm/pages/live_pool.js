@@ -3,7 +3,7 @@
 const KINDS = ["free", "cached", "in use", "shared"];
 const MOST_CELL = 18, MAP_HEIGHT = 200;
 
-/** A cell for each block, or for several; then the cell is filled as far as they are. */
+/** Map of the block pool: a cell per block, or per several, filled in proportion. */
 class PoolMap {
   constructor({ canvas, legend, note, tip }) {
     Object.assign(this, { canvas, note });
@@ -37,7 +37,7 @@ class PoolMap {
     this.shown = { pool, size, columns, numBlocks: about.num_blocks };
     const context = fitCanvas(this.canvas, width, height), box = size - 1;
     for (let cell = 0; cell < numCells; cell++) {
-      const left = (cell % columns) * size, top = Math.floor(cell / columns) * size, [free, ...kinds] = this.kindsOf(cell);
+      const left = (cell % columns) * size, top = Math.floor(cell / columns) * size, [free, ...kinds] = this.cellKinds(cell);
       context.fillStyle = colors.hover;
       context.fillRect(left, top, box, box);
       const toHeight = (amount) => Math.round(amount / (free + kinds[0] + kinds[1] + kinds[2]) * box);
@@ -53,8 +53,8 @@ class PoolMap {
     return `${cells} of ${count(about.block_size)} tokens` + (isLive ? "" : `; after step ${count(look.step)}`);
   }
 
-  /** How many of a cell's blocks are of each kind. */
-  kindsOf(cell) {
+  /** Number of a cell's blocks of each kind, in the order of KINDS. */
+  cellKinds(cell) {
     const { pool, numBlocks } = this.shown, kinds = pool.counts.subarray(3 * cell, 3 * cell + 3), per = pool.blocks_per_cell;
     const size = Math.min(per, numBlocks - cell * per);
     return [size - kinds[0] - kinds[1] - kinds[2], ...kinds];
@@ -65,7 +65,7 @@ class PoolMap {
     const { pool, size, columns, numBlocks } = this.shown, column = Math.floor(x / size), per = pool.blocks_per_cell;
     const cell = Math.floor(y / size) * columns + column;
     if (column >= columns || cell < 0 || cell >= pool.counts.length / 3) return "";
-    const first = 1 + cell * per, last = Math.min(first + per - 1, numBlocks), kinds = this.kindsOf(cell);
+    const first = 1 + cell * per, last = Math.min(first + per - 1, numBlocks), kinds = this.cellKinds(cell);
     if (per === 1) return `block ${count(first)}: ${KINDS[kinds.indexOf(1)]}`;
     return `blocks ${count(first)} to ${count(last)}\n` + KINDS.map((name, kind) => `${count(kinds[kind])} ${name}`).join(", ");
   }

@@ -1,10 +1,10 @@
 // ------------------------------------------------------------------------------------------------------------ requests
 
-/** A row for each of the first requests that run and that wait, and how many more there are. */
+/** Table of requests: a row for each one in the snapshot, and the number of those not listed. */
 class RequestTable {
   constructor({ body, note }) {
     Object.assign(this, { body, note });
-    this.own = new Set(); // ids of this page's own requests
+    this.own = new Set(); // ids of this page's requests
     this.rows = [];
   }
 
@@ -66,5 +66,5 @@ class RequestTable {
   }
 }
 
-/** The end of a long id tells more than its begin. */
+/** Shorten a long id to its end, which differs more than its beginning. */
 function shortId(id) { return id.length > 12 ? "…" + id.slice(-10) : id; }

@@ -1,8 +1,8 @@
 // --------------------------------------------------------------------------------------------------------- the server
 
-const KEY_PLACE = "nanovllm-api-key"; // in sessionStorage: this tab's alone, gone when it is closed
+const KEY_PLACE = "nanovllm-api-key"; // in sessionStorage, which lasts as long as the tab
 
-/** A refusal of the server: its status, and the message of its body. */
+/** Error response of the server: its status, and the message of its body. */
 class Refusal extends Error {
   constructor(status, message, retryAfter) {
     super(message);
@@ -11,18 +11,18 @@ class Refusal extends Error {
   }
 }
 
-/** Ask the server, with the key if there is one; a Refusal is thrown for every answer but success. */
+/** Fetch a path with the API key, if set; throws a Refusal unless the answer is a success. */
 async function call(path, options = {}) {
   const headers = { ...options.headers }, key = sessionStorage.getItem(KEY_PLACE);
   if (key) headers.Authorization = "Bearer " + key;
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
   if (response.ok) return response;
   let message = response.statusText || "status " + response.status;
-  try { message = (await response.json()).error.message || message; } catch { /* not in OpenAI's form */ }
+  try { message = (await response.json()).error.message || message; } catch { /* not OpenAI's error format */ }
   throw new Refusal(response.status, message, response.headers.get("Retry-After"));
 }
 
-/** [name, data] of each event that a response streams. EventSource would do it too, but can send no key. */
+/** Yield [name, data] of each server-sent event. EventSource cannot send an API key. */
 async function* serverEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -39,7 +39,7 @@ async function* serverEvents(response) {
           if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
         }
         text = text.slice(end + 2);
-        yield [name, data.join("\n")]; // without data it was a comment, which keeps the connection open
+        yield [name, data.join("\n")]; // data is empty for a keep-alive comment
       }
     }
   } finally {
@@ -47,10 +47,10 @@ async function* serverEvents(response) {
   }
 }
 
-const SILENCE_MS = 15000; // the server says something every few seconds, if only that it is there
-const PATIENCE_MS = [1000, 2000, 4000, 8000]; // before one more try
+const SILENCE_MS = 15000; // reconnect after this; the server sends an event or a comment every few seconds
+const PATIENCE_MS = [1000, 2000, 4000, 8000]; // before each reconnection
 
-/** Follows the engine, for ever: tells what comes, and in what state the connection is. */
+/** Feed of the engine: passes on its events and the state of the connection, and reconnects. */
 class Feed {
   constructor({ onState, onHello, onLook }) {
     Object.assign(this, { onState, onHello, onLook });
@@ -69,10 +69,10 @@ class Feed {
     }
   }
 
-  /** Try again now, since there is another key. */
+  /** Reconnect at once, with a new key. */
   retry() { this.failures = 0; this.wake(); }
 
-  /** One connection, to its end; returns how long to wait before the next, in milliseconds. */
+  /** Read one connection to its end; returns the milliseconds before the next. */
   async follow() {
     const abort = new AbortController();
     let timer = setTimeout(() => abort.abort(), SILENCE_MS);
@@ -98,16 +98,16 @@ class Feed {
   pause() { return PATIENCE_MS[Math.min(this.failures++, PATIENCE_MS.length - 1)]; }
 
   lost() {
-    this.onState(...(this.isDead ? ["dead", "The engine has died, and the server with it; trying to reach it again."]
-                                 : ["lost", "The server cannot be reached; trying again."]));
+    this.onState(...(this.isDead ? ["dead", "The engine has died, and the server with it; reconnecting."]
+                                 : ["lost", "The server cannot be reached; reconnecting."]));
     return this.pause();
   }
 
   ended(reason) {
     this.isDead = reason === "dead";
-    if (this.isDead) this.onState("dead", "The engine has died; the server's log says why. No request is answered.");
+    if (this.isDead) this.onState("dead", "The engine has died and answers no more requests; see the server's log.");
     else if (reason === "closed") this.onState("unavailable", "The server is shutting down.");
-    else this.onState("unavailable", "The server cannot look at the engine any more; its log says why.");
+    else this.onState("unavailable", "The server's feed has failed; see its log.");
     return this.pause();
   }
 
@@ -116,7 +116,7 @@ class Feed {
       this.onState("refused", "The server asks for an API key.");
       return Infinity;
     }
-    this.onState(error.status === 503 ? "unavailable" : "lost", `${error.message} Trying again.`);
+    this.onState(error.status === 503 ? "unavailable" : "lost", `${error.message} Reconnecting.`);
     return this.pause();
   }
 }

@@ -3,7 +3,7 @@
 const STACK = ["decode", "prefill", "cached"];
 const AXIS_WIDTH = 46, TOP = 8, BAR = 5, THUMB = 8;
 
-function stackOf(step) { return STACK.reduce((sum, name) => sum + step[name], 0); }
+function stackedTokens(step) { return STACK.reduce((sum, name) => sum + step[name], 0); }
 
 function describeStep(step, { about }) {
   const used = step.decode + step.prefill, total = step.schedule_us + step.execute_us + step.update_us;
@@ -20,8 +20,8 @@ function describeStep(step, { about }) {
 }
 
 /**
- * A bar for each step around the one shown, and below all of them, small. Heights are square roots of tokens: a step of
- * a single decode is still seen beside one that spends the whole budget.
+ * Chart of tokens per step: bars around the step shown, and below an overview of all steps. Heights are square roots of
+ * tokens, so that a single decode is visible beside a step that spends the whole budget.
  */
 class StepsChart {
   constructor({ canvas, overview, tip, onPick }) {
@@ -38,7 +38,7 @@ class StepsChart {
     });
   }
 
-  /** The steps that fit, with the one shown in the middle or, where there are no later ones, further right. */
+  /** Steps that fit, centred on the one shown, unless there are too few later ones. */
   get range() {
     const { steps, index } = this.view, room = Math.max(1, Math.floor((this.canvas.clientWidth - AXIS_WIDTH) / BAR));
     const first = clamp(Math.round(index - room / 2), 0, Math.max(0, steps.length - room));
@@ -53,8 +53,8 @@ class StepsChart {
 
   draw(view, colors) {
     this.view = view;
-    // Cached tokens are no part of the budget, and may be many times as much: beyond this, a bar is cut.
-    const { budget } = view.about, most = view.steps.reduce((high, step) => Math.max(high, stackOf(step)), 0);
+    // Cached tokens do not count against the budget and may be many times as many: higher bars are cut.
+    const { budget } = view.about, most = view.steps.reduce((high, step) => Math.max(high, stackedTokens(step)), 0);
     this.most = clamp(1.05 * most, 1.05 * budget, 2 * budget);
     this.drawBars(colors);
     this.drawOverview(colors);
@@ -85,7 +85,7 @@ class StepsChart {
       }
       const step = view.steps[index];
       stackBar(context, left, BAR - 1, height, toHeight, STACK.map((name) => [step[name], colors[name]]));
-      if (stackOf(step) > this.most) {
+      if (stackedTokens(step) > this.most) {
         context.fillStyle = colors.panel;
         context.fillRect(left, TOP - 5, BAR - 1, 2);
       }
@@ -107,7 +107,7 @@ class StepsChart {
     const columns = new Map(); // of the steps within one pixel, the one with most tokens
     steps.forEach((step, index) => {
       const x = Math.round(toX(index) - slot / 2), there = columns.get(x);
-      if (!there || stackOf(step) > stackOf(there)) columns.set(x, step);
+      if (!there || stackedTokens(step) > stackedTokens(there)) columns.set(x, step);
     });
     for (const [x, step] of columns)
       stackBar(context, x, slot, height, toHeight, STACK.map((name) => [step[name], colors[name]]));
