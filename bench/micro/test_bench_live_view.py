@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
 from nanovllm.server.live.engine_snapshot import EngineSnapshot, take_snapshot
-from nanovllm.server.live.live_feed import Look
+from nanovllm.server.live.live_feed import SnapshotMessages
 from tests.support.steady_decodes import BLOCK_SIZE, make_scheduler, make_sequence, report_per
 
 RECORD = StepRecord(1, 1.0, 0.9, 64, 64, 0, 0, 64, 0, 640, 0.0, 0.0, 0.0, 0.0, ())
@@ -51,6 +51,8 @@ def test_a_message(benchmark: BenchmarkFixture, num_blocks: int):
     usage = bytes(num_blocks + 1), bytes(num_blocks + 1)
     snapshot = EngineSnapshot(1.0, steps, [row] * 64, 32, 32, *usage, {"steps": 1}, 0.0)
     benchmark.pedantic(
-        lambda: Look(snapshot, 0.0, None).message(RECENT_STEPS - 6, knows_pool=False), rounds=100, warmup_rounds=5
+        lambda: SnapshotMessages(snapshot, 0.0, None).message(RECENT_STEPS - 6, knows_pool=False),
+        rounds=100,
+        warmup_rounds=5,
     )
     benchmark.extra_info["us"] = round(benchmark.stats.stats.median * 1e6)

@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.flags import add_model_flags, engine_options
+from nanovllm.cli.flags import add_model_flags, engine_options, model_source
 from nanovllm.cli.workload_flags import (
     about_workloads,
     add_arrival_flags,
+    add_warm_ups_flag,
     add_workload_flags,
-    count,
     positive,
     several_workloads,
 )
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.tools.bench import processes, report
-from nanovllm.tools.bench.engines import ENGINES
+from nanovllm.tools.bench.engines import ENGINES, check_arrivals
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
 
@@ -42,19 +41,10 @@ def add_bench_command(commands: Any) -> None:
         "is the interpreter of another environment",
     )  # fmt: skip
     bench.add_argument(
-        "--repeats",
-        type=positive,
-        default=1,
-        metavar="INT",
+        "--repeats", type=positive, default=1, metavar="INT",
         help="runs of each engine, each in a new process (default 1)",
-    )
-    bench.add_argument(
-        "--warm-ups",
-        type=count,
-        default=1,
-        metavar="INT",
-        help="unmeasured replays before each measured one (default 1)",
-    )
+    )  # fmt: skip
+    add_warm_ups_flag(bench)
     bench.add_argument("--profile", action="store_true", help="profile the parts of this engine's steps")
     bench.add_argument(
         "--record", metavar="FILE",
@@ -96,11 +86,10 @@ def _bench(options: argparse.Namespace) -> int:
         return 0
     for engine in engines:
         for workload in workloads:
-            processes.check_arrivals(engine.name, workload)
-    model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
+            check_arrivals(engine.name, workload)
     settings = Settings(
-        model, options.repeats, options.warm_ups, options.profile, options.record and os.path.abspath(options.record),
-        options.verbose,
+        model_source(options.model), options.repeats, options.warm_ups, options.profile,
+        options.record and os.path.abspath(options.record), options.verbose,
     )  # fmt: skip
 
     def after_run(result: dict[str, Any]) -> None:

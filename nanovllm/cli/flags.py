@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -21,12 +21,22 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
     Args:
         leave_out: engine options without a flag.
     """
-    command.add_argument("-v", "--verbose", action="store_true", help="log engine events and print full tracebacks")
+    add_verbose_flag(command, "log engine events and print full tracebacks")
     command.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"folder or hub id of the model (default: the embedded {DEFAULT_MODEL})"
     )
     command.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
+
+
+def add_verbose_flag(command: argparse.ArgumentParser, text: str = "print full tracebacks") -> None:
+    """Add -v; `text` is its help."""
+    command.add_argument("-v", "--verbose", action="store_true", help=text)
+
+
+def model_source(model: str) -> str:
+    """Return the folder of the embedded model, converted at its first use, or any other name unchanged."""
+    return str(ensure_default_model()) if model == DEFAULT_MODEL else model
 
 
 def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -81,13 +91,13 @@ def add_flags(
         rename: field name -> flag name.
         leave_out: fields without a flag.
     """
-    help_of = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
+    help_texts = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(options):
         if field.name in leave_out:
             continue
         dest = (rename or {}).get(field.name, field.name)
         flag = "--" + dest.replace("_", "-")
-        text = re.sub(r"\s+", " ", help_of[field.name]).replace("%", "%%")
+        text = re.sub(r"\s+", " ", help_texts[field.name]).replace("%", "%%")
         if field.name in defaults:
             text += f" (default here: {defaults[field.name]})"
         elif not (field.default in (None, (), dataclasses.MISSING) or "default" in text.lower()):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.flags import add_engine_flags, add_model_flags, engine_options
+from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
@@ -57,7 +57,7 @@ def add_simulate_command(commands: Any) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="print full tracebacks")
+    add_verbose_flag(parser)
     parser.add_argument("--model", help="expected model; a calibration of another one is refused")
     add_engine_flags(parser, leave_out=NOT_SIMULATED)
     parser.set_defaults(run=_simulate)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.flags import add_verbose_flag
+
 
 def add_timeline_command(commands: Any) -> None:
     """Register the subcommand."""
@@ -15,7 +17,7 @@ def add_timeline_command(commands: Any) -> None:
     timeline.add_argument("trace", metavar="TRACE", help="trace file, written with --trace")
     timeline.add_argument("-o", "--output", metavar="FILE", help="write a self-contained HTML page to FILE")
     timeline.add_argument("--plot", metavar="FILE", help="write a PNG to FILE; requires matplotlib, the extra `plot`")
-    timeline.add_argument("-v", "--verbose", action="store_true", help="print full tracebacks")
+    add_verbose_flag(timeline)
     timeline.set_defaults(run=_timeline)
 
 

@@ -13,10 +13,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.cli.flags import add_model_flags
-from nanovllm.cli.tune_question import Question, ask
-from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, count, positive
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.cli.flags import add_model_flags, model_source
+from nanovllm.cli.tune_question import Question, build_question
+from nanovllm.cli.workload_flags import (
+    about_workloads,
+    add_arrival_flags,
+    add_warm_ups_flag,
+    add_workload_flags,
+    positive,
+)
 from nanovllm.tools.bench.processes import Settings
 from nanovllm.tools.bench.worker import environment
 from nanovllm.tools.tune import plot, report, result
@@ -60,13 +65,7 @@ def add_tune_command(commands: Any) -> None:
     tune.add_argument(
         "--repeats", type=positive, default=2, metavar="INT", help="measurements of each finalist (default 2)"
     )
-    tune.add_argument(
-        "--warm-ups",
-        type=count,
-        default=1,
-        metavar="INT",
-        help="unmeasured replays before each measurement (default 1)",
-    )
+    add_warm_ups_flag(tune)
     tune.add_argument(
         "--output", default="nanovllm-tune", metavar="FOLDER",
         help="folder for measurements.jsonl, result.json and curves.png (default nanovllm-tune)",
@@ -87,7 +86,7 @@ def _values(text: str) -> list[int]:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    question = ask(options)
+    question = build_question(options)
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
@@ -168,7 +167,6 @@ def _notes(question: Question, sweep: Sweep) -> Iterator[str]:
 def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
     """Run the sweep; returns False if it was interrupted."""
     options = question.options
-    model = str(ensure_default_model()) if options.model == DEFAULT_MODEL else options.model
     planned, names = num_measurements(sweep.rounds, sweep.repeats), question.resolver.varying(sweep.settings)
     with (
         tempfile.TemporaryDirectory(prefix="nanovllm-tune-") as name,
@@ -179,7 +177,7 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
             bar.update()
             bar.write(report.line(setting, names, share, runs), file=sys.stderr)
 
-        settings = Settings(model, warm_ups=options.warm_ups, verbose=options.verbose)
+        settings = Settings(model_source(options.model), warm_ups=options.warm_ups, verbose=options.verbose)
         fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
         before = signal.signal(
             signal.SIGTERM, signal.default_int_handler

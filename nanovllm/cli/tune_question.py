@@ -9,12 +9,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.cli.flags import engine_options
-from nanovllm.cli.workload_flags import arrival_options, arriving, check_arrival_flags, check_is_one, with_own_arrivals
+from nanovllm.cli.workload_flags import (
+    arrival_options,
+    check_arrival_flags,
+    check_is_one,
+    with_arrivals,
+    with_own_arrivals,
+)
 from nanovllm.config import EngineConfig
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.tune.flash_default import auto_takes_flash
-from nanovllm.tools.tune.goals import Goal, goals_from
+from nanovllm.tools.tune.goals import Goal, goals_from_flags
 from nanovllm.tools.tune.settings import SWEPT, Candidates, Resolver, Values, values_to_try
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -59,17 +65,19 @@ class Question:
         }
 
 
-def ask(options: argparse.Namespace) -> Question:
+def build_question(options: argparse.Namespace) -> Question:
     """Build the question; raises ValueError for contradictory flags or a workload without the goals' figures."""
     if not (options.workload or options.trace):
         raise ValueError("no workload: give --workload, such as --workload chat, or --trace.")
     check_is_one(options)
     check_arrival_flags(options)
-    fixed, goals = engine_options(options), goals_from(options)
+    fixed, goals = engine_options(options), goals_from_flags(options)
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
         raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")
-    workloads: Workloads = {rate: arriving(options, workload, rate) for rate in options.rate or ()} or {None: workload}
+    workloads: Workloads = {rate: with_arrivals(options, workload, rate) for rate in options.rate or ()} or {
+        None: workload
+    }
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
     named: Values = {name: values for name in SWEPT if (values := getattr(options, f"try_{name}")) is not None}

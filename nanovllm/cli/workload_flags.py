@@ -6,9 +6,9 @@ import argparse
 import inspect
 from typing import Any
 
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.cli.flags import model_source
 from nanovllm.tools.workloads.files import read_trace
-from nanovllm.tools.workloads.specs import build, spelled
+from nanovllm.tools.workloads.specs import build, format_value
 from nanovllm.tools.workloads.workloads import WORKLOADS, Workload, bursty, poisson
 
 
@@ -48,6 +48,14 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, several: bool = False)
     )
 
 
+def add_warm_ups_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --warm-ups."""
+    parser.add_argument(
+        "--warm-ups", type=_count, default=1, metavar="INT",
+        help="unmeasured replays before each measured one (default 1)",
+    )  # fmt: skip
+
+
 def about_workloads() -> str:
     """Format the list of workloads for the epilog of a command's help."""
     return "workloads:\n" + "\n".join(f"  {name:<9}{_about(name)}" for name in WORKLOADS)
@@ -56,7 +64,7 @@ def about_workloads() -> str:
 def _about(name: str) -> str:
     maker = WORKLOADS[name]
     parameters = inspect.signature(maker).parameters.values()
-    takes = " ".join(f"{parameter.name}={spelled(parameter.default)}" for parameter in parameters)
+    takes = " ".join(f"{parameter.name}={format_value(parameter.default)}" for parameter in parameters)
     first = inspect.getdoc(maker).splitlines()[0]  # type: ignore[union-attr]
     return first + (f"\n{'':<11}{takes}" if takes else "")
 
@@ -64,7 +72,7 @@ def _about(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ values of the flags
 
 
-def count(text: str) -> int:
+def _count(text: str) -> int:
     """Parse a whole number of at least 0, for argparse."""
     value = int(text)
     if value < 0:
@@ -74,7 +82,7 @@ def count(text: str) -> int:
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1, for argparse."""
-    value = count(text)
+    value = _count(text)
     if value == 0:
         raise argparse.ArgumentTypeError("0 is too small; it must be at least 1")
     return value
@@ -102,7 +110,7 @@ def several_workloads(options: argparse.Namespace) -> list[Workload]:
     workloads = with_own_arrivals(options)
     if options.rate is None:
         return workloads
-    return [arriving(options, workload, options.rate) for workload in workloads]
+    return [with_arrivals(options, workload, options.rate) for workload in workloads]
 
 
 def one_workload(options: argparse.Namespace) -> Workload:
@@ -154,7 +162,7 @@ def arrival_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def arriving(options: argparse.Namespace, workload: Workload, rate: float) -> Workload:
+def with_arrivals(options: argparse.Namespace, workload: Workload, rate: float) -> Workload:
     """Return the workload with arrivals at `rate` by the flags' arrival process."""
     how = arrival_options(options)
     if how["arrivals"] == "bursty":
@@ -175,6 +183,5 @@ class _Tokenize:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            folder = ensure_default_model() if self._name == DEFAULT_MODEL else self._name
-            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer = AutoTokenizer.from_pretrained(model_source(self._name))
         return self._tokenizer(text)["input_ids"]

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError
-from nanovllm.server.listening import shown
+from nanovllm.server.listening import format_address
 from nanovllm.server.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
@@ -46,7 +46,7 @@ def log_exposure(settings: ServerSettings, *, has_keys: bool) -> None:
     """Log a server that is reachable from other machines without an API key or Host check."""
     if is_loopback(settings.host):
         return
-    address = shown(settings.host, settings.port)
+    address = format_address(settings.host, settings.port)
     if not has_keys:
         logger.warning(
             "listening on %s without an API key: anyone who reaches this address can use the model and read /metrics. "

@@ -15,7 +15,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server import errors
-from nanovllm.server.listening import shown
+from nanovllm.server.listening import format_address
 from nanovllm.server.retry_after import RetryAfter
 
 logger = logging.getLogger("nanovllm")
@@ -97,7 +97,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if sockets:  # uvicorn logs no address for given sockets
-            address = shown(self.config.host, sockets[0].getsockname()[1])
+            address = format_address(self.config.host, sockets[0].getsockname()[1])
             logger.info("running on http://%s (press Ctrl+C to stop)", address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
             try:
-                bound.append(_bound(family, address))
+                bound.append(_bind(family, address))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
@@ -39,16 +39,16 @@ def bind(host: str, port: int) -> list[socket.socket]:
         for listener in bound:
             listener.close()
         remedy = _REMEDIES.get(error.errno or 0, "choose another address with --host and --port")
-        raise OSError(f"cannot listen on {shown(host, port)} ({error.strerror}): {remedy}.") from error
+        raise OSError(f"cannot listen on {format_address(host, port)} ({error.strerror}): {remedy}.") from error
     return bound
 
 
-def shown(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Format host and port for a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _bound(family: int, address: object) -> socket.socket:
+def _bind(family: int, address: object) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(listener.close)

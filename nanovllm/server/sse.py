@@ -106,7 +106,7 @@ class EventStream(Response):
 
     async def _send_all(self) -> None:
         self._sender = asyncio.current_task()
-        self._look()
+        self._check_times()
         try:
             async for data in self._events:
                 if data:
@@ -142,7 +142,7 @@ class EventStream(Response):
         finally:
             self._comment = None
 
-    def _look(self) -> None:
+    def _check_times(self) -> None:
         """Send a due comment or disconnect a stalled client, and reschedule: one timer per stream, not per event."""
         now = self._loop.time()
         if self._busy_since is not None:
@@ -156,7 +156,7 @@ class EventStream(Response):
                 rest = self._keep_alive
                 if self._may_begin or self._has_begun:
                     self._comment = self._loop.create_task(self._write_comment())
-        self._timer = self._loop.call_later(min(rest, self._keep_alive, self._send_timeout), self._look)
+        self._timer = self._loop.call_later(min(rest, self._keep_alive, self._send_timeout), self._check_times)
 
     def _fail(self) -> None:
         logger.info(

@@ -13,7 +13,7 @@ import pytest
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput
-from nanovllm.server.openai.generation import finish
+from nanovllm.server.openai.generation import finish_reasons
 from tests.support.async_llms import bounded, offline
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -248,7 +248,7 @@ def test_a_completion_has_16_tokens_unless_told_otherwise_and_a_conversation_wha
 
 
 def test_a_timeout_ends_an_answer_with_what_there_is():
-    assert finish(CompletionOutput(0, "x", [1], "timeout", None)) == ("length", "timeout")
+    assert finish_reasons(CompletionOutput(0, "x", [1], "timeout", None)) == ("length", "timeout")
 
 
 def test_messages_may_have_parts_and_the_developer_is_the_system(client):

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from nanovllm.attention import flash
 from nanovllm.cli import tune as command
 from nanovllm.cli.main import main
-from nanovllm.cli.tune_question import ask
+from nanovllm.cli.tune_question import build_question
 from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.forecast import forecast
 from nanovllm.tools.workloads.files import read_trace
@@ -165,7 +165,7 @@ def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypat
     workload = ["--workload", "random:requests=2", "--model", str(tmp_path)]
 
     def first(*arguments: str) -> int:
-        return ask(asked(*workload, *arguments)).candidates.settings[0].options["block_size"]
+        return build_question(asked(*workload, *arguments)).candidates.settings[0].options["block_size"]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -173,7 +173,7 @@ def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypat
     monkeypatch.setattr(flash, "has_tried_version", lambda: True)
     monkeypatch.setattr(flash, "find_spec", lambda name: name)
     assert first() == 128 and first("--block-size", "64") == 64
-    assert {of.options["block_size"] for of in ask(asked(*workload)).candidates.settings} == {32, 64, 128}
+    assert {of.options["block_size"] for of in build_question(asked(*workload)).candidates.settings} == {32, 64, 128}
     for other in (["--device", "cpu"], ["--enforce-eager"], ["--attention-backend", "flex"], ["--dtype", "float32"]):
         assert first(*other) == 64, other
     Qwen3Config(head_dim=64, dtype="bfloat16").save_pretrained(tmp_path)
@@ -185,7 +185,9 @@ def test_with_a_calibration_of_flash_the_defaults_can_be_simulated(tmp_path):
         CALIBRATION, device="cuda", attention_backend="flash", enforce_eager=False, cuda_graphs=True, block_size=128
     )
     calibration.save(tmp_path / "costs.json")
-    question = ask(asked("--workload", "random:requests=2,prompt=40", "--simulate", str(tmp_path / "costs.json")))
+    question = build_question(
+        asked("--workload", "random:requests=2,prompt=40", "--simulate", str(tmp_path / "costs.json"))
+    )
     made = forecast(calibration, question.candidates.settings[:5], question.workloads, {}, model="m")
     assert question.candidates.settings[0] in made.runs and not made.refused
 
@@ -240,8 +242,8 @@ def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
     for workload in (["--workload", "W"], ["--workload", "random:seed=3"], ["--trace", str(trace)]):
         status, _, err = tune("--seed", "5", workload=workload)
         assert status == 2 and f"--seed is 5, but nothing is drawn with it: {workload[1]} has" in err
-        assert ask(asked("--seed", "5", "--rate", "2", *workload)).workloads
-    assert ask(asked("--seed", "5", "--workload", "random")).workload.parameters["seed"] == 5
+        assert build_question(asked("--seed", "5", "--rate", "2", *workload)).workloads
+    assert build_question(asked("--seed", "5", "--workload", "random")).workload.parameters["seed"] == 5
 
 
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):

@@ -5,7 +5,7 @@
     thread of the engine                         event loop
     step, hook: append to the last 1,000         one task, while there are viewers:
     between two steps: take_snapshot  ◀───────── inspect, 10 times a second at most, for 1 % of its time
-                                      ─────────▶ publish ──▶ watchers: news since the last message
+                                      ─────────▶ publish ──▶ watchers: changes since the last message
 
 A watcher has no queue: a slow one skips snapshots, and misses steps only after 1,000 further ones.
 """
@@ -40,10 +40,10 @@ def named_event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\n".encode() + event(compact(data))
 
 
-class Look:
+class SnapshotMessages:
     """A snapshot and its encoded messages, shared by watchers with the same last step."""
 
-    def __init__(self, snapshot: EngineSnapshot, zero: float, before: Look | None) -> None:
+    def __init__(self, snapshot: EngineSnapshot, zero: float, before: SnapshotMessages | None) -> None:
         self.snapshot = snapshot
         self.last_step = snapshot.steps[-1].step_id if snapshot.steps else -1
         self._zero = zero
@@ -94,7 +94,7 @@ class LiveFeed:
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None  # runs while there are watchers
         self._zero: float | None = None
-        self._latest: Look | None = None
+        self._latest: SnapshotMessages | None = None
         self._published = asyncio.Event()  # replaced at each publication
         self._end_reason: str | None = None
 
@@ -113,10 +113,10 @@ class LiveFeed:
             last_step, pool, shown = -1, None, None
             while True:
                 published = self._published  # read before the snapshot, so that none is missed
-                look = self._latest_or_begin()
-                if look is not None and look is not shown:
-                    yield look.message(last_step, look.pool is pool)
-                    last_step, pool, shown = look.last_step, look.pool, look
+                latest = self._latest_or_begin()
+                if latest is not None and latest is not shown:
+                    yield latest.message(last_step, latest.pool is pool)
+                    last_step, pool, shown = latest.last_step, latest.pool, latest
                 if self._end_reason is not None:
                     yield named_event("end", {"reason": self._end_reason})
                     return
@@ -129,12 +129,12 @@ class LiveFeed:
             if not self._num_watchers:
                 self._latest = None
 
-    def _latest_or_begin(self) -> Look | None:
+    def _latest_or_begin(self) -> SnapshotMessages | None:
         if self._end_reason is None and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._look())
+            self._task = asyncio.create_task(self._publish_snapshots())
         return self._latest
 
-    async def _look(self) -> None:
+    async def _publish_snapshots(self) -> None:
         """Publish snapshots until the last watcher leaves."""
         loop = asyncio.get_running_loop()
         last_time = -IDLE_SECONDS
@@ -143,10 +143,10 @@ class LiveFeed:
                 snapshot = await self._engine.inspect(lambda engine: take_snapshot(engine, self._steps))
                 if self._zero is None:
                     self._zero = snapshot.time
-                look = Look(snapshot, self._zero, self._latest)
-                if not look.is_idle or loop.time() - last_time >= IDLE_SECONDS:
+                messages = SnapshotMessages(snapshot, self._zero, self._latest)
+                if not messages.is_idle or loop.time() - last_time >= IDLE_SECONDS:
                     last_time = loop.time()
-                    self._latest = look
+                    self._latest = messages
                     self._publish()
                 await asyncio.sleep(max(INTERVAL_SECONDS, snapshot.seconds / MOST_ENGINE_TIME))
         except EngineDeadError:
@@ -164,7 +164,7 @@ class LiveFeed:
         before, steps = self._latest, tuple(self._steps)
         if before is not None and self._zero is not None and steps and steps[-1].step_id > before.last_step:
             snapshot = replace(before.snapshot, steps=steps, time=max(before.snapshot.time, steps[-1].time))
-            self._latest = Look(snapshot, self._zero, before)
+            self._latest = SnapshotMessages(snapshot, self._zero, before)
 
     def _end(self, reason: str) -> None:
         self._end_reason = self._end_reason or reason

@@ -10,9 +10,9 @@ from starlette.responses import Response
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
-from nanovllm.server.openai.generation import finish, new_id, respond
+from nanovllm.server.openai.generation import finish_reasons, new_id, prompt_ids, respond
 from nanovllm.server.openai.limits import check_size, engine_options
-from nanovllm.server.openai.logprobs import chat_form
+from nanovllm.server.openai.logprobs import format_chat_logprobs
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_calls import FORMATS, ToolFormat, ToolStream
 from nanovllm.server.security import require_api_key
@@ -62,7 +62,9 @@ class ChatJob:
 
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
-        return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_ids(output)
+        return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | prompt_ids(
+            self.body, output
+        )
 
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
         content, num_calls = completion.text, 0
@@ -92,7 +94,7 @@ class ChatJob:
             if calls:
                 message["tool_calls"] = calls
         made = {"index": choice, "message": message, "logprobs": self._logprobs(completion)}
-        return made | self._end(completion, bool(calls)) | self._prompt_ids(output)
+        return made | self._end(completion, bool(calls)) | prompt_ids(self.body, output)
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -101,7 +103,7 @@ class ChatJob:
         return ToolStream(form, names, self._state.engine.tokenizer.all_special_tokens)
 
     def _end(self, completion: CompletionOutput, has_calls: bool) -> dict[str, Any]:
-        reason, stop_reason = finish(completion)
+        reason, stop_reason = finish_reasons(completion)
         if has_calls and reason == "stop":
             reason = "tool_calls"
         end = {"finish_reason": reason, "stop_reason": stop_reason}
@@ -110,10 +112,7 @@ class ChatJob:
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None or not completion.token_ids:
             return None
-        return chat_form(self._state.token_text, completion.token_ids, completion.logprobs, self._num_top)
-
-    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
-        return {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
+        return format_chat_logprobs(self._state.token_text, completion.token_ids, completion.logprobs, self._num_top)
 
 
 @router.post("/v1/chat/completions", responses=ANSWERS, summary="Answer a conversation")

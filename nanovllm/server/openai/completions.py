@@ -10,9 +10,9 @@ from starlette.responses import Response
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
-from nanovllm.server.openai.generation import finish, new_id, respond
+from nanovllm.server.openai.generation import finish_reasons, new_id, prompt_ids, respond
 from nanovllm.server.openai.limits import check_size, engine_options
-from nanovllm.server.openai.logprobs import Legacy
+from nanovllm.server.openai.logprobs import CompletionLogprobs
 from nanovllm.server.openai.protocol import CompletionRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, server_state
@@ -47,7 +47,7 @@ class CompletionJob:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         self._options = engine_options(state, request, body)
-        self._logprobs: dict[int, Legacy] = {}  # by choice
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
 
     async def start(self, kind: OutputKind) -> OutputStream:
         return await self._state.engine.submit(
@@ -63,9 +63,9 @@ class CompletionJob:
 
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         if not self.body.echo:
-            return self._choice(choice, "", [], None, None) | self._prompt_ids(output) if self._shows_ids else None
+            return self._choice(choice, "", [], None, None) | prompt_ids(self.body, output) if self._shows_ids else None
         opening = self._choice(choice, self._echo(output), [], self._echoed_logprobs(choice, output), None)
-        return opening | self._prompt_ids(output)
+        return opening | prompt_ids(self.body, output)
 
     def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
         if not (completion.text or completion.finish_reason or completion.logprobs or self._shows_ids):
@@ -83,7 +83,7 @@ class CompletionJob:
             logprobs = new
         elif new is not None:
             logprobs = {name: values + new[name] for name, values in logprobs.items()}
-        return self._choice(choice, text, completion.token_ids, logprobs, completion) | self._prompt_ids(output)
+        return self._choice(choice, text, completion.token_ids, logprobs, completion) | prompt_ids(self.body, output)
 
     # ------------------------------------------------------------------------------------------------------- parts
 
@@ -94,14 +94,11 @@ class CompletionJob:
     def _choice(
         self, choice: int, text: str, token_ids: list[int], logprobs: Any, completion: CompletionOutput | None
     ) -> dict[str, Any]:
-        reason, stop_reason = (None, None) if completion is None else finish(completion)
+        reason, stop_reason = (None, None) if completion is None else finish_reasons(completion)
         made = {
             "index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop_reason,
         }  # fmt: skip
         return made | {"token_ids": token_ids} if self._shows_ids else made
-
-    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
-        return {"prompt_token_ids": output.prompt_token_ids} if self._shows_ids else {}
 
     def _echo(self, output: RequestOutput) -> str:
         if output.prompt is not None and self.body.truncate_prompt_tokens is None:
@@ -119,7 +116,7 @@ class CompletionJob:
     ) -> dict[str, Any] | None:
         if reports is None or self.body.logprobs is None:
             return None
-        legacy = self._logprobs.setdefault(choice, Legacy(self._state.token_text, self.body.logprobs))
+        legacy = self._logprobs.setdefault(choice, CompletionLogprobs(self._state.token_text, self.body.logprobs))
         return legacy.report(token_ids, reports)
 
 

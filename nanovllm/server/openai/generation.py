@@ -112,11 +112,16 @@ class Tally:
         }
 
 
-def finish(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
+def finish_reasons(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
     """Return OpenAI's finish_reason, and stop_reason: the stop string or token, or "timeout"."""
     if completion.finish_reason == "timeout":
         return "length", "timeout"
     return completion.finish_reason, completion.stop_reason
+
+
+def prompt_ids(body: SamplingFields, output: RequestOutput) -> dict[str, Any]:
+    """Return `prompt_token_ids` for a choice with return_token_ids, else no field."""
+    return {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
 
 
 def new_id(prefix: str) -> str:
@@ -192,18 +197,23 @@ async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterat
             state.admission.retry_after.record_ended(len(job.request_ids) * (job.body.n or 1))
 
 
+def _choices(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int, CompletionOutput]]:
+    """Count an output and return its completions by choice; raises ApiError for one that ends the answer."""
+    number = tally.record(output)
+    if (error := error_from_output(output)) is not None:
+        raise error
+    job.read(output)
+    tally.count(number, output)
+    num_samples = job.body.n or 1
+    return [(number * num_samples + completion.index, completion) for completion in output.outputs]
+
+
 async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
-    choices, num_samples = {}, job.body.n or 1
+    choices = {}
     with state.admission.one():
         async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
             async for output in outputs:
-                number = tally.record(output)
-                if error := error_from_output(output):
-                    raise error
-                job.read(output)
-                tally.count(number, output)
-                for completion in output.outputs:
-                    choice = number * num_samples + completion.index
+                for choice, completion in _choices(job, output, tally):
                     choices[choice] = job.whole(choice, output, completion)
     ordered = [choices[choice] for choice in sorted(choices)]
     return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage()}
@@ -215,7 +225,6 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
     with_usage = options is not None and options.include_usage
     each = options is not None and options.continuous_usage_stats
     head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
-    num_samples = job.body.n or 1
 
     def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
         shown = f',"usage":{compact(tally.usage())}' if shows_usage else ',"usage":null' if with_usage else ""
@@ -226,13 +235,7 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
         async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
             yield b""  # admitted
             async for output in outputs:
-                number = tally.record(output)
-                if (error := error_from_output(output)) is not None:
-                    raise error
-                job.read(output)
-                tally.count(number, output)
-                for completion in output.outputs:
-                    choice = number * num_samples + completion.index
+                for choice, completion in _choices(job, output, tally):
                     if choice not in opened:
                         opened.add(choice)
                         if (opening := job.opening(choice, output)) is not None:

@@ -11,7 +11,7 @@ from nanovllm.server.token_text import TokenText
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot encode
 
 
-def chat_form(
+def format_chat_logprobs(
     token_text: TokenText, token_ids: list[int], reports: Sequence[TokenLogprobs], num_top: int
 ) -> dict[str, Any]:
     """Format the chat endpoint's logprobs: an entry per token with its `num_top` most probable alternatives."""
@@ -28,7 +28,7 @@ def chat_form(
     return {"content": content, "refusal": None}
 
 
-class Legacy:
+class CompletionLogprobs:
     """Logprobs of /v1/completions for one choice; text_offset continues over the chunks of a stream."""
 
     def __init__(self, token_text: TokenText, num_top: int) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import nanovllm
-from nanovllm.tools.bench.engines import ENGINES, check_arrivals
+from nanovllm.tools.bench.engines import ENGINES
 from nanovllm.tools.workloads.files import write_trace
-from nanovllm.tools.workloads.specs import parse_spec, spelled
+from nanovllm.tools.workloads.specs import format_value, parse_spec
 from nanovllm.tools.workloads.workloads import Workload
 
 PACKAGE = Path(nanovllm.__file__).resolve().parent
@@ -50,7 +50,7 @@ class EngineSpec:
         if name not in ENGINES:
             raise ValueError(f"no engine {name!r}; there are {', '.join(ENGINES)}.")
         python = options.pop("python", None)
-        values = ",".join(f"{key}={spelled(value)}" for key, value in options.items())
+        values = ",".join(f"{key}={format_value(value)}" for key, value in options.items())
         label = f"{name}:{values}" if values else name
         shared = base_options if name == "nanovllm" else {k: v for k, v in base_options.items() if k == "dtype"}
         package = ENGINES[name][1]
@@ -93,11 +93,8 @@ def run_all(
     Args:
         after_run: called with the result so far after each process, to save it if a long run is interrupted.
 
-    Raises ValueError for an engine that cannot run a workload, RuntimeError if one failed.
+    Raises RuntimeError if an engine failed, or cannot run a workload (see `check_arrivals`).
     """
-    for engine in engines:
-        for workload in workloads:
-            check_arrivals(engine.name, workload)
     result: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "model": settings.model,

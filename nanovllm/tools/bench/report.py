@@ -42,7 +42,7 @@ def table(result: dict[str, Any]) -> str:
             _number(median(runs, "load_seconds"), 1), f"{ours / rate:.2f}",
         ])  # fmt: skip
     parts = [part for run in result["runs"] if "parts" in run for part in ("", _parts(run))]
-    return "\n".join([aligned(rows), *parts])
+    return "\n".join([format_rows(rows), *parts])
 
 
 def compare(path_a: str, path_b: str) -> str:
@@ -67,7 +67,7 @@ def compare(path_a: str, path_b: str) -> str:
         for workload, engine in mine
         if (workload, engine) not in theirs
     ]
-    return "\n".join([aligned(rows), *alone, *_differences(a, b, common)])
+    return "\n".join([format_rows(rows), *alone, *_differences(a, b, common)])
 
 
 def load(path: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _parts(run: dict[str, Any]) -> str:
     rows = [[f"part ({run['workload']})", "ms a step", "share"]]
     for part, seconds in parts.items():
         rows.append([part, f"{1e3 * seconds / run['steps']:.3f}", f"{seconds / parts['step']:.1%}"])
-    return aligned(rows)
+    return format_rows(rows)
 
 
 def _percentiles(runs: Runs, figure: str, factor: float, digits: int) -> str:
@@ -136,7 +136,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def aligned(rows: list[list[str]]) -> str:
+def format_rows(rows: list[list[str]]) -> str:
     """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -51,7 +51,7 @@ def add_goal_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{time}-{statistic}", type=_seconds, metavar="TIME", help=text)
 
 
-def goals_from(options: argparse.Namespace) -> list[Goal]:
+def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
     asked_for = [
         (time, statistic, getattr(options, f"{time}_{statistic}")) for time in TIMES for statistic in STATISTICS
     ]

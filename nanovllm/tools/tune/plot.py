@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from nanovllm.tools.tune.report import Outcome, spelled
+from nanovllm.tools.tune.report import Outcome, format_options
 from nanovllm.tools.tune.settings import Setting
 
 
@@ -61,4 +61,6 @@ def _mark_chosen(axes: Any, outcome: Outcome) -> None:
 
 
 def _name(setting: Setting, varying: list[str], outcome: Outcome) -> str:
-    return spelled(setting.options, varying) + (" (the defaults)" if setting == outcome.sweep.settings[0] else "")
+    return format_options(setting.options, varying) + (
+        " (the defaults)" if setting == outcome.sweep.settings[0] else ""
+    )

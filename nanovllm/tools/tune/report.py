@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.tools.bench.report import aligned
+from nanovllm.tools.bench.report import format_rows
 from nanovllm.tools.tune.goals import TIMES, Goal
 from nanovllm.tools.tune.halving import Sweep
 from nanovllm.tools.tune.ranking import EQUAL, Run, Standing
@@ -77,12 +77,14 @@ def table(outcome: Outcome) -> str:
         own = [str(standing.setting.options[name]) for name in varying]
         note = "  (the defaults)" if standing.setting == sweep.settings[0] else ""
         rows.append([mark, *own, *_figures(outcome, share, standing), _kept(outcome.goals, standing) + note])
-    lines = [aligned(rows)]
+    lines = [format_rows(rows)]
     lines += [
-        f"   {spelled(setting.options, varying)}: failed: {_short(why)}" for setting, why in sweep.failures.items()
+        f"   {format_options(setting.options, varying)}: failed: {_short(why)}"
+        for setting, why in sweep.failures.items()
     ]
     lines += [
-        f"   {spelled(options, list(options))}: refused: {why}" for options, why in outcome.refused[:MOST_REFUSED]
+        f"   {format_options(options, list(options))}: refused: {why}"
+        for options, why in outcome.refused[:MOST_REFUSED]
     ]
     if len(outcome.refused) > MOST_REFUSED:
         lines.append(f"   and {len(outcome.refused) - MOST_REFUSED} more refused combinations")
@@ -105,7 +107,7 @@ def _figures(outcome: Outcome, share: float, standing: Standing) -> Iterator[str
 
 def line(setting: Setting, names: list[str], share: float, runs: list[Run] | None) -> str:
     """Format a measurement as one line, with the options in `names`; `runs` is None if it failed."""
-    head = f"{spelled(setting.options, names)}, {share:.3g} of the workload: "
+    head = f"{format_options(setting.options, names)}, {share:.3g} of the workload: "
     if runs is None:
         return head + "failed"
     return head + "; ".join(map(_run, runs))
@@ -128,7 +130,7 @@ def _kept(goals: list[Goal], standing: Standing) -> str:
     return ", ".join(missed) or "kept"
 
 
-def spelled(options: dict[str, int], names: list[str]) -> str:
+def format_options(options: dict[str, int], names: list[str]) -> str:
     """Format the options in `names` with short names."""
     return ", ".join(f"{SHORT[name]} {options[name]}" for name in names) or "the only setting"
 

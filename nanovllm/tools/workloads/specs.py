@@ -30,7 +30,7 @@ def build(text: str, *, seed: int | None = None) -> Workload:
             raise ValueError(f"workload {name} has no parameter {key!r}; {takes}.")
         given[key] = _checked(f"{name}:{key}", value, key, defaults[key])
     made = maker(**given)
-    changed = ",".join(f"{key}={spelled(value)}" for key, value in given.items() if value != defaults[key])
+    changed = ",".join(f"{key}={format_value(value)}" for key, value in given.items() if value != defaults[key])
     label = f"{name}:{changed}" if changed else name
     return replace(made, name=label, parameters={"workload": name, **defaults, **given})
 
@@ -61,7 +61,7 @@ def _read(text: str) -> Any:
     return text
 
 
-def spelled(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for `parse_spec`."""
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -78,9 +78,11 @@ def _checked(label: str, value: Any, key: str, default: Any) -> Any:
     kind = float if isinstance(default, float) else int
     if not is_span and (not isinstance(value, kind) or isinstance(value, bool)):
         wanted = "a number" if kind is float else "a whole number"
-        raise ValueError(f"{label} is {spelled(value)}; it must be {wanted}{' or LOW-HIGH' if key in SPANS else ''}.")
+        raise ValueError(
+            f"{label} is {format_value(value)}; it must be {wanted}{' or LOW-HIGH' if key in SPANS else ''}."
+        )
     least = value[0] if is_span else value
     is_enough = least >= 0 if key in CAN_BE_ZERO else (least > 0 if kind is float else least >= 1)
     if not is_enough or (kind is float and value == float("inf")):
-        raise ValueError(f"{label} is {spelled(value)}, which is too {'small' if not is_enough else 'large'}.")
+        raise ValueError(f"{label} is {format_value(value)}, which is too {'small' if not is_enough else 'large'}.")
     return value
