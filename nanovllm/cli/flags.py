@@ -67,10 +67,11 @@ def _function(text: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         message = f"{text!r} names no function in the form MODULE:FUNCTION, such as my_file:my_function: {error}"
         raise argparse.ArgumentTypeError(message) from None
+    return function
 
 
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "LogitsProcessor": _function}

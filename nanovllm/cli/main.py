@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)
     try:
-        return options.run(options)
+        return int(options.run(options))
     except BrokenPipeError:  # the reader of standard output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -100,7 +100,7 @@ def _device(fixed: dict[str, Any], calibration: Calibration | None) -> str:
     if calibration is not None:
         return calibration.device
     if fixed.get("device", "auto") != "auto":
-        return fixed["device"].partition(":")[0]
+        return str(fixed["device"]).partition(":")[0]
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

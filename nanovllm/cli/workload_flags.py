@@ -184,4 +184,5 @@ class _Tokenize:
             from transformers import AutoTokenizer
 
             self._tokenizer = AutoTokenizer.from_pretrained(model_source(self._name))
-        return self._tokenizer(text)["input_ids"]
+        token_ids: list[int] = self._tokenizer(text)["input_ids"]
+        return token_ids

@@ -90,7 +90,8 @@ class GapHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         totals = accumulate(self._counts)
-        buckets = [(floatToGoString(bound), float(next(totals))) for bound in (*self._bounds, math.inf)]
+        labels = map(floatToGoString, (*self._bounds, math.inf))
+        buckets = list(zip(labels, map(float, totals), strict=True))
         histogram = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         histogram.add_metric([self._model_name], buckets, self._sum)
         yield histogram

@@ -1,4 +1,4 @@
-"""The live view's feed: true figures, no prompt or answer text, and snapshots only while someone watches."""
+"""The live view's feed: correct figures, no prompt or answer text, and snapshots only for watchers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parsed(data: bytes) -> Message:
 
 
 async def take(feed: LiveFeed, number: int) -> list[Message]:
-    """The first messages that a new watcher gets."""
+    """Return the first messages of a new watcher."""
     messages: list[Message] = []
     async with aclosing(feed.watch()) as watch:
         async for data in watch:
@@ -63,7 +63,7 @@ def step_of(step_id: int) -> StepRecord:
 
 
 class StillEngine:
-    """An engine in which nothing happens but what a test does, and that counts how often it is looked at."""
+    """An engine driven by the test, which counts its inspections."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -141,7 +141,7 @@ def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_block
     random = np.random.default_rng(num_blocks)
     holders = random.choice([0, 0, 1, 2, 255], num_blocks + 1).astype(np.uint8)
     findable = random.integers(0, 2, num_blocks + 1).astype(np.uint8)
-    holders[0], findable[0] = 1, 1  # the null block counts for nothing
+    holders[0], findable[0] = 1, 1  # the null block does not count
     made = pool_map(holders.tobytes(), findable.tobytes())
     cells = np.frombuffer(base64.b64decode(made["cells"]), "<u2").reshape(-1, 3)
     per = made["blocks_per_cell"]
@@ -176,7 +176,7 @@ async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
         assert look["pool"]["total"] == [4, 0, 0, 0]
         still.steps = [*still.steps, step_of(5)]
         while not (look := parsed(await anext(watch))[1])["steps"]:
-            assert look["pool"] is None  # it has not changed
+            assert look["pool"] is None  # unchanged
         assert [row[0] for row in look["steps"]] == [5]
         still.pool = (bytes([0, 1, 2, 0, 0]), bytes([0, 0, 0, 1, 0]))
         while (look := parsed(await anext(watch))[1])["pool"] is None:
@@ -190,7 +190,7 @@ async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
     assert still.num_looks == 0
     for _ in range(2):
         await take(feed, 3)
-        await asyncio.sleep(0.05)  # the look that was under way
+        await asyncio.sleep(0.05)  # the snapshot that was under way
         looks = still.num_looks
         await asyncio.sleep(0.05)
         assert still.num_looks == looks
@@ -244,7 +244,7 @@ async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
 
     monkeypatch.setattr(still, "inspect", dear)
     await take(LiveFeed(still, {}), 2)
-    assert waits[0] == 2.5  # a hundredth of the time
+    assert waits[0] == 2.5  # 1 % of the time
 
 
 def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
@@ -303,7 +303,7 @@ async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follo
 
 
 def refusal(http: httpx.Client, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
-    """Status and code of an answer that must not be a feed, which would never end."""
+    """Return status and code of a refusal; a feed would never end."""
     with http.stream("GET", path, headers=headers) as answer:
         assert answer.headers["content-type"] == "application/json"
         answer.read()
@@ -328,7 +328,7 @@ def test_no_prompt_and_no_answer_is_in_the_feed():
     ids = tiny_tokenizer().encode(secret)
     assert len(ids) > 3
     assert ",".join(map(str, ids[:3])) not in told
-    assert '"decode",' in told  # the request itself was seen
+    assert '"decode",' in told  # the request is in the feed
 
 
 def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():

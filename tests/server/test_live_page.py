@@ -1,4 +1,4 @@
-"""The live view's page in a real browser: ask, watch, pause, go back, and every state of the server."""
+"""The live view's page in a browser: chat, figures, pause, scrubbing, and every state of the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def running() -> Iterator[Serving]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page; at the end nothing may have gone wrong in one but what a test allows."""
+    """Open pages; fail at the end for an error, warning or foreign request that the test does not allow."""
     contexts, problems = [], []
 
     def open_page(url: str, size: tuple[int, int] = WIDE, scheme: Any = "light", allowed: str = "$^") -> Page:
@@ -84,7 +84,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     short = len(said.inner_text())
     expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
     comes_true(lambda: step(page) > before + 50)
-    comes_true(lambda: len(said.inner_text()) > short)  # it streams
+    comes_true(lambda: len(said.inner_text()) > short)  # streamed
     expect(page.locator(".tile", has_text="Output")).to_contain_text(re.compile(r"[1-9]\d* ?tok/s"))
     expect(page.locator(".message .facts")).to_have_text(
         re.compile(
@@ -97,7 +97,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     assert re.search(r"p95", tile(page, "ITL"))
     records = page.evaluate("() => stepHistory.live.steps.reduce((sum, step) => sum + step.decode, 0)")
     assert records >= 399
-    ask(page, "And?", max_tokens=3)  # the conversation goes on, and its beginning is cached
+    ask(page, "And?", max_tokens=3)  # continues the conversation; its prefix is cached
     expect(page.locator(".message .facts")).to_have_count(2)
     cached = re.search(r"prompt (\d+), of them (\d+) cached", page.locator(".message .facts").nth(1).inner_text())
     assert cached is not None
@@ -139,7 +139,7 @@ def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_pr
         page.get_by_role("button", name="One step forth").click()
         comes_true(lambda: step(page) == ids[2])
         assert "decode" in slider.get_attribute("aria-valuetext")
-        # What is told of the past is what the step's record says.
+        # The figures of a past step are those of its record.
         shown = page.evaluate("() => stepHistory.step")
         assert f"{shown['used_blocks']} of 128" in tile(page, "Blocks in use")
         page.get_by_role("button", name="Live").click()
@@ -183,12 +183,12 @@ def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page)
         if scheme == "light":
             page.get_by_role("button", name="Change to dark colours").click()
             comes_true(lambda: page.evaluate("() => document.documentElement.dataset.theme") == "dark")
-    page.reload()  # the choice stays
+    page.reload()  # the choice is kept
     assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
 
 
 def pixels_of(page: Page, canvas: str, name: str) -> int:
-    """How many pixels of a canvas have the colour of this name."""
+    """Count the pixels of a canvas in a palette colour."""
     return page.evaluate(
         """([id, name]) => {
             const canvas = document.getElementById(id), color = themeColors([name])[name];
@@ -258,7 +258,7 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open
         assert page.evaluate("() => [localStorage.length, document.cookie]") == [0, ""]
         page.reload()
         state(page, "live")
-        other = page.context.new_page()  # another tab does not have it
+        other = page.context.new_page()  # another tab lacks it
         other.goto(running.url)
         state(other, "API key needed")
 
@@ -309,7 +309,7 @@ def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
         running.thread.join(30.0)
         expect(page.locator("#notice")).to_contain_text("and the server with it")
         state(page, "engine dead")
-        page.get_by_role("button", name="Pause").click()  # what it did last can still be looked at
+        page.get_by_role("button", name="Pause").click()  # its last steps can still be read
         page.get_by_label("Step shown").press("ArrowLeft")
         assert step(page) > 0
 

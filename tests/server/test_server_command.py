@@ -18,7 +18,7 @@ from nanovllm.server.settings import ServerSettings
 
 @pytest.fixture
 def served(monkeypatch) -> list[tuple[Any, ...]]:
-    """What the command would serve: model, tokenizer, settings and engine options of each call."""
+    """Record the arguments of `serve`: model, tokenizer, settings and engine options of each call."""
     calls: list[tuple[Any, ...]] = []
 
     def serve(*arguments: Any) -> int:
@@ -111,7 +111,7 @@ def test_without_its_packages_the_command_says_what_to_install(served, capsys, m
 
 
 def test_other_commands_need_none_of_them():
-    """Nothing of the server's packages is imported with the package or its command line."""
+    """The package and its command line import none of the server's packages."""
     script = (
         "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
     )

@@ -36,7 +36,7 @@ def connected(running: Serving) -> Iterator[socket.socket]:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All until the server closes."""
+    """Read until the server closes."""
     received = b""
     while data := connection.recv(65536):
         received += data
@@ -44,7 +44,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def refusal(connection: socket.socket, status: int) -> dict[str, Any]:
-    """The error of an answer behind which the connection was closed."""
+    """Return the error of a refusal that closed the connection."""
     head, _, body = answer(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head
     assert b"connection: close" in head.lower()
@@ -52,7 +52,7 @@ def refusal(connection: socket.socket, status: int) -> dict[str, Any]:
 
 
 def send_until_refused(connection: socket.socket, piece: bytes, num_bytes: int) -> int:
-    """How many bytes were sent until the server answered; at most `num_bytes`."""
+    """Send until the server answers; returns the number of bytes sent, at most `num_bytes`."""
     connection.setblocking(False)
     num_sent = 0
     while num_sent < num_bytes:
@@ -147,7 +147,7 @@ def test_line_ends_do_not_keep_a_used_connection_open(parser):
 
 
 def test_answers_may_last_longer_than_requests(parser):
-    """Neither timer runs while an answer is made, also when another request waits behind it."""
+    """Neither timer runs during an answer, nor while a pipelined request waits."""
     body = b'{"prompt": [5, 6, 7], "max_tokens": 400, "temperature": 0, "ignore_eos": true, "return_token_ids": true}'
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with serving({"header_timeout": 0.05, "body_timeout": 0.05}) as running, connected(running) as connection:

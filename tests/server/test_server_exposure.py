@@ -83,7 +83,7 @@ def test_what_others_can_reach_is_logged(caplog, settings, has_keys, levels):
 
 
 def test_a_page_may_send_what_the_clients_of_javascript_send():
-    """Their preflight names headers that describe the client, such as x-stainless-os."""
+    """Preflight requests name headers of the client library, such as x-stainless-os."""
     names = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count"
     preflight = {
         "Origin": "https://example.org",

@@ -1,4 +1,4 @@
-"""Clients that leave or do not read, full queues, a nearly full pool, shutdown, an engine that dies."""
+"""Clients that leave or do not read, full queues, a nearly full pool, shutdown, a dead engine."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_client_that_vanishes_within_a_step_has_no_block_behind_it(monkeypatch
             connection.close()
         comes_true(lambda: running.app.state.server.admission.num_open == 0)
         may_go_on.set()
-        assert running.is_idle()  # asked between the step that was held and the next
-        assert running.stats().num_steps < 500  # the answers had not ended by themselves
+        assert running.is_idle()  # between the held step and the next
+        assert running.stats().num_steps < 500  # the answers did not end by themselves
 
 
 def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypatch):
@@ -107,13 +107,13 @@ def test_a_client_that_stops_reading_stalls_nobody_and_loses_nothing(monkeypatch
         slow = raw_stream_with_small_buffer(running, ENDLESS | logprobs)
         for _ in range(5):
             assert tokens_of(running, SHORT) == offline_tokens(SHORT)
-        comes_true(running.is_idle)  # the engine did not wait for it either
+        comes_true(running.is_idle)  # nor did the engine wait for it
         slow.settimeout(30.0)
         received = b""
         while b"[DONE]" not in received:
             received += slow.recv(65536)
         slow.close()
-    assert received.count(b"data: ") < 400  # tokens came several in one chunk
+    assert received.count(b"data: ") < 400  # chunks held several tokens
     lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
     tokens = [t for line in lines for t in json.loads(line[6:])["choices"][0]["token_ids"]]
     assert tokens == offline_tokens(ENDLESS | {"max_tokens": 450})
@@ -126,7 +126,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_ends_as_if_it_had_
         connection = raw_stream_with_small_buffer(running, wordy)
         comes_true(lambda: running.stats().num_running == 1)
         comes_true(lambda: running.is_idle() and not running.server.server_state.connections)
-        assert running.stats().num_steps < 2000  # it had not ended by itself
+        assert running.stats().num_steps < 2000  # it did not end by itself
         assert running.app.state.server.admission.num_open == 0
         assert outcomes(running) == {"abort": 1}
         with contextlib.suppress(ConnectionResetError):
@@ -147,7 +147,7 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut_off(monkeypatch):
 
 
 def outcomes(running: Serving) -> dict[str, float]:
-    """Of requests, as the metrics tell them."""
+    """Return the finished requests by reason, from /metrics."""
     with running.http() as http:
         families = text_string_to_metric_families(http.get("/metrics").text)
     return {
@@ -183,7 +183,7 @@ def test_what_fails_after_a_comment_is_the_last_event(monkeypatch):
 
     with serving(KEPT_ALIVE) as running, running.client() as client:
         watch_steps(running, monkeypatch, fail)
-        stream = client.completions.create(model=MODEL, prompt=[5], stream=True)  # returns with the first comment
+        stream = client.completions.create(model=MODEL, prompt=[5], stream=True)  # returns at the first comment
         may_fail.set()
         with pytest.raises(openai.APIError) as failed:
             list(stream)
@@ -196,7 +196,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
         slow_steps(running, monkeypatch, 0.005)
         others = raw_stream(running, ENDLESS | {"n": 4, "temperature": 1, "ignore_eos": True})
         comes_true(lambda: running.stats().num_running == 4)
-        monkeypatch.setattr(running.engine, "_look_at_queue", lambda _: None)  # there was when they came
+        monkeypatch.setattr(running.engine, "_look_at_queue", lambda _: None)  # there was room when they arrived
         running.engine._preparation.submit(lambda: may_prepare.wait(30.0), 0)
         with ThreadPoolExecutor(2) as threads:
             bodies = [ENDLESS | {"prompt": prompt, "stream": True} for prompt in ([5], [10**6])]
@@ -209,7 +209,7 @@ def test_a_refusal_keeps_its_status_however_long_it_took(monkeypatch):
 
 
 def raw_stream_with_small_buffer(running: Serving, body: dict[str, Any]) -> socket.socket:
-    """As `raw_stream`, of a client whose system takes little, so that its server feels soon that it does not read."""
+    """`raw_stream` with a small receive buffer, so that the server soon blocks."""
     data = json.dumps(body | {"stream": True, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.socket()
@@ -263,7 +263,7 @@ def test_prompts_of_requests_that_race_for_the_queue_are_admitted_together_or_re
         tokenize = running.engine._input_processor.tokenize
 
         def slowly(prompt: Any, **options: Any) -> list[int]:
-            time.sleep(0.03)  # steps run between one prompt and the next
+            time.sleep(0.03)  # steps run between two prompts
             return tokenize(prompt, **options)
 
         monkeypatch.setattr(running.engine._input_processor, "tokenize", slowly)
@@ -336,7 +336,7 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
 
 @bounded
 async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
-    """Sixty clients on a pool with room for about three of them, a third of whom vanish."""
+    """Sixty clients on a pool with room for about three; a third of them disconnect."""
     prompts = [[5 + number, 6, 7] * 20 for number in range(60)]
     wanted = await asyncio.to_thread(
         offline().generate,
@@ -417,7 +417,7 @@ def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_t
 
 
 def test_the_words_of_an_error_do_not_make_it_the_clients(monkeypatch):
-    """Whose fault it is, is a field of the output: words may be anybody's, of a driver or of the client itself."""
+    """The status depends on the output's error kind; its message may be a driver's or the client's own."""
     with serving() as running, running.http() as http:
 
         def fail() -> None:
@@ -472,7 +472,7 @@ def test_when_the_engine_dies_every_client_gets_an_error_health_is_503_and_the_e
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """What comes until the server closes, or has nothing more to say."""
+    """Read until the server closes or sends no more."""
     connection.settimeout(30.0)
     received = b""
     while data := connection.recv(65536):

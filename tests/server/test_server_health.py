@@ -20,7 +20,7 @@ ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
 
 @contextmanager
 def held_step(running: Serving) -> Iterator[None]:
-    """Within: a request runs, and a step of it does not end."""
+    """Hold a step of a running request within the block."""
     holds, may_go_on = threading.Event(), threading.Event()
 
     def hold(_: object) -> None:
@@ -105,11 +105,11 @@ def test_clients_that_are_refused_together_do_not_come_again_together():
     now = 100.0
     retry = RetryAfter(clock=lambda: now)
     now = 110.0
-    for _ in range(5):  # one ends in two seconds
+    for _ in range(5):  # one per two seconds
         retry.record_ended(1)
     assert [retry.seconds(4) for _ in range(5)] == [8, 10, 12, 14, 16]
     assert max(retry.seconds(4) for _ in range(100)) == MAX_SECONDS
-    now = 500.0  # what ended then tells nothing now
+    now = 500.0  # earlier ends are outside the window
     retry.record_busy()
     assert retry.seconds(4) == 4
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what they count, and a dashboard that asks for no other."""
+"""Prometheus metrics: their values, and a dashboard that uses no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, float]:
-    """The figures after: the same prompt of 48 tokens twice, 5 tokens each; n=2 of 3 tokens; a refusal; a client that
+    """Metrics after a prompt of 48 tokens twice, 5 tokens each; n=2 of 3 tokens; a refusal; a client that
     left."""
     with serving() as running, running.http() as http:
         body = {"prompt": list(range(100, 148)), "max_tokens": 5, "temperature": 0}
@@ -72,7 +72,7 @@ def test_tokens_and_the_prefix_cache_are_counted(counted):
 
 def test_latencies_are_those_of_all_requests_and_lengths_those_of_requests_that_ended(counted):
     for name, num_requests in (
-        ("time_to_first_token_seconds", 4),  # that of the client that left too
+        ("time_to_first_token_seconds", 4),  # including the client that left
         ("e2e_request_latency_seconds", 4),
         ("request_queue_time_seconds", 3),
     ):

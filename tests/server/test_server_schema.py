@@ -1,4 +1,4 @@
-"""Requests drawn from the server's OpenAPI description succeed; no request gets a server error."""
+"""Requests drawn from the OpenAPI schema succeed; no request gets a server error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanovllm.sampling_params import MAX_SEED
 from tests.support.serving import Serving, serving
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-# As many as fit into some seconds; more with the environment's SCHEMA_EXAMPLES.
+# Examples per endpoint; the environment variable SCHEMA_EXAMPLES raises it.
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "6"))
 OPERATIONS = [
     ("/health", "GET"),
@@ -36,7 +36,7 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
 ]
-# What a description of fields one by one, by type and range, cannot tell. All else that it allows must succeed.
+# Refusals that a schema cannot express. Any other valid request must succeed.
 NOT_TOLD = [
     # one field and another
     "stream_options is given, but stream is not true",
@@ -77,10 +77,10 @@ def test_every_endpoint_is_described(described):
 
 
 def in_whole_numbers(value: Any) -> Any:
-    """JSON Schema calls 256.0 an integer, and no description can say otherwise; the server wants it written 256."""
+    """Write 256.0 as 256: JSON Schema counts it as an integer, the server does not."""
     match value:
         case float() if value.is_integer():
-            return min(int(value), MAX_SEED)  # which no float can tell from the number behind it
+            return min(int(value), MAX_SEED)  # a float cannot hold MAX_SEED exactly
         case list():
             return [in_whole_numbers(item) for item in value]
         case dict():
@@ -89,7 +89,7 @@ def in_whole_numbers(value: Any) -> Any:
 
 
 def is_told(answer: Any) -> bool:
-    """Whether an error is one that the description could have told of."""
+    """Whether the schema could express an error."""
     message = answer.json()["error"]["message"]
     return answer.status_code != 400 or not any(re.search(reason, message) for reason in NOT_TOLD)
 

@@ -61,7 +61,7 @@ def test_every_key_of_a_file_is_accepted_and_an_empty_file_refused(tmp_path):
 
 
 def test_the_time_of_a_check_does_not_depend_on_which_key_fits(monkeypatch):
-    """Each key is compared, by digests of one length, in constant time."""
+    """Keys are compared by digests of equal length, in constant time."""
     compared = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -83,7 +83,7 @@ def test_a_key_that_no_request_can_bring_is_refused_and_not_shown(key):
 
 
 def test_keys_are_kept_apart_from_what_they_were_given_in():
-    """Of an iterator too: a server whose keys were lost would be open to everybody."""
+    """An exhausted iterator of keys would leave the server open."""
     given = ["one", "two"]
     settings = ServerSettings(api_key=given)
     given.clear()
@@ -102,7 +102,7 @@ def test_without_the_key_a_body_is_not_even_read():
         connection.settimeout(30.0)
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-        )  # and no more
+        )  # nothing else
         assert connection.recv(65536).startswith(b"HTTP/1.1 401")
         connection.close()
 
@@ -131,7 +131,7 @@ def test_with_a_salt_per_key_nobody_finds_the_prefixes_of_another():
         assert cached(http, "bob", cache_salt=f"{cache_salt('alice')}:") == 0
         assert cached(http, "alice") == 32
     with serving({"api_key": keys}) as running, running.http() as http:
-        assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared unless told otherwise
+        assert [cached(http, "alice"), cached(http, "bob")] == [0, 32]  # shared by default
 
 
 def test_a_salt_per_key_without_keys_is_refused():
@@ -150,7 +150,7 @@ def test_other_origins_are_let_in_only_when_named():
         allowed = "access-control-allow-origin"
         assert http.get("/health", headers=origin).headers[allowed] == "https://example.org"
         assert http.options("/v1/completions", headers=preflight).status_code == 200
-        assert http.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"  # of a 401 too
+        assert http.post("/v1/completions", headers=origin).headers[allowed] == "https://example.org"  # also in a 401
         assert allowed not in http.get("/health", headers={"Origin": "https://evil.org"}).headers
 
 
@@ -172,7 +172,7 @@ def test_an_unforeseen_error_is_a_500_without_its_trace(monkeypatch):
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "Zero" not in answer.text and ".py" not in answer.text
         counted = 'http_responses_total{endpoint="/v1/models",model_name="tiny",status="500"} 1.0'
-        assert counted in httpx.get(f"{running.url}/metrics").text  # the other connection was closed
+        assert counted in httpx.get(f"{running.url}/metrics").text  # the other connection is closed
 
 
 def test_the_model_is_not_named_by_its_path(tmp_path):
@@ -217,7 +217,7 @@ MANY = 20_000
 def test_a_body_with_many_faults_is_refused_at_the_first_ones(model, body):
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
-    assert 0 < refused.value.error_count() <= 4  # one for each form of a field
+    assert 0 < refused.value.error_count() <= 4  # one per union member
 
 
 LONG = "x" * 20_000

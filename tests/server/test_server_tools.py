@@ -79,7 +79,7 @@ def test_tool_calls_and_content_are_separated_in_a_whole_answer(form, text, cont
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
 def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, content, calls):
-    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token comes in one piece
+    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token is one delta
     body = text.removesuffix("<|eot|>")
     cuts = [[body[:at], body[at:]] for at in range(len(body) + 1)]
     cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
@@ -163,7 +163,7 @@ MIXED_CITIES = ["Paris", "</tool_call>"]
 
 @pytest.fixture
 def stop_id(running, monkeypatch, request) -> int:
-    """The engine's next answers are CALL, or the parameter, and a stop token: what its sampler draws is replaced."""
+    """Replace the sampler's draws: each answer is CALL, or the parameter, and a stop token."""
     runner = running.engine._engine_thread._engine.model_runner
     execute = runner.execute
     stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")

@@ -24,7 +24,7 @@ def open_llm(**options: Any) -> AsyncLLM:
 
 
 def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as one that pytest runs; two minutes are far more than any of them needs."""
+    """Wrap an async test for pytest, with a timeout of two minutes."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 async def answer(stream: AsyncIterator[RequestOutput], kind: str = "cumulative") -> tuple[list[int], str]:
-    """Tokens and text of a whole stream."""
+    """Read a stream to its end; returns tokens and text."""
     completions = [output.outputs[0] for output in await collect(stream)]
     if kind != "delta":
         return completions[-1].token_ids, completions[-1].text
@@ -73,7 +73,7 @@ async def comes_true(condition: Callable[[], Awaitable[bool]], seconds: float = 
 
 
 def in_engine_steps(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None]) -> None:
-    """Call `before(batch)` at the begin of each execution, in the engine's thread."""
+    """Call `before(batch)` in the engine's thread before each execution."""
     runner = llm._engine_thread._engine.model_runner
     execute = runner.execute
 

@@ -17,7 +17,7 @@ def records(out: str) -> list[dict[str, Any]]:
 
 
 def generated(folder: Path, prompt: Any, **params: Any) -> list[int]:
-    """What the Python front door says to the same."""
+    """Return the token ids of the same request through `LLM`."""
     options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
     with LLM(folder, **options) as llm:
         params = {"temperature": 0.0, "max_tokens": 6} | params

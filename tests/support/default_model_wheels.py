@@ -1,4 +1,4 @@
-"""Wheels with a tiny random model in the default model's format, and checks of the cache they are built in."""
+"""Wheels with a tiny random model in the default model's format, and checks of the cache."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCABULARY = 4, 2, 16, 64, 96, 263
 
 
 def tiny_tensors() -> dict[str, tuple[Format, np.ndarray]]:
-    """A random Llama of two layers in the formats and under the names of the real file, as stored bytes."""
+    """A random Llama of two layers with the file's formats and names, as stored bytes."""
     random = np.random.default_rng(0)
 
     def stored(kind: Format, *shape: int) -> tuple[Format, np.ndarray]:

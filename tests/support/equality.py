@@ -31,7 +31,7 @@ def prompts():
 def reference(module, prompt):
     with torch.no_grad():
         inputs = torch.tensor([prompt], device=module.device)
-        # without a mask, generate would take the padding token within a prompt for padding
+        # without a mask, generate treats the padding token within a prompt as padding
         mask = torch.ones_like(inputs)
         output = module.generate(
             inputs, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0

@@ -1,4 +1,4 @@
-"""An `LLM` over the tiny model: opened, asked, made to fail, and checked to be idle with every block free."""
+"""An `LLM` over the tiny model: open it, make it fail, check that it is idle with every block free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_llm(model: Any = None, **options: Any) -> LLM:
 
 @functools.cache
 def shared_llm() -> LLM:
-    """For tests that leave no trace which another would see, the prefix cache aside."""
+    """An engine shared by tests that leave nothing behind, except in the prefix cache."""
     return open_llm()
 
 
@@ -37,7 +37,7 @@ def token_ids(outputs: list[Any]) -> list[list[int]]:
 
 
 def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
-    """Make the model say `text`, whatever it is asked; returns the text's tokens."""
+    """Make the model generate `text` for any prompt; returns the text's tokens."""
     says = llm.tokenizer(text)["input_ids"]
 
     def sample(logits, sequences, positions, latest, report):
@@ -49,7 +49,7 @@ def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
 
 
 def fail_in_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, error: BaseException) -> None:
-    """Raise in the middle of the `number`-th step from now: its KV is written, its tokens are not sampled."""
+    """Raise within the `number`-th step from now, after its KV is written and before its tokens are sampled."""
     sampler, steps = llm._engine.model_runner.sampler, iter(range(1, 10_000))
     sample = sampler.sample
 
@@ -69,12 +69,12 @@ def assert_idle_and_whole(llm: LLM) -> None:
 
 
 def ends_within(seconds: float, function: Callable[[], Any]) -> bool:
-    """Whether the function returns or raises in time, run in a thread; it goes on in the background if not."""
+    """Whether a function ends in time; runs it in a thread, which goes on in the background if not."""
 
     def run() -> None:
         try:
             function()
-        except Exception:  # it ended, which is all that is asked
+        except Exception:  # it ended
             return
 
     thread = threading.Thread(target=run, daemon=True)

@@ -55,7 +55,7 @@ def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Some share a prefix, some ask for everything, some for nothing; tokens are changed in every way there is."""
+    """Requests with and without log-probabilities, some with a shared prefix, with every change of logits."""
     prompts = random_prompts(14, low=1, high=90, seed=6)
     shared = random_prompts(1, low=48, high=48, seed=7)[0]
     prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]

@@ -12,7 +12,7 @@ from tests.support.tiny_models import VOCAB_SIZE, random_prompts
 
 @functools.cache
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Some share a prefix; they end by length at every place in a block, by stop tokens, by stop strings."""
+    """Some share a prefix; they end by length at every slot of a block, by stop tokens and by stop strings."""
     choice = random.Random(3)
     shared = random_prompts(1, low=48, high=48, seed=5)[0]
     prompts = random_prompts(24, low=1, high=90, seed=4)

@@ -20,11 +20,11 @@ from nanovllm.sequence import NewRequest, Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 40
-HUGE = 1e4  # what stands in the slots of a sequence's own blocks that it has not filled: finite, but never to be seen
+HUGE = 1e4  # content of unfilled slots in a sequence's own blocks: finite, and never to be attended to
 
 
 class PagedCase:
-    """Random keys and values of several sequences, laid out in a poisoned cache, and the step that extends them."""
+    """Random K and V of several sequences in a poisoned cache, and the step that extends them."""
 
     def __init__(
         self, spans, *, block_size=16, num_kv_heads=2, groups=3, head_dim=64, dtype=torch.float32, seed=0, shared=0
@@ -69,7 +69,7 @@ class PagedCase:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def inputs(self, num_padding=0):
-        """query, key, value as a transformers layer hands them over, in the layout's row order."""
+        """Return query, key and value as a transformers layer passes them, in the layout's row order."""
         order = [int(entry.sequence.request_id) for entry in self.layout.entries]
         new = [[states[self.entries[i].start :] for i in order for states in [self.dense[i][k]]] for k in range(2)]
         rows = [torch.cat([self.queries[i] for i in order]), *(torch.cat(states) for states in new)]
@@ -94,7 +94,7 @@ class PagedCase:
             leave_step(-1)
 
     def expected(self) -> Tensor:
-        """[num_tokens, num_heads, head_dim] in row order, computed densely in float32."""
+        """Return the dense float32 reference, [num_tokens, num_heads, head_dim] in row order."""
         outputs = []
         for entry in self.layout.entries:
             number = int(entry.sequence.request_id)
@@ -124,7 +124,7 @@ _flex_backends = {}
 
 
 def flex(case):
-    """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
+    """Return the backend of a shape; it keeps its compiled kernels over steps, as in an engine."""
     num_heads = case.queries[0].shape[1]
     key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
     if key not in _flex_backends:

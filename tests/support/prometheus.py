@@ -8,7 +8,7 @@ from tests.support.serving import MODEL, Serving
 
 
 def figures(running: Serving) -> dict[str, float]:
-    """Each sample's value under its name and labels other than the model's, as "name{label=value}"."""
+    """Parse metrics: value by "name{label=value}", without the model's label."""
     with running.http() as http:
         answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")

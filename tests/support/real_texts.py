@@ -37,7 +37,7 @@ PROSE = [
     (0, 40), (300, 63), (600, 64), (900, 65), (1200, 127), (1500, 128), (1800, 129), (0, 200), (0, 300), (0, 512),
     (0, 900), (400, 1100), (0, 1500), (5000, 90),
 ]  # fmt: skip
-# Tokens of each text in real_code.txt: Python modules as they once were, since a comparison of errors wants texts that
+# Tokens of each text in real_code.txt: copies of Python modules, since a comparison of errors needs texts that
 # do not change.
 CODE = [90, 191, 350, 700, 256, 257, 1024, 77, 448, 160, 640, 1300]
 

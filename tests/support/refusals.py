@@ -1,4 +1,4 @@
-"""Checks that a refusal names what it must, and that the engine stays usable."""
+"""Checks of a refusal's message, and that the engine stays usable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer_of(llm: LLM) -> list[int]:
 
 
 def refused(kind: type[Exception], *arguments: Any, llm: LLM | None = None, **options: Any) -> str:
-    """The message of a call to generate that is refused, leaving the engine as it was and usable."""
+    """Return the message of a refused call of generate; checks that the engine is unchanged and usable."""
     llm = llm or shared_llm()
     before = llm.stats()
     with pytest.raises(kind) as caught:

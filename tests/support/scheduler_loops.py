@@ -1,4 +1,4 @@
-"""Loops of scheduler and mock model, brought to the states that tests of the scheduler begin with."""
+"""Loops of scheduler and mock model in the start states of the scheduler's tests."""
 
 from nanovllm.sequence import Sequence
 from tests.support.scheduling import Loop, chunks, make_scheduler
@@ -9,7 +9,7 @@ def make_loop(**limits: int) -> Loop:
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
-    """Tokens that no prompt with another `first` begins with."""
+    """Tokens of a prefix that no prompt with another `first` shares."""
     return [first, *(position % 7 for position in range(length - 1))]
 
 
@@ -22,7 +22,7 @@ def waiting(loop: Loop) -> list[str]:
 
 
 def two_that_outgrow_the_pool(**options: int) -> Loop:
-    """Two running sequences of two blocks and a half in a pool of six: one of them needs a fourth block first."""
+    """Two running sequences of two and a half blocks each, in a pool of six; one needs a fourth block first."""
     loop = make_loop(num_kv_blocks=1 + 6, max_model_len=24)
     loop.add(prompt(10), max_tokens=14)
     loop.add(prompt(9, 1), max_tokens=15, **options)
@@ -35,8 +35,8 @@ def run_until_preemption(loop: Loop) -> None:
 
 
 def prefill_between_decodes_that_need_blocks() -> Loop:
-    """Request 4 has a chunk of 8 of its 13 tokens in flight, and of four decodes, two older and two younger than it,
-    each needs a new block now; two blocks are free."""
+    """Request 4 has a chunk of 8 of its 13 tokens in flight. Four decodes, two older and two younger than it,
+    each need a new block; two blocks are free."""
     loop = make_loop(num_kv_blocks=1 + 8, max_model_len=32, max_num_batched_tokens=12, max_num_seqs=8)
     for number, priority in enumerate((0, 0, 2, 2)):
         loop.add(prompt(3, number), max_tokens=5, priority=priority)
@@ -48,7 +48,7 @@ def prefill_between_decodes_that_need_blocks() -> Loop:
 
 
 def update_with(loop: Loop, *token_ids: int) -> list[Sequence]:
-    """Schedule a step and answer it with tokens of the test's choice."""
+    """Schedule a step and update it with the given tokens."""
     return loop.scheduler.update(loop.scheduler.schedule(), token_ids)
 
 

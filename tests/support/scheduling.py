@@ -1,4 +1,4 @@
-"""Settings for tests of the scheduler: small factories, a mock model, and the engine's loop without an engine.
+"""Factories for tests of the scheduler, a mock model, and the engine's loop without an engine.
 
 The mock model draws each token as a pure function of all tokens before it, and keeps a KV cache whose slots say which
 prefix they were computed for, so that every read of every step is checked against what the sequence should find there.
@@ -52,7 +52,7 @@ def make_sequence(
 
 
 def make_config(**limits: float | None) -> EngineConfig:
-    """A resolved config; limits that a test does not name are too wide to matter."""
+    """A resolved config; limits that a test does not set are out of reach."""
     defaults = {
         "max_model_len": 64,
         "max_num_batched_tokens": 1024,
@@ -66,14 +66,14 @@ def make_config(**limits: float | None) -> EngineConfig:
 
 
 def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, **limits: float | None) -> Scheduler:
-    """A scheduler over blocks that may be smaller than the engine allows: more boundaries in fewer tokens."""
+    """A scheduler; its blocks may be smaller than the engine allows, for more boundaries in fewer tokens."""
     config = make_config(**limits)
     manager = BlockManager(config.num_kv_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
     return Scheduler(config, manager)
 
 
 def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
-    """What a batch computes, in batch order: request id -> (start, end)."""
+    """Return the positions that a batch computes, in batch order: request id -> (start, end)."""
     return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
 
 
@@ -98,7 +98,7 @@ def extend_prefix(prefix: int, token_id: int) -> int:
 
 
 def generate_alone(sequence: Sequence) -> list[int]:
-    """The output of a request that has the model to itself: no cache, no batch, one token after the other."""
+    """The output of a request alone: no cache, no batch, one token per step."""
     prefix = empty_prefix(sequence.cache_salt)
     for token_id in sequence.token_ids[: sequence.num_prompt_tokens]:
         prefix = extend_prefix(prefix, token_id)
@@ -116,20 +116,20 @@ class Poison:
     """The KV of a position where the model turned non-finite."""
 
     block: int
-    is_known: bool = False  # the scheduler was told
-    holders: set[str] = field(default_factory=set)  # requests that held the block when it was told
+    is_known: bool = False  # reported to the scheduler
+    holders: set[str] = field(default_factory=set)  # requests that held the block at that time
 
 
 @dataclass
 class _OnDevice:
-    """What the device knows of one sequence: its tokens, and the hash of each prefix that ends with one of them."""
+    """State of a sequence on the device: its tokens, and the hash of each prefix."""
 
     token_ids: list[int]
     prefixes: list[int]
 
 
 class MockModel:
-    """Executes batches at launch, in order, as a device does; every broken promise of a batch is an AssertionError."""
+    """Executes batches in order of launch, like a device; raises AssertionError for an invalid batch."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
@@ -140,7 +140,7 @@ class MockModel:
         self._poisons: dict[str, list[Poison]] = {}
 
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
-        """Write, then read, then sample; the new positions of the requests in `non_finite` turn to NaN."""
+        """Write, read and sample; new positions of the requests in `non_finite` become NaN."""
         self._check_batch(batch)
         written_by: dict[int, str] = {}
         for entry in batch.entries:
@@ -164,7 +164,7 @@ class MockModel:
         return sampled
 
     def fail(self, batch: ScheduledBatch) -> None:
-        """The batch ended in an error: its slots hold anything, its tokens never were. Newest batch first."""
+        """Undo a failed batch: its slots are undefined, its tokens are gone. Call for the newest batch first."""
         for entry in batch.entries:
             state = self._on_device[entry.sequence.request_id]
             for position in range(entry.start, entry.start + entry.num_new_tokens):
@@ -174,7 +174,7 @@ class MockModel:
                 state.prefixes.pop()
 
     def tell_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """The scheduler learns that the sequence turned non-finite: from now on nobody may find its blocks."""
+        """Report a non-finite sequence to the scheduler: its blocks must no longer be findable."""
         running = list(running)
         for poison in self._poisons.pop(sequence.request_id, ()):
             if not poison.is_known:
@@ -207,7 +207,7 @@ class MockModel:
         if state is None:
             state = self._on_device[sequence.request_id] = _OnDevice([], [])
             self._learn(state, sequence.token_ids, empty_prefix(sequence.cache_salt))
-        # A token drawn twice, lost or changed would make host and device differ.
+        # A token drawn twice, lost or changed makes host and device differ.
         known = sequence.token_ids.tolist()
         check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
         for position in range(entry.start, entry.start + entry.num_new_tokens):
@@ -270,7 +270,7 @@ class Launched:
 
 
 class Loop:
-    """What an engine does with a scheduler, in any order that it could; checks every invariant after each call."""
+    """The engine's calls of a scheduler, in any order; checks every invariant after each."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -279,7 +279,7 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.in_flight: deque[Launched] = deque()
         self.now = 0.0
-        self.seen: Counter[str] = Counter()  # situations that came up, so that a fuzz can prove it met them
+        self.seen: Counter[str] = Counter()  # situations met, so that a fuzz can assert its coverage
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -337,7 +337,7 @@ class Loop:
         return batch
 
     def fail(self, index: int = 0) -> list[Sequence]:
-        """The batch in flight with this index fails, and with it those launched later."""
+        """Fail the batch in flight with this index, and those launched after it."""
         batch = self.in_flight[index].batch
         while len(self.in_flight) > index:
             self.model.fail(self.in_flight.pop().batch)
@@ -354,7 +354,7 @@ class Loop:
     def drain(self, depth: int = 1) -> int:
         """Run to the end with at most `depth` batches in flight; returns the number of steps, which is bounded."""
         num_steps = 0
-        # Older prefills may have to wait for younger decodes, so twice as many as one request after the other needs.
+        # Older prefills may wait for younger decodes: twice the steps of serving one request after the other.
         limit = 2 * self.scheduler.config.max_model_len * (len(self.unfinished) + 1)
         while self.in_flight or self.unfinished:
             batch = self.launch()
@@ -365,7 +365,7 @@ class Loop:
         return num_steps
 
     def check(self) -> None:
-        """Every invariant that holds between calls."""
+        """Check every invariant that holds between calls."""
         scheduler = self.scheduler
         self.manager.check_integrity([*scheduler.running, *scheduler.waiting])
         check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
@@ -384,7 +384,7 @@ class Loop:
         self._check_partial_prefills()
 
     def check_outputs(self) -> None:
-        """Every request ended with exactly its tokens (an aborted one with the first of them), and nothing leaked."""
+        """Check that every request ended with its tokens (an aborted one with a prefix), and that nothing leaked."""
         for sequence in self.sequences:
             expected, output = generate_alone(sequence), sequence.output_token_ids
             if sequence.finish_reason in ("abort", "error"):
@@ -397,7 +397,7 @@ class Loop:
         check(self.manager.num_free_blocks == self.manager.num_blocks - 1, "blocks leaked")
 
     def _check_order(self) -> None:
-        """Both queues are in the order of priority, less what each has gained by its age now, and then of arrival."""
+        """Check that both queues are in order of aged priority, then of arrival."""
         ageing = self.scheduler.config.priority_ageing_s
         for queue in (self.scheduler.running, self.scheduler.waiting):
             gained = [(self.now - sequence.arrival_time) / ageing if ageing else 0.0 for sequence in queue]

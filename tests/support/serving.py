@@ -29,7 +29,7 @@ MODEL = "tiny"
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that runs, its engine, and where it is."""
+    """A running server, its engine and its URL."""
 
     engine: AsyncLLM
     app: Any
@@ -56,7 +56,7 @@ class Serving:
         return run_in_subprocess(self.engine.stats())
 
     def stop(self) -> int:
-        """As a signal would; returns the exit code."""
+        """Stop the server as a signal does; returns the exit code."""
         self.server.handle_exit(15, None)
         self.thread.join(60.0)
         assert not self.thread.is_alive()
@@ -76,7 +76,7 @@ def serving(
     send_buffer: int | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
-    """A server of a tiny model; it is stopped at the end, and must end.
+    """A server of a tiny model, stopped at the end of the block.
 
     Args:
         send_buffer: bytes that the system keeps of what a client has not read.
@@ -102,7 +102,7 @@ def serving(
 
 
 def run_in_subprocess(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work` from a thread of its own, since this one may have an event loop that runs (playwright's)."""
+    """Run `work` in a thread of its own: playwright's event loop may run in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
@@ -115,7 +115,7 @@ def comes_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def raw_stream(running: Serving, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """A socket on which a request was sent whose answer nobody has read."""
+    """Send a request and return the socket, with the answer unread."""
     data = json.dumps({"stream": True} | body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Small workloads of each kind, and a digest of all that a workload holds."""
+"""Small workloads of each kind, and a digest of a workload's requests."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Snapshot:
-    """Everything that hangs on a module, its submodules and its configs, down to the identity of each object."""
+    """Attributes of a module, its submodules and configs, with the identity of each object."""
 
     def __init__(self, model: nn.Module) -> None:
         self.objects: list[Any] = []  # kept alive, so that no other object can take an identity

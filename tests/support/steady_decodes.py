@@ -35,7 +35,7 @@ def make_scheduler(num_seqs: int, num_kv_blocks: int) -> Scheduler:
 
 
 def decoding(num_running: int, num_waiting: int = 0) -> Scheduler:
-    """Sequences at different places in their blocks, all past their prompts."""
+    """Decoding sequences at different slots of their blocks."""
     scheduler = make_scheduler(num_running, 1 + (num_running + 1) * MAX_MODEL_LEN // BLOCK_SIZE)
     rng = random.Random(0)
     for arrival in range(num_running + num_waiting):

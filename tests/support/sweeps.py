@@ -22,7 +22,7 @@ def setting(budget: int, num_seqs: int = 16, block_size: int = 64) -> Setting:
 
 
 def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | None = None) -> dict:
-    """A run with `rate` tokens a second and the same time everywhere."""
+    """A run with `rate` tokens/s, and equal latencies in all statistics."""
     return {
         "rate": arrivals, "output_tokens_per_second": rate, "ttft": dict.fromkeys(("mean", "p50", "p90", "p99"), ttft),
         "itl": dict.fromkeys(("mean", "p50", "p90", "p99"), itl), "environment": {"torch": "2"}, "config": {"a": 1},
@@ -30,7 +30,7 @@ def run(rate: float, *, ttft: float = 0.1, itl: float = 0.01, arrivals: float | 
 
 
 class Machine:
-    """Measures by a table; notes what it was asked."""
+    """Returns runs from a table; records the calls."""
 
     def __init__(self, runs: dict[Setting, dict], failing: tuple[Setting, ...] = ()) -> None:
         self.runs, self.failing = runs, failing
@@ -56,7 +56,7 @@ CALIBRATION = Calibration(
 
 
 def as_played(workload: Workload, options: dict) -> dict:
-    """Figures of a simulation, the rate counted from the start of the workload as `bench.replay` does."""
+    """Figures of a simulation, with the rate from the start of the workload as in `bench.replay`."""
     simulation = simulate(workload, CALIBRATION.resolve(EngineConfig(**options)), COST)
     seconds = max(metrics.finished_time for metrics in simulation.requests)
     return simulation.figures() | {"output_tokens_per_second": workload.num_output_tokens / seconds}

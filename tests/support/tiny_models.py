@@ -81,7 +81,7 @@ def tiny_model(
 def widen(model: nn.Module, *, seed: int = 0) -> None:
     """Draw all weights anew, wide enough that outputs vary and depend on every token of the prompt."""
     generator = torch.Generator().manual_seed(seed)
-    # Queries and keys make attention look at few tokens, values and the output projection make what it sees count.
+    # Large queries and keys make attention sharp; large values and output projection make it matter.
     gains = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 2.0, "o_proj": 2.0, "lm_head": 3.0}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def widen(model: nn.Module, *, seed: int = 0) -> None:
                 parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)
 
 
-# Text to learn merges from; what it says does not matter, that it repeats itself a little does.
+# Text to learn merges from; it must repeat some words.
 _CORPUS = (
     "The quick brown fox jumps over the lazy dog. A block holds the keys and values of sixteen tokens or more. "
     "What is the capital of France? The capital of France is Paris. Two and two are four, and four and four are "
@@ -125,7 +125,7 @@ def _byte_level_bpe() -> str:
 
 
 def tiny_tokenizer(*, eos_token: str | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens: it can spell any text, and has a chat template."""
+    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, with a chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_byte_level_bpe()),
         eos_token=eos_token,

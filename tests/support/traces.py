@@ -1,4 +1,4 @@
-"""Reads a trace as its format says, apart from the package's own reader, checks what must hold of every trace, and
+"""Reader of traces, independent of the package's own; checks the invariants of a trace, and
 simulates large ones."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass
 class Trace:
-    """Spans by lane, lanes in order of their number; slices of steps and the values of counters in order of time."""
+    """Spans by lane number; steps and counter values in order of time."""
 
     names: dict[int, str] = field(default_factory=dict)
     lanes: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
@@ -97,7 +97,7 @@ def check(trace: Trace) -> None:
     for step in trace.steps:
         assert 0 < step["decode"] + step["prefill"] <= step["budget"]
         assert 0 <= step["used_blocks"] <= step["blocks"]
-    # What the lanes say adds up to what the steps say, as far as no request left in the middle of a step.
+    # Tokens of the lanes add up to those of the steps, unless a request left during a step.
     spans = [span for lane in trace.lanes.values() for span in lane]
     if all(lane[-1].arguments["reason"] in ("length", "stop") for lane in trace.lanes.values()):
         chunks = [span for span in spans if span.state == "prefill"]
@@ -107,7 +107,7 @@ def check(trace: Trace) -> None:
 
 
 def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
-    """Trace a scheduler whose tokens nobody computes, under a load that preempts; returns the number of steps."""
+    """Trace a scheduler with made-up tokens, under a load that preempts; returns the number of steps."""
     rng = random.Random(seed)
     config = EngineConfig(
         max_model_len=2048,

@@ -1,4 +1,4 @@
-"""For tests of the command line: a folder with a tiny model, and commands run on it."""
+"""Fixtures of the command line: a folder with a tiny model, and commands run on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
             status = main([command, "--model", model or str(folder), *ENGINE, *arguments])
-        except SystemExit as exit_:  # argparse's way to refuse
+        except SystemExit as exit_:  # raised by argparse
             status = exit_.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err

@@ -44,7 +44,7 @@ class Clock:
 
 
 class OneTokenASecond:
-    """An engine on a clock of its own making: each step takes a second and gives every request a token."""
+    """An engine with its own clock: a step takes a second and gives every request a token."""
 
     takes_arrivals = True
 
@@ -76,11 +76,11 @@ def play_on_a_fake_clock(requests: list[TimedRequest]):
 def test_a_request_is_handed_over_when_it_is_due_and_not_before():
     requests = [TimedRequest(0.0, [1], 1), TimedRequest(5.25, [1], 2), TimedRequest(5.5, [1], 1)]
     clock, player, played, told = play_on_a_fake_clock(requests)
-    assert player.added == {0: 0.0, 1: 5.25, 2: 6.25}  # the third falls due within a step
+    assert player.added == {0: 0.0, 1: 5.25, 2: 6.25}  # the third is due during a step
     assert clock.slept == [4.25]
     assert [arrival - 1000.0 for arrival in played.arrivals] == [0.0, 5.25, 5.5]
     assert told["seconds"] == 7.25 and told["output_tokens_per_second"] == 4 / 7.25
-    # The third waited for the end of a step: its first token came 1.75 s after it was due.
+    # The third waited for a step's end: its first token came 1.75 s after it was due.
     assert told["ttft"]["max"] == 1.75 and told["ttft"]["p50"] == 1.0
     assert told["itl"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
 
@@ -128,7 +128,7 @@ def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
     finally:
         player.close()
     for place, request in enumerate(workload.requests):
-        # At least the whole blocks of the last prompt; the answer behind it is drawn, so the engine's own differs.
+        # At least the whole blocks of the last prompt; the answer in the prompt is drawn, not the engine's.
         last = 0 if request.after is None else len(workload.requests[request.after].prompt_token_ids)
         assert finished[place].num_cached_tokens == again[place].num_cached_tokens == last // 16 * 16
     assert sum(ended.num_cached_tokens for ended in finished) == 2 * (16 + 48)
@@ -163,7 +163,7 @@ def job_of(folder: str, workload: Workload, path, **changes) -> dict:
 def test_a_job_counts_steps_tokens_and_hits_of_the_measured_run_only(folder, tmp_path):
     workload = random_requests(requests=5, prompt=40, shared=32, output=6, vocab=512)
     (run,) = run_job(job_of(folder, workload, tmp_path / "small.jsonl", profile=True))
-    assert run["cached_tokens"] == 4 * 32  # four of the five find the prefix that the first computes
+    assert run["cached_tokens"] == 4 * 32  # four of the five hit the prefix that the first computes
     assert run["steps"] == 6
     assert run["computed_tokens"] == 5 * 40 - 4 * 32 + 5 * 5
     assert run["tokens_per_step"] == run["computed_tokens"] / 6
@@ -241,7 +241,7 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     assert run["environment"]["cores"] and run["environment"]["nanovllm"]
     assert run["cached_tokens"] == 4 * 32
     recorded = timeline.read_trace(record)
-    assert len(recorded.lanes) == 5 and len(recorded.steps) == run["steps"]  # without the warm-up before
+    assert len(recorded.lanes) == 5 and len(recorded.steps) == run["steps"]  # without the warm-up
     assert sum(step[2 + timeline.STEP_VALUES.index("cached")] for step in recorded.steps) == 4 * 32
 
 
@@ -311,7 +311,10 @@ def test_an_engine_that_is_not_installed_needs_an_interpreter(monkeypatch):
         EngineSpec.parse("vllm:max_num_seqs=64", {})
     spec = EngineSpec.parse("vllm:max_num_seqs=64,python=/some/python", {"dtype": "float32", "block_size": 16})
     assert (spec.label, spec.python) == ("vllm:max_num_seqs=64", "/some/python")
-    assert spec.options == {"max_num_seqs": 64, "dtype": "float32"}  # options of this engine are not a peer's
+    assert spec.options == {
+        "max_num_seqs": 64,
+        "dtype": "float32",
+    }  # inherits dtype only
 
 
 def test_only_static_batches_are_refused_for_arrivals():

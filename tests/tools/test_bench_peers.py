@@ -51,7 +51,7 @@ def test_llama_cpp_takes_one_request_after_the_other_and_keeps_what_they_share(l
     played = replay(player, workload)
     told = figures(workload, played)
     assert llama_cpp == [(1, 2, 3, 4), (1, 2, 9), (1, 2, 9)]
-    # Of a prompt that is known as a whole, the last token is computed all the same.
+    # The last token of a cached prompt is computed again.
     assert [ended.num_cached_tokens for ended in played.finished] == [0, 2, 2]
     assert told["cached_tokens"] == 4
     assert played.finished[0].token_times[-1] <= played.finished[1].token_times[0]
@@ -110,7 +110,7 @@ def test_vllm_gives_each_token_the_time_of_the_step_that_brought_it(vllm):
     assert figures(workload, played)["cached_tokens"] == 6
     assert vllm[0] == {"prompt_token_ids": [1, 2], "cache_salt": "a", "id": "0", "priority": 2}
     replay(player, workload)
-    assert vllm[2]["id"] == "2"  # ids are never used again
+    assert vllm[2]["id"] == "2"  # ids are unique
 
 
 def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):

@@ -1,4 +1,4 @@
-"""Calibration on disk and from a real engine, and the commands that make and use one."""
+"""Calibration: on disk, from a real engine, and in its commands."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(capsys):
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
             status = main(arguments)
-        except SystemExit as exit_:  # argparse's way to refuse
+        except SystemExit as exit_:  # raised by argparse
             status = exit_.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err
@@ -89,7 +89,7 @@ def test_options_resolve_as_on_the_measured_engine():
 def test_options_that_were_given_count():
     config = CALIBRATION.resolve(EngineConfig(block_size=32, max_num_seqs=7, max_model_len=500, overlap=True))
     assert (config.block_size, config.max_num_seqs, config.max_model_len, config.overlap) == (32, 7, 500, True)
-    assert config.num_kv_blocks == 7 * 16 + 1  # more cannot be used; the measured pool would hold 200
+    assert config.num_kv_blocks == 7 * 16 + 1  # 7 sequences of max_model_len; the measured pool would hold 200
 
 
 def test_a_pool_that_is_too_small_is_refused_as_the_engine_refuses_it():
@@ -176,7 +176,7 @@ def test_residuals_are_relative_errors():
 
 
 class CountingClock:
-    """Each look takes a millisecond, so that every step takes the same time, whatever it computes."""
+    """A clock that advances by a millisecond per call, so that every step takes the same time."""
 
     now = 0.0
 
@@ -195,10 +195,10 @@ def test_a_real_engine_is_measured_on_its_clock():
     assert calibration.num_samples >= 20
     cost = calibration.cost_model
     assert cost.launch_blocks
-    # A launch and a wait are two looks; scheduling is one.
+    # A launch and a wait are two calls of the clock; scheduling is one.
     assert cost.device.seconds(StepWork(8, 8, 0, 800, 0, 0, 8)) == pytest.approx(2e-3, rel=0.05)
     assert cost.schedule.seconds(4) == pytest.approx(1e-3, rel=0.05)
-    # Adding a request is a look more than those before and after it: the one that its arrival is taken from.
+    # Adding a request is one call between those before and after it: the one for its arrival time.
     assert cost.intake.seconds(50) == pytest.approx(2e-3)
     assert calibration.residuals["max"] < 0.1
     config = calibration.resolve(EngineConfig(max_model_len=128, max_num_seqs=4))
@@ -230,7 +230,7 @@ def test_of_a_device_of_its_own_the_launch_counts_apart():
         samples = list(_samples(records, works, launch_blocks=False))
     assert [sample.work.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
-        # Launching is two looks, and so is waiting.
+        # Launching takes two calls of the clock, and so does waiting.
         assert sample.launch_time == pytest.approx(1e-3)
         assert sample.launch_time + sample.device_time == pytest.approx(record.execute_time) == pytest.approx(2e-3)
 

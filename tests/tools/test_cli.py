@@ -70,7 +70,7 @@ def test_a_bad_line_of_jsonl_is_refused_and_named(run, line, named):
 
 
 def test_a_lone_number_as_jsonl_is_no_prompt(run):
-    """Not the token of that id: a list of token ids is a prompt, a number is a mistake."""
+    """A number is not a prompt; a list of token ids is."""
     assert_refused(run("generate", "--format", "jsonl", "--json", *SHORT, stdin="7\n"), "7")
 
 

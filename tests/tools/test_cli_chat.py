@@ -15,7 +15,7 @@ from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
 def conversations_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """The conversations that the command hands to the chat template."""
+    """Record the conversations passed to the chat template."""
     seen: list[list[dict[str, str]]] = []
     apply = LLM.apply_chat_template
 
@@ -112,7 +112,7 @@ def test_a_conversation_that_outgrows_the_model_is_refused_with_the_numbers(run)
 
 
 class Terminal(io.StringIO):
-    """Lines that a person types."""
+    """Type lines at a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -127,7 +127,7 @@ def test_at_a_terminal_a_conversation_that_outgrows_the_model_goes_on_without_wh
     assert main(["chat", "--model", str(folder), *ENGINE, *SHORT]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("max_model_len (256)") == 1
-    assert captured.out.count("\n") == 2  # the first question and the last were answered
+    assert captured.out.count("\n") == 2  # answers to the first and the last question
 
 
 def throw(error: BaseException) -> Any:

@@ -1,4 +1,4 @@
-"""The cost model: features of a batch, and a fit that finds the costs that made the samples."""
+"""The cost model: the work of a batch, and a fit that recovers the costs of the samples."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_the_work_counts_a_common_prefix_of_decodes_once():
     loop = Loop(make_scheduler(max_num_batched_tokens=200))
     for own in (range(100, 103), range(200, 205), range(300, 301)):
         loop.add([*range(17), *own], max_tokens=9)
-    loop.add([*range(9), *range(400, 420)], max_tokens=9)  # two blocks of 4 like those
+    loop.add([*range(9), *range(400, 420)], max_tokens=9)  # shares two blocks of 4
     loop.add(range(500, 507), max_tokens=9)
     loop.step()
-    # All but the last begin alike, the four together with 8 tokens; the first three share 8 more.
+    # The first four share 8 tokens, the first three of them 8 more.
     contexts = [21, 23, 19, 30, 8]
     assert StepWork.from_batch(loop.step(), 4) == (5, 5, 0, sum(contexts) - 3 * 8, 3 * 8, 0, 5)
 
@@ -102,7 +102,7 @@ def test_the_work_counts_the_rows_that_a_gpu_computes():
     loop = Loop(make_scheduler(max_num_batched_tokens=256, max_num_seqs=64))
     for first in range(0, 1800, 200):
         loop.add(range(first, first + 6), max_tokens=9)
-    assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 64  # 54 of chunks
+    assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 64  # 54 rows of chunks
     assert StepWork.from_batch(loop.step(), 4, sizes).num_tokens == 16  # 9 decodes
     loop.add(range(2000, 2060), max_tokens=9)
     mixed = loop.step()

@@ -1,4 +1,4 @@
-"""Routing policies, each on a case where the right replica is known."""
+"""Routing policies, on cases with a known answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ numbers = count()
 
 
 def replica(running: int = 0, waiting: int = 0, holds: list[int] | None = None) -> Replica:
-    """A replica with so many requests in each queue, that has served a prompt before."""
+    """A replica with that many requests in each queue, and a prompt in its prefix cache."""
     made = Replica(CONFIG, COST, count(10_000))
     if holds is not None:
         made.add(sequence(holds, max_tokens=1))
@@ -82,14 +82,14 @@ def test_prefix_aware_prefers_a_longer_prefix_on_a_busier_replica():
 
 
 def test_prefix_aware_leaves_a_replica_that_is_overloaded():
-    # The least load is 0, so more than the margin is too much: 4 running and 3 waiting are 16, one more is 20.
+    # The least load is 0, so the limit is the margin, 16: 4 running and 3 waiting; one more is 20.
     assert OVERLOAD_MARGIN == 16
     assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=3, holds=PROMPT)], PROMPT) == [1]
     assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=4, holds=PROMPT)], PROMPT) == [0]
 
 
 def test_overload_is_relative_to_the_least_load():
-    # 20 is not too much where everybody has at least 4 of load: 1.5 x 4 + 16 = 22.
+    # With a least load of 4 the limit is 1.5 x 4 + 16 = 22, so 20 is not overloaded.
     assert OVERLOAD_FACTOR == 1.5
     assert chosen(prefix_aware(), [replica(running=4), replica(running=4, waiting=4, holds=PROMPT)], PROMPT) == [1]
 
@@ -115,6 +115,6 @@ def test_prefix_aware_keeps_the_requests_of_a_prefix_together_and_saves_its_comp
         figures[policy] = simulation.figures()
         if policy == "prefix-aware":
             assert [len({simulation.replica_of[n] for n in range(prefix, 60, 3)}) for prefix in range(3)] == [1, 1, 1]
-    # Each prefix is computed once, instead of once on every one of the four replicas.
+    # Each prefix is computed once, instead of once per replica.
     assert figures["prefix-aware"]["cached_tokens"] == (60 - 3) * 64
     assert figures["round-robin"]["cached_tokens"] == (60 - 3 * 4) * 64

@@ -1,4 +1,4 @@
-"""The simulator: virtual times equal those by hand, decisions equal the real engine's, no request is lost."""
+"""The simulator: times computed by hand, the real engine's decisions, and no lost request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(**limits: Any) -> EngineConfig:
 
 
 def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.0, **options: Any) -> TimedRequest:
-    """A prompt of so many tokens that no other request has, or these tokens."""
+    """A prompt of that many tokens unique to it, or these tokens."""
     request.counter += 1000
     prompt_token_ids = list(range(request.counter, request.counter + prompt)) if isinstance(prompt, int) else prompt
     return TimedRequest(arrival, prompt_token_ids, num_output_tokens, **options)
@@ -46,7 +46,7 @@ def times(simulation: Simulation) -> list[tuple[float, list[float]]]:
 
 
 def random_workload(count: int, *, seed: int = 0, vocab_size: int = 1000, rate: float | None = None) -> Workload:
-    """Half of the prompts begin alike; arrivals all at once, or of a Poisson process."""
+    """Requests of which half share a prefix, all at once or with Poisson arrivals."""
     r = random.Random(seed)
     shared = r.choices(range(vocab_size), k=64)
     requests, now = [], 0.0
@@ -105,7 +105,7 @@ def test_without_overlap_host_and_device_take_turns():
 def test_a_device_of_its_own_begins_once_a_step_is_launched():
     cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5, 0.5), False)
     assert times(run([request(8, 3)], cost)) == [(3.75, [3.75, 3.75])]
-    # Launched at 1.5, the device computes until 3.5 and goes on at once with what was launched at 3.0.
+    # Launched at 1.5, step 1 computes until 3.5; step 2, launched at 3.0, follows without a gap.
     assert times(run([request(8, 3)], cost, overlap=True)) == [(3.75, [2.0, 2.0])]
     record, *_ = run([request(8, 3)], cost).steps[0]
     assert (record.schedule_time, record.execute_time, record.update_time) == (0.5, 3.0, 0.25)
@@ -113,7 +113,7 @@ def test_a_device_of_its_own_begins_once_a_step_is_launched():
 
 def test_with_overlap_the_host_works_while_the_device_does():
     cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=False)
-    # Launched at 0.5, the device computes without a pause until 2.5, 4.5, 6.5; each is read 0.25 s later.
+    # Launched at 0.5, steps compute without gaps until 2.5, 4.5, 6.5; each is read 0.25 s later.
     assert times(run([request(8, 3)], cost, overlap=True)) == [(2.75, [2.0, 2.0])]
 
 
@@ -126,7 +126,7 @@ def test_with_overlap_a_slow_host_is_what_counts():
 
 def test_overlap_hides_nothing_where_the_host_computes_the_step_itself():
     cost = CostModel(HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), launch_blocks=True)
-    # Two steps are launched, one after the other, before the first is read.
+    # Two steps are launched before the first is read.
     assert times(run([request(8, 3)], cost, overlap=True))[0] == (5.25, [2.75, 0.25])
 
 
@@ -163,7 +163,7 @@ POOLS = {
 
 
 def composition(record: StepRecord) -> StepRecord:
-    """Without its times; of first tokens and of gaps between tokens, how many there were."""
+    """A record without its times; TTFTs and ITLs are replaced by their numbers."""
     firsts, gaps = (0.0,) * len(record.ttfts), ((0.0, sum(count for _, count in record.itls)),)
     times = dict.fromkeys(("time", "start_time", "schedule_time", "launch_time", "execute_time", "update_time"), 0.0)
     return replace(record, **times, ttfts=firsts, request_ttfts=firsts, itls=gaps)
@@ -260,7 +260,7 @@ def test_figures_are_those_of_the_requests():
     result = simulation.figures()
     assert (result["seconds"], result["num_output_tokens"], result["steps"]) == (11.5, 5, 3)
     assert result["output_tokens_per_second"] == 5 / 11.5
-    # Percentiles lie between the values, as a benchmark's do: of 6 and 7.5, and of 2, 2 and 3.5.
+    # Percentiles are interpolated: of 6 and 7.5, and of 2, 2 and 3.5.
     assert result["ttft"] == pytest.approx({"mean": 6.75, "p50": 6.75, "p90": 7.35, "p99": 7.485, "max": 7.5})
     assert result["itl"] == pytest.approx({"mean": 2.5, "p50": 2.0, "p90": 3.2, "p99": 3.47, "max": 3.5})
     assert (result["cached_tokens"], result["hit_rate"], result["preemptions"]) == (0, 0.0, 0)

@@ -1,4 +1,4 @@
-"""`nanovllm tune` as a command: whole sweeps over simulated engines, and one over real ones."""
+"""The command `nanovllm tune`: sweeps over simulated engines, and one over real ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(*arguments: str) -> argparse.Namespace:
 
 
 class Engines:
-    """Stands in for engines in processes of their own: what it plays is simulated."""
+    """Replaces the engine processes by simulations."""
 
     def __init__(self, monkeypatch) -> None:
         self.options: list[dict] = []
@@ -100,7 +100,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_if_it_had_not_been(engines, tu
     status, out, _ = tune(*arguments)
     assert status == 0 and out == whole and engines.options == all_of_them
     engines.options.clear()
-    assert tune(*arguments)[1] == whole and engines.options == []  # now all of it is there
+    assert tune(*arguments)[1] == whole and engines.options == []  # complete now
     tune(*arguments, "--retry")
     assert {of["max_num_batched_tokens"] for of in engines.options} == {512}
 
@@ -143,7 +143,7 @@ def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
     arguments = ["--rate", "20", "--simulate", str(tmp_path / "costs.json"), "--candidates", "3"]
     status, out, err = tune(*arguments, workload=workload)
     assert status == 0 and out.splitlines()[0].count("predicted") == 2 and "note: 3 of " in err
-    # What is measured here is simulated in the same way.
+    # The measurements are simulated too.
     assert "off by at most 0% on tokens/s, and on ITL p99 by 0%" in out
     result = json.loads((tmp_path / "t" / "result.json").read_text())
     assert len(result["predicted"]) > 20 and len(result["settings"]) <= 3
@@ -160,7 +160,7 @@ def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engin
 
 
 def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypatch):
-    """A GPU and a package that are not there are all that is made up."""
+    """Pretends that a GPU and a package are present."""
     Qwen3Config(head_dim=128, num_attention_heads=16, hidden_size=1024, dtype="bfloat16").save_pretrained(tmp_path)
     workload = ["--workload", "random:requests=2", "--model", str(tmp_path)]
 
@@ -253,16 +253,16 @@ def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tu
 
 
 def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
-    """Run a command and tell it to end; its status, its output, and the processes that it had started."""
+    """Run a command and terminate it; returns status, output and the processes that it had started."""
     command = [sys.executable, "-m", "nanovllm.cli", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children: list[psutil.Process] = []
     for line in process.stderr:
         if "tokens/s" in line:
-            while not children:  # the next measurement's process
+            while not children:  # a measurement's process
                 children = psutil.Process(process.pid).children(recursive=True)
-            time.sleep(0.5)  # it is up, and not just on its way
-            process.terminate()  # as Ctrl-C, but the child does not hear of it
+            time.sleep(0.5)  # the process has started
+            process.terminate()  # like Ctrl-C, but not sent to the child
             break
     out, _ = process.communicate()
     return process.returncode, out, children
@@ -290,6 +290,6 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
     measured, failed = result["settings"]
     assert measured["config"]["block_size"] == 64 and measured["config"]["num_kv_blocks"] == 8
     assert [of["repeat"] for of in measured["measurements"]] == [0, 1] and failed["config"] is None
-    # 160 prompt tokens in steps of at most 128 make two steps, five more the rest of the answers.
+    # 160 prompt tokens with a budget of 128 take two steps, the rest of the answers five more.
     assert measured["measurements"][0]["runs"][0]["steps"] >= 7
     assert result["environment"]["nanovllm"] and result["environment"]["cores"]

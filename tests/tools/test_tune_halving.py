@@ -30,7 +30,7 @@ def test_the_most_tokens_among_those_that_keep_the_goals_come_first():
 def test_with_as_many_tokens_the_one_furthest_from_the_limits_comes_first():
     runs = {256: run(595, itl=0.02), 512: run(600, itl=0.03), 1024: run(580, itl=0.001)}
     order = ranked(build_standing(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
-    assert [standing.setting.values[0] for standing in order] == [256, 512, 1024]  # 580 is 3.3 % less
+    assert [standing.setting.values[0] for standing in order] == [256, 512, 1024]  # 580 is 3.3 % below
     without = ranked(build_standing(setting(budget), [[of]], []) for budget, of in runs.items())
     assert [standing.setting.values[0] for standing in without] == [256, 512, 1024]
 
@@ -75,7 +75,7 @@ def test_where_shares_tell_the_truth_halving_finds_what_trying_everything_finds(
         assert winner.setting == best
     assert len(machine.asked) == len(set(machine.asked)) == num_measurements(sweep.rounds, sweep.repeats)
     assert {of for of, share, _ in machine.asked if share == sweep.rounds[0].share} == set(runs)
-    assert machine.asked[-1] == (winner.setting, 1.0, 2)  # the best once more, after all others
+    assert machine.asked[-1] == (winner.setting, 1.0, 2)  # the winner once more, at the end
 
 
 def test_the_defaults_are_measured_in_every_round():
@@ -104,7 +104,7 @@ def test_a_setting_that_fails_never_ends_the_sweep():
 
 
 def unshared(goals=(), *, repeats: int, **measured: list[dict]) -> report.Outcome:
-    """A sweep in which every round is of the whole workload; of each setting what its repeats come to, by budget."""
+    """A sweep whose rounds all run the whole workload; `measured` has the repeats by budget."""
     runs = {setting(int(budget[1:])): of for budget, of in measured.items()}
     sweep = Sweep(list(runs), list(goals), rounds_for(len(runs), 1.0), repeats)
     sweep.run(lambda of, share, repeat: [runs[of][repeat]])
@@ -117,7 +117,7 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
         repeats=2, _100=[run(200)] * 2, _101=[run(500), run(100), run(300)], _102=[run(499), run(41)], _103=[run(400)],
         **others,
     )  # fmt: skip
-    # The medians of the last are 300, 270 and 200; 103 was given up with 400.
+    # The finalists' medians are 300, 270 and 200; 103 was eliminated with 400.
     assert len(outcome.sweep.results[setting(103)][1.0]) == 1
     assert [standing.setting.values[0] for standing in outcome.sweep.finalists()] == [101, 102, 100]
     rows = [line.split() for line in report.table(outcome).splitlines()]
@@ -127,7 +127,7 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
 def test_the_advice_has_the_last_run_of_a_setting_beside_its_first():
     stays = report.advice(unshared(repeats=2, _100=[run(500), run(500), run(490)], _101=[run(450)] * 2))
     assert "first 500, last, after all others, 490" in stays
-    # 100 is best until its last run, which takes its median from 500 to 400.
+    # 100 leads until its last run, which lowers its median from 500 to 400.
     changes = report.advice(unshared(repeats=2, _100=[run(600), run(400), run(400)], _101=[run(449), run(451)]))
     assert "--max-num-batched-tokens 101" in changes and "measured 2 times: 449 to 451" in changes
     assert "after all others" not in changes

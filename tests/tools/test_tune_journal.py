@@ -1,4 +1,4 @@
-"""`nanovllm tune`: the journal keeps measurements on disk, of one question and one machine."""
+"""`nanovllm tune`: the journal, measurements of one question and one machine on disk."""
 
 from __future__ import annotations
 

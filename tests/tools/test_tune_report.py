@@ -76,7 +76,12 @@ def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
     assert lines[1].split()[:4] == ["budget", "share", "rate", "tokens/s"]
     rows = [line.split() for line in lines[2:7]]
     assert rows[0][:5] == ["->", "1024", "all", "-", "500"] and lines[2].endswith("kept  (the defaults)")
-    assert [row[0] for row in rows[1:]] == ["1216", "1280", "1344", "1088"]  # 1088 was given up on half of the workload
+    assert [row[0] for row in rows[1:]] == [
+        "1216",
+        "1280",
+        "1344",
+        "1088",
+    ]  # 1088: half of the workload
     assert rows[-1][1] == "0.5" and lines[6].endswith("ITL p99 +25%")
     assert lines[7].strip() == "budget 1152: failed: out of memory"
     assert lines[8].strip() == "seqs 9: refused: too much"
@@ -139,11 +144,11 @@ def test_the_best_by_forecast_is_the_best_of_all_simulations():
     most = max(figures["output_tokens_per_second"] for figures in simulated if goal.excess(figures) <= 0.0)
     (chosen,) = made.runs[best[1]]
     assert goal.excess(chosen) <= 0.0
-    assert chosen["output_tokens_per_second"] > 0.98 * most  # those that come so near rank by their tails
+    assert chosen["output_tokens_per_second"] > 0.98 * most  # settings within 2 % rank by their tails
 
 
 def test_of_settings_with_one_forecast_only_one_is_measured():
-    workload = random_requests(requests=2, prompt=8, output=4)  # nothing that is tried matters to it
+    workload = random_requests(requests=2, prompt=8, output=4)  # no setting makes a difference to it
     values = values_to_try("cpu", {}, backend="auto", longest_prompt=8, most_at_once=2, wide=True)
     settings = Resolver("cpu", {}).candidates(values).settings
     made = forecast(CALIBRATION, settings, {None: workload}, {}, model="m")

@@ -17,7 +17,7 @@ from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_req
 
 def test_the_first_setting_is_the_engines_defaults():
     values = values_to_try("cpu", {}, backend="auto", longest_prompt=10, most_at_once=10, wide=False)
-    assert values["max_num_seqs"] == [16]  # chosen, but not asked for
+    assert values["max_num_seqs"] == [16]  # chosen, not set by the user
     first = Resolver("cpu", {}).candidates(values).settings[0]
     assert first.options == {
         "max_num_batched_tokens": 1024, "max_num_seqs": 64, "block_size": 64, "max_num_partial_prefills": 4,
@@ -49,7 +49,7 @@ def test_values_that_cannot_differ_are_not_tried():
     assert tried(most_at_once=20)["max_num_seqs"] == [16, 32]  # 64 can never run
     assert tried(most_at_once=4)["max_num_seqs"] == [16]
     assert tried()["max_num_partial_prefills"] == (None,)
-    assert 16 in tried(longest_prompt=200)["max_num_partial_prefills"]  # it takes more than half of a step of 256
+    assert 16 in tried(longest_prompt=200)["max_num_partial_prefills"]  # more than half of a budget of 256
     assert max(tried(wide=True)["max_num_batched_tokens"]) == 4096
 
 

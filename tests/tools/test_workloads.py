@@ -136,7 +136,7 @@ def test_poisson_arrivals_have_their_rate_and_exponential_gaps():
     of = gaps(poisson(random_requests(requests=4000, prompt=1, output=1), 5.0))
     assert (of >= 0).all()
     assert of.mean() == pytest.approx(0.2, rel=0.05)
-    assert of.std() == pytest.approx(of.mean(), rel=0.1)  # as of an exponential distribution, and of no other in use
+    assert of.std() == pytest.approx(of.mean(), rel=0.1)  # an exponential distribution
     assert (of > 0.2).mean() == pytest.approx(np.exp(-1), abs=0.03)
 
 

@@ -93,7 +93,7 @@ def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _as_template_message(message: Any, number: int) -> dict[str, Any]:
     """Join text parts by line breaks, map "developer" to "system", and parse the arguments of tool calls."""
-    given = message.model_dump(exclude_none=True)
+    given: dict[str, Any] = message.model_dump(exclude_none=True)
     content = given.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.tools.bench.other_engines import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
@@ -102,4 +103,5 @@ def load_engine(
         longest: length of the longest sequence, in tokens.
         trace: trace writer; for this engine only.
     """
-    return ENGINES[engine][0](model, options, longest, **({} if trace is None else {"trace": trace}))
+    adapter: Callable[..., BenchEngine] = ENGINES[engine][0]
+    return adapter(model, options, longest, **({} if trace is None else {"trace": trace}))

@@ -144,7 +144,8 @@ def run_in_subprocess(engine: EngineSpec, traces: list[Path], settings: Settings
     )  # fmt: skip
     reported = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     if "runs" in reported:
-        return reported["runs"]
+        runs: list[dict[str, Any]] = reported["runs"]
+        return runs
     reason = reported.get("error") or f"its process exited with {done.returncode}\n{(done.stderr or '')[-4000:]}"
     raise RuntimeError(f"{engine.label}: {reason}")
 

@@ -73,7 +73,7 @@ def compare(path_a: str, path_b: str) -> str:
 def load(path: str) -> dict[str, Any]:
     """Read a result file; raises ValueError for any other file."""
     try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         grouped(result)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of `nanovllm bench --json`: {error!r}") from error
@@ -100,7 +100,7 @@ def median(runs: Runs, figure: str) -> float | None:
         if value is None:
             return None
         values.append(value)
-    return statistics.median(values)
+    return float(statistics.median(values))
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, str]]) -> Iterator[str]:

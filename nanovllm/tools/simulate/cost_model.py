@@ -102,7 +102,7 @@ class DeviceCost:
     per_sample: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        return sum(map(mul, self.coefficients, _columns(work, self.knee)))
+        return float(sum(map(mul, self.coefficients, _columns(work, self.knee))))
 
     @property
     def coefficients(self) -> tuple[float, ...]:

@@ -52,7 +52,8 @@ class Journal:
             return None
         if "failed" in entry:
             raise MeasurementError(entry["failed"])
-        return entry["runs"]
+        runs: list[Run] = entry["runs"]
+        return runs
 
     def add(self, setting: Setting, share: float, rates: list[float | None], repeat: int, **outcome: Any) -> None:
         """Append a measurement: `runs`, or `failed` with the reason.

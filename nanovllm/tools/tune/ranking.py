@@ -36,7 +36,7 @@ class Standing:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.best["output_tokens_per_second"]
+        return float(self.best["output_tokens_per_second"])
 
 
 def build_standing(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequence[Goal]) -> Standing:

@@ -261,7 +261,8 @@ class _Draw:
         self._vocab = vocab
 
     def tokens(self, count: int) -> list[int]:
-        return self._generator.integers(LOWEST_ID, self._vocab, count).tolist()
+        token_ids: list[int] = self._generator.integers(LOWEST_ID, self._vocab, count).tolist()
+        return token_ids
 
     def below(self, limit: int) -> int:
         return int(self._generator.integers(limit))
