@@ -54,7 +54,7 @@ MANY_PARAMETERS = {
 }
 
 
-def room_of(name: str) -> str:
+def room_name(name: str) -> str:
     return name.partition(".")[0]
 
 
@@ -65,7 +65,7 @@ def may_import(importer: str, imported: str) -> bool:
     return other_row < row or (row == other_row and (row == 0 or (group == other_group and other_step < step)))
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
+def own_imports(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
     """(file, name taken from it) of each import of our own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanovllm":
@@ -79,7 +79,7 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, ast.stmt]]:
                     yield alias.name.partition(".")[2] or "__init__", None, node
 
 
-def functions_of(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def named_functions(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Each function of a file by its qualified name."""
     pending: list[tuple[str, ast.AST]] = [(name, TREES[name])]
     while pending:
@@ -91,7 +91,7 @@ def functions_of(name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFu
                 yield f"{path}.{child.name}", child
 
 
-def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     arguments = function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return [name for name in names if name not in ("self", "cls")]
@@ -119,8 +119,8 @@ def test_every_room_imports_from_rows_above_alone():
     wrong = [
         f"{importer} imports {imported}"
         for importer, tree in TREES.items()
-        for imported, _, _ in imports_of(tree)
-        if not may_import(room_of(importer), room_of(imported))
+        for imported, _, _ in own_imports(tree)
+        if not may_import(room_name(importer), room_name(imported))
     ]
     assert wrong == []
 
@@ -130,7 +130,7 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
     wrong = [
         f"{importer} imports {imported}"
         for importer, tree in TREES.items()
-        for imported, _, _ in imports_of(tree)
+        for imported, _, _ in own_imports(tree)
         if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
     ]
     assert [found for found in wrong if not found.startswith("server.app ")] == []
@@ -146,7 +146,7 @@ def test_no_file_imports_the_private_names_of_another():
     wrong = [
         f"{importer} imports {name} of {imported}"
         for importer, tree in TREES.items()
-        for imported, name, _ in imports_of(tree)
+        for imported, name, _ in own_imports(tree)
         if name is not None and name.startswith("_") and not name.startswith("__")
     ]
     assert wrong == []
@@ -155,17 +155,17 @@ def test_no_file_imports_the_private_names_of_another():
 def test_kernels_are_imported_by_name_within_functions():
     """Outside of the room, and of `attention.cpp`, which is imported the same way."""
     for name, tree in TREES.items():
-        if room_of(name) == "kernels" or name == "attention.cpp":
+        if room_name(name) == "kernels" or name == "attention.cpp":
             continue
         at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
-        assert not any(file.startswith("kernels") for file, _, _ in imports_of(at_once)), name
+        assert not any(file.startswith("kernels") for file, _, _ in own_imports(at_once)), name
 
 
 def test_files_functions_and_signatures_are_short():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
-    functions = dict(named for name in FILES for named in functions_of(name))
+    functions = dict(named for name in FILES for named in named_functions(name))
     lengths = {name: (f.end_lineno or 0) - f.lineno + 1 for name, f in functions.items()}
-    counts = {name: len(parameters_of(f)) for name, f in functions.items()}
+    counts = {name: len(parameter_names(f)) for name, f in functions.items()}
     assert too_much(lines, MAX_LINES, LONG_FILES) == {}
     assert too_much(lengths, MAX_FUNCTION_LINES, LONG_FUNCTIONS) == {}
     assert too_much(counts, MAX_PARAMETERS, MANY_PARAMETERS) == {}

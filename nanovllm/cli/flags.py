@@ -14,6 +14,9 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
+# Field of `EngineConfig` -> flag: `seed` is that of a request.
+ENGINE_NAMES = {"seed": "engine_seed"}
+
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add the flags for model, verbosity and engine options.
@@ -42,15 +45,20 @@ def model_source(model: str) -> str:
 def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each option of `EngineConfig`."""
     group = command.add_argument_group("engine options")
-    add_flags(group, EngineConfig, {}, rename={"seed": "engine_seed"}, leave_out=leave_out)
+    add_flags(group, EngineConfig, {}, rename=ENGINE_NAMES, leave_out=leave_out)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that were set, validated without a model."""
-    names = {field.name: field.name for field in dataclasses.fields(EngineConfig)} | {"seed": "engine_seed"}
-    given = {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
+    given = options_given(options, EngineConfig, ENGINE_NAMES)
     EngineConfig.from_options(**given)
     return given
+
+
+def options_given(options: argparse.Namespace, cls: type, rename: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the fields of a dataclass that were set by flags; `rename` as for `add_flags`."""
+    names = {field.name: (rename or {}).get(field.name, field.name) for field in dataclasses.fields(cls)}
+    return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.flags import add_flags, engine_options
+from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collectio
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options that were set, over the command's defaults."""
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(SamplingParams) if hasattr(options, f.name)}
+    given = options_given(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     return CLI_DEFAULTS | given

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.flags import add_flags, add_model_flags, engine_options
+from nanovllm.cli.flags import ENGINE_NAMES, add_flags, add_model_flags, engine_options, options_given
 from nanovllm.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.settings import ServerSettings
@@ -57,8 +57,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
-    names = [field.name for field in dataclasses.fields(ServerSettings)]
-    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    given = options_given(options, ServerSettings)
     if key := os.environ.get(KEY_VARIABLE):
         given["api_key"] = (*given.get("api_key", ()), key)
     return ServerSettings(**given)
@@ -72,7 +71,7 @@ def _read_config(options: argparse.Namespace) -> None:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     names = {field.name for field in dataclasses.fields(ServerSettings)} | {"model", "tokenizer", "verbose"}
-    names |= {"engine_seed" if field.name == "seed" else field.name for field in dataclasses.fields(EngineConfig)}
+    names |= {ENGINE_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineConfig)}
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in names:

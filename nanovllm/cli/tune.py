@@ -179,9 +179,8 @@ def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
 
         settings = Settings(model_source(options.model), warm_ups=options.warm_ups, verbose=options.verbose)
         fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
-        before = signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # else a kill would leave a worker process running
+        # SIGTERM becomes KeyboardInterrupt, which ends the worker process too.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             sweep.run(Measurer(question.workloads, fixed, settings, journal, Path(name), progress))
         except KeyboardInterrupt:

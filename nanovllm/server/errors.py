@@ -27,7 +27,7 @@ _KINDS = {
     "valid dictionary": "JSON object",
     "valid list": "JSON array",
 }
-Place = tuple[str | int, ...]  # path of a field in a body: names and indices
+FieldPath = tuple[str | int, ...]  # path of a field in a body: names and indices
 # Names of union members in pydantic's locations.
 _FORM = re.compile(r"str|int|float|bool|list\[.*\]|constrained-.*|function-.*")
 
@@ -156,44 +156,42 @@ def from_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError
     Args:
         known: fields of the request, to suggest similar names for an unknown one.
     """
-    error, place = found[0], _path_in_body(found[0])
+    error, path = found[0], _path_in_body(found[0])
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
     # A union field has an error per member; report the member that matched deepest.
-    places = [other for other in map(_path_in_body, found) if other[: len(place)] == place]
-    place = max(places, key=len)
+    paths = [other for other in map(_path_in_body, found) if other[: len(path)] == path]
+    path = max(paths, key=len)
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(place[0]), known, n=2, cutoff=0.6) if len(place) == 1 else []
+        near = difflib.get_close_matches(str(path[0]), known, n=2, cutoff=0.6) if len(path) == 1 else []
         message = "unknown field" + (f"; did you mean {' or '.join(near)}?" if near else ".")
     else:
-        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _path_in_body(other) == place))
-    if place:
-        return ApiError(400, f"{_path(place)}: {message}", param=_path(place))
+        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _path_in_body(other) == path))
+    if path:
+        return ApiError(400, f"{_format_path(path)}: {message}", param=_format_path(path))
     if error["type"] != "value_error":
         message += ". Send an object as application/json"
     return ApiError(400, message, param=_named(message, known))
 
 
-def _path_in_body(error: Any) -> Place:
+def _path_in_body(error: Any) -> FieldPath:
     """Return the path of an error in the body; pydantic's location also names union members and message roles."""
-    place = list(error["loc"][1:])  # after "body"
-    if len(place) > 2 and place[0] == "messages":
-        del place[2]  # the role, the discriminator of the message union
-    last = (
-        [place.pop()] if place and error["type"] == "extra_forbidden" else []
-    )  # the client's field, whatever its name
-    place = [part for part in place if not _FORM.fullmatch(str(part))] + last
+    path = list(error["loc"][1:])  # after "body"
+    if len(path) > 2 and path[0] == "messages":
+        del path[2]  # the role, the discriminator of the message union
+    last = [path.pop()] if path and error["type"] == "extra_forbidden" else []  # the client's field, whatever its name
+    path = [part for part in path if not _FORM.fullmatch(str(part))] + last
     match error["type"]:
         case "refused_field":
-            place.append(error["ctx"]["field"])
+            path.append(error["ctx"]["field"])
         case "union_tag_invalid" | "union_tag_not_found":
-            place.append("role")
-    return tuple(place)
+            path.append("role")
+    return tuple(path)
 
 
-def _path(place: Place) -> str:
+def _format_path(path: FieldPath) -> str:
     """Format a path as OpenAI does: messages[0].content."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _words(error: Any) -> str:

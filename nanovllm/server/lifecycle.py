@@ -39,7 +39,7 @@ class Admission:
         self.num_open = 0
         config = engine.config
         # Maximum number of samples in the engine, queue included; None: no limit.
-        self.num_places = None if config.max_queue is None else config.max_num_seqs + config.max_queue
+        self.max_unfinished = None if config.max_queue is None else config.max_num_seqs + config.max_queue
 
     def check(self) -> None:
         """Raise ApiError (503) if the engine is dead or the server drains."""
@@ -62,11 +62,11 @@ class Admission:
         return errors.queue_full(self.retry_after.seconds(self._engine.heartbeat().stats.num_waiting))
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def open_answer(self) -> Iterator[None]:
         """Hold one answer open, from before it is queued to its last byte; raises as `check`, or ApiError (429)."""
         self.check()
-        # The engine limits queued samples; twice its places leaves room for answers that slow clients still read.
-        if self.num_places is not None and self.num_open >= 2 * self.num_places:
+        # The engine limits queued samples; twice the limit leaves room for answers that slow clients still read.
+        if self.max_unfinished is not None and self.num_open >= 2 * self.max_unfinished:
             raise self.queue_full()
         if not self.num_open:
             self.retry_after.record_busy()

@@ -29,7 +29,7 @@ class RetryAfter:
         self._clock = clock
         self._busy_since = clock()
         self._ends: deque[tuple[float, int]] = deque()  # (time, samples) within the window
-        self._last_place = -math.inf  # retry time of the last refused client
+        self._last_retry = -math.inf  # retry time of the last refused client
 
     def record_busy(self) -> None:
         """Restart the estimate at the first request after idle time."""
@@ -46,10 +46,10 @@ class RetryAfter:
         now = self._clock()
         self._drop_old()
         recent = sum(num_samples for _, num_samples in self._ends), min(WINDOW_SECONDS, now - self._busy_since)
-        place = now + estimated_wait(num_waiting, *recent)
+        retry = now + estimated_wait(num_waiting, *recent)
         seconds_each = max(recent[1], 1.0) / max(recent[0], 1)
-        self._last_place = min(max(place, self._last_place + seconds_each), now + MAX_SECONDS)
-        return math.ceil(self._last_place - now)
+        self._last_retry = min(max(retry, self._last_retry + seconds_each), now + MAX_SECONDS)
+        return math.ceil(self._last_retry - now)
 
     def _drop_old(self) -> None:
         while self._ends and self._ends[0][0] < self._clock() - WINDOW_SECONDS:

@@ -42,9 +42,9 @@ class ServerState:
 
     @property
     def max_samples(self) -> int:
-        """Maximum number of completions of a request: the setting, or the places in engine and queue if fewer."""
-        places = self.admission.num_places
-        return self.settings.max_samples if places is None else min(self.settings.max_samples, places)
+        """Maximum number of completions of a request: the setting, within the room of engine and queue."""
+        limit = self.admission.max_unfinished
+        return self.settings.max_samples if limit is None else min(self.settings.max_samples, limit)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless `name` is the served model or None."""

@@ -58,7 +58,7 @@ def rows(look: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(REQUEST_VALUES, row, strict=True)) for row in look["requests"]]
 
 
-def step_of(step_id: int) -> StepRecord:
+def build_step(step_id: int) -> StepRecord:
     return StepRecord(step_id, float(step_id), step_id - 0.5, 1, 1, 0, 0, 1, 0, 1, 0.0, 0.0, 0.0, 0.0, ())
 
 
@@ -166,7 +166,7 @@ def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_block
 @bounded
 async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
     feed = LiveFeed(still, {"model": "x"})
-    still.steps = [step_of(1), step_of(2)]
+    still.steps = [build_step(1), build_step(2)]
     async with aclosing(feed.watch()) as watch:
         assert parsed(await anext(watch)) == ("hello", {"model": "x"})
         name, look = parsed(await anext(watch))
@@ -174,7 +174,7 @@ async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
         assert [row[0] for row in look["steps"]] == [1, 2]
         assert dict(zip(STEP_VALUES, look["steps"][1], strict=True))["time"] == 2_000_000
         assert look["pool"]["total"] == [4, 0, 0, 0]
-        still.steps = [*still.steps, step_of(5)]
+        still.steps = [*still.steps, build_step(5)]
         while not (look := parsed(await anext(watch))[1])["steps"]:
             assert look["pool"] is None  # unchanged
         assert [row[0] for row in look["steps"]] == [5]
@@ -199,14 +199,14 @@ async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
 
 
 @bounded
-async def test_who_reads_slowly_skips_looks_and_misses_no_step(still):
+async def test_a_slow_watcher_skips_looks_and_misses_no_step(still):
     feed = LiveFeed(still, {})
     async with aclosing(feed.watch()) as slow, aclosing(feed.watch()) as quick:
         seen: dict[str, list[int]] = {"slow": [], "quick": []}
         for watch in (slow, quick):
             await anext(watch)
         for number in range(1, 60):
-            still.steps = [*still.steps, step_of(number)]
+            still.steps = [*still.steps, build_step(number)]
             seen["quick"] += [row[0] for row in parsed(await anext(quick))[1]["steps"]]
             if number % 20 == 0:
                 seen["slow"] += [row[0] for row in parsed(await anext(slow))[1]["steps"]]
@@ -250,7 +250,7 @@ async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
 def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
     feed = LiveFeed(still, {})
     for number in range(3 * RECENT_STEPS):
-        feed.on_step(step_of(number))
+        feed.on_step(build_step(number))
     assert len(feed._steps) == RECENT_STEPS
     assert feed._steps[-1].step_id == 3 * RECENT_STEPS - 1
 
@@ -285,18 +285,18 @@ async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reaso
 @bounded
 async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follows(error, reason):
     engine = StillEngine()
-    engine.steps = [step_of(3)]
+    engine.steps = [build_step(3)]
     feed = LiveFeed(engine, {})  # type: ignore[arg-type]
-    feed.on_step(step_of(3))
+    feed.on_step(build_step(3))
     async with aclosing(feed.watch()) as watch:
         (_, _), (_, first) = [parsed(await anext(watch)) for _ in range(2)]
         for step_id in (4, 5):
-            feed.on_step(step_of(step_id))
+            feed.on_step(build_step(step_id))
         engine.error = error
-        told = [parsed(data) async for data in watch]
+        events = [parsed(data) async for data in watch]
     assert [row[0] for row in first["steps"]] == [3]
-    assert [row[0] for name, data in told if name == "look" for row in data["steps"]] == [4, 5]
-    assert told[-1] == ("end", {"reason": reason})
+    assert [row[0] for name, data in events if name == "look" for row in data["steps"]] == [4, 5]
+    assert events[-1] == ("end", {"reason": reason})
 
 
 # --------------------------------------------------------------------------------------------------------------- server
@@ -317,18 +317,18 @@ def test_no_prompt_and_no_answer_is_in_the_feed():
         with http.stream("POST", "/v1/completions", json=body | {"cache_salt": salt}) as answer:
             chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-        told = ""
+        received = ""
         for line in feed.iter_lines():
-            told += line + "\n"
+            received += line + "\n"
             if '"output_tokens":200' in line:
                 break
     assert len(text) > 100
     for word in [secret, salt, "Whoever", "someone", text[:10], text[-10:], json.dumps(text[:10])[1:-1]]:
-        assert word not in told
+        assert word not in received
     ids = tiny_tokenizer().encode(secret)
     assert len(ids) > 3
-    assert ",".join(map(str, ids[:3])) not in told
-    assert '"decode",' in told  # the request is in the feed
+    assert ",".join(map(str, ids[:3])) not in received
+    assert '"decode",' in received  # the request is in the feed
 
 
 def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():

@@ -148,7 +148,7 @@ def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_pr
     comes_true(running.is_idle)
 
 
-def test_the_map_the_rows_and_the_bars_tell_more_under_the_pointer(running, open_page):
+def test_the_map_the_rows_and_the_bars_have_tooltips(running, open_page):
     page = open_page(running.url)
     state(page, "live")
     with contextlib.closing(raw_stream(running, {"prompt": QUESTION, "max_tokens": 900, "ignore_eos": True})):
@@ -179,7 +179,7 @@ def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page)
     for scheme in ("light", "dark"):
         for canvas, names in (("steps", ["decode", "prefill"]), ("pool", ["cached"]), ("overview", ["decode"])):
             for name in names:
-                comes_true(lambda canvas=canvas, name=name: pixels_of(page, canvas, name) > 20)
+                comes_true(lambda canvas=canvas, name=name: count_pixels(page, canvas, name) > 20)
         if scheme == "light":
             page.get_by_role("button", name="Change to dark colours").click()
             comes_true(lambda: page.evaluate("() => document.documentElement.dataset.theme") == "dark")
@@ -187,7 +187,7 @@ def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page)
     assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
 
 
-def pixels_of(page: Page, canvas: str, name: str) -> int:
+def count_pixels(page: Page, canvas: str, name: str) -> int:
     """Count the pixels of a canvas in a palette colour."""
     return page.evaluate(
         """([id, name]) => {

@@ -241,7 +241,7 @@ def test_sampling_options_reach_the_engine(client):
     assert answer.choices[0].prompt_token_ids == [6, 7]
 
 
-def test_a_completion_has_16_tokens_unless_told_otherwise_and_a_conversation_what_the_context_leaves(client):
+def test_a_completion_has_16_tokens_by_default_and_a_conversation_what_the_context_leaves(client):
     assert client.completions.create(model=MODEL, prompt="Once").usage.completion_tokens == 16
     answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a " * 240}])
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (512, "length")

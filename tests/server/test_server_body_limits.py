@@ -28,7 +28,7 @@ def running() -> Iterator[Serving]:
         yield running
 
 
-def error_of(running: Serving, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+def post_error(running: Serving, path: str, body: Any) -> tuple[int, dict[str, Any]]:
     with running.http() as http:
         answer = http.post(path, json=body)
     return answer.status_code, answer.json()["error"]
@@ -64,7 +64,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monke
         raise AssertionError("it was parsed")
 
     monkeypatch.setattr("nanovllm.server.body_limits.json", SimpleNamespace(loads=loads))
-    status, error = error_of(running, path, body)
+    status, error = post_error(running, path, body)
     assert (status, error["code"]) == (400, "too_many_values")
     assert "max_body_items" in error["message"] or "max_prompts" in error["message"]
 
@@ -81,7 +81,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(running, monke
     ],
 )
 def test_a_field_that_is_too_long_is_refused_by_name(running, path, body, field, limit):
-    status, error = error_of(running, path, body)
+    status, error = post_error(running, path, body)
     assert (status, error["param"]) == (400, field)
     assert error["message"].startswith(f"{field}: ") and limit in error["message"]
 

@@ -98,7 +98,7 @@ def test_a_page_may_send_what_the_clients_of_javascript_send():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_no_client_goes_before_the_others_unless_the_server_allows_it(path):
+def test_no_client_overtakes_the_others_unless_the_server_allows_it(path):
     body = BODY if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with serving() as running, running.http() as http:
         for priority, status in ((-1, 400), (-(2**31) + 1, 400), (0, 200), (5, 200)):

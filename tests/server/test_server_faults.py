@@ -49,14 +49,14 @@ def slow_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float
     watch_steps(running, monkeypatch, lambda: time.sleep(seconds))
 
 
-def tokens_of(running: Serving, body: dict[str, Any]) -> list[int]:
+def answer_tokens(running: Serving, body: dict[str, Any]) -> list[int]:
     with running.http() as http:
         answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
 
 
-def events_of(answer: httpx.Response) -> list[str]:
+def parse_events(answer: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
 
 
@@ -101,12 +101,12 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten(monkeypat
         comes_true(running.is_idle)
 
 
-def test_a_client_that_stops_reading_stalls_nobody_and_loses_nothing(monkeypatch):
+def test_a_client_that_stops_reading_delays_no_other_and_loses_nothing(monkeypatch):
     logprobs = {"logprobs": 5, "max_tokens": 450, "ignore_eos": True}
     with serving(send_buffer=4096) as running:
         slow = raw_stream_with_small_buffer(running, ENDLESS | logprobs)
         for _ in range(5):
-            assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+            assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
         comes_true(running.is_idle)  # nor did the engine wait for it
         slow.settimeout(30.0)
         received = b""
@@ -241,7 +241,7 @@ def test_a_full_queue_is_429_with_the_time_to_wait_and_changes_nothing(monkeypat
         for connection in connections:
             connection.close()
         comes_true(running.is_idle)
-        assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+        assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
 
 
 def test_prompts_of_one_request_of_which_the_queue_takes_only_some_leave_nothing_behind(monkeypatch):
@@ -328,7 +328,7 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
         choice = http.post("/v1/completions", json=ENDLESS).json()["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
         with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "timeout": 0.2}) as answer:
-            events = events_of(answer)
+            events = parse_events(answer)
         last = json.loads(events[-2])["choices"][0]
         assert (last["finish_reason"], last["stop_reason"], events[-1]) == ("length", "timeout", "[DONE]")
         assert running.is_idle()
@@ -413,7 +413,7 @@ def test_a_request_that_fails_in_the_engine_is_an_error_without_its_reason_and_t
         for failed in (answer, streamed):
             assert (failed.status_code, failed.json()["error"]["code"]) == (500, "request_failed")
             assert "secret" not in failed.text
-        assert tokens_of(running, SHORT) == offline_tokens(SHORT)
+        assert answer_tokens(running, SHORT) == offline_tokens(SHORT)
 
 
 def test_the_words_of_an_error_do_not_make_it_the_clients(monkeypatch):
@@ -438,7 +438,7 @@ def test_a_request_that_fails_in_mid_stream_ends_with_an_error_event(monkeypatch
 
         watch_steps(running, monkeypatch, fail_later)
         with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as answer:
-            *chunks, last = events_of(answer)
+            *chunks, last = parse_events(answer)
         assert (answer.status_code, json.loads(last)["error"]["code"]) == (200, "request_failed")
         assert chunks and all("choices" in json.loads(chunk) for chunk in chunks)
         assert "secret" not in last

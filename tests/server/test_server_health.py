@@ -115,7 +115,7 @@ def test_clients_that_are_refused_together_do_not_come_again_together():
 
 
 def test_the_time_to_wait_grows_with_the_queue():
-    def told(max_queue: int) -> int:
+    def seconds_until_retry(max_queue: int) -> int:
         with serving(max_num_seqs=1, max_queue=max_queue, max_model_len=2048) as running, running.http() as http:
             running.app.state.server.admission.retry_after = RetryAfter(clock=lambda: 0.0)
             body = ENDLESS | {"max_tokens": 2000}
@@ -127,4 +127,4 @@ def test_the_time_to_wait_grows_with_the_queue():
             assert answer.status_code == 429
             return int(answer.headers["retry-after"])
 
-    assert [told(3), told(12)] == [3, 12]
+    assert [seconds_until_retry(3), seconds_until_retry(12)] == [3, 12]

@@ -118,7 +118,7 @@ def test_a_body_beyond_the_limit_is_413(is_chunked):
         assert http.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_with_a_salt_per_key_nobody_finds_the_prefixes_of_another():
+def test_with_a_salt_per_key_no_key_hits_the_prefixes_of_another():
     def cached(http: httpx.Client, key: str, **body: str) -> int:
         answer = http.post("/v1/completions", json=BODY | body, headers=bearer(key)).json()
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -154,7 +154,7 @@ def test_other_origins_are_let_in_only_when_named():
         assert allowed not in http.get("/health", headers={"Origin": "https://evil.org"}).headers
 
 
-def test_prompts_are_logged_only_when_asked_for(caplog):
+def test_prompts_are_logged_only_with_log_prompts(caplog):
     caplog.set_level(logging.INFO, logger="nanovllm")
     body = {"prompt": "a secret thought", "max_tokens": 1}
     for log_prompts in (False, True):
@@ -182,7 +182,7 @@ def test_the_model_is_not_named_by_its_path(tmp_path):
     assert served_name(ServerSettings(served_model_name="x"), tmp_path) == "x"
 
 
-def test_it_listens_on_the_loopback_unless_told_otherwise():
+def test_it_listens_on_the_loopback_by_default():
     assert ServerSettings().host == "127.0.0.1"
 
 

@@ -41,8 +41,8 @@ def script(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> list[int]:
     says = llm.tokenizer(text)["input_ids"]
 
     def sample(logits, sequences, positions, latest, report):
-        places = [position - s.num_prompt_tokens for s, position in zip(sequences, positions, strict=True)]
-        return torch.tensor([says[place % len(says)] for place in places])
+        indices = [position - s.num_prompt_tokens for s, position in zip(sequences, positions, strict=True)]
+        return torch.tensor([says[index % len(says)] for index in indices])
 
     monkeypatch.setattr(llm._engine.model_runner.sampler, "sample", sample)
     return says

@@ -41,17 +41,17 @@ def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol
             assert completion.logprobs is None
         else:
             assert len(completion.logprobs) == len(completion.token_ids)
-            for place, token_id in enumerate(completion.token_ids):
-                row = expected[len(prompt) - 1 + place]
-                assert_reports(completion.logprobs[place], row, token_id, params.logprobs, atol)
+            for index, token_id in enumerate(completion.token_ids):
+                row = expected[len(prompt) - 1 + index]
+                assert_reports(completion.logprobs[index], row, token_id, params.logprobs, atol)
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:
         assert len(output.prompt_logprobs) == len(prompt)
         assert output.prompt_logprobs[0] is None
-        for place in range(1, len(prompt)):
-            report, row = output.prompt_logprobs[place], expected[place - 1]
-            assert_reports(report, row, prompt[place], params.prompt_logprobs, atol)
+        for index in range(1, len(prompt)):
+            report, row = output.prompt_logprobs[index], expected[index - 1]
+            assert_reports(report, row, prompt[index], params.prompt_logprobs, atol)
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:

@@ -173,7 +173,7 @@ class MockModel:
                 state.token_ids.pop()
                 state.prefixes.pop()
 
-    def tell_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+    def report_non_finite(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Report a non-finite sequence to the scheduler: its blocks must no longer be findable."""
         running = list(running)
         for poison in self._poisons.pop(sequence.request_id, ()):
@@ -322,7 +322,7 @@ class Loop:
         self.seen["dropped in flight"] += len(dropped)
         for sequence, token_id in zip(launched.batch.sampling, launched.sampled, strict=True):
             if token_id == NON_FINITE:
-                self.model.tell_non_finite(sequence, self.scheduler.running)
+                self.model.report_non_finite(sequence, self.scheduler.running)
                 if sequence in advanced:
                     check(sequence.error is not None and sequence.is_finished, f"{sequence} should end with an error")
                     self.seen["non-finite"] += 1

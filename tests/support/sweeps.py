@@ -43,7 +43,7 @@ class Machine:
         return [self.runs[of]]
 
 
-def sweep_of(runs: dict[Setting, dict], *, goals=(), smallest: float = 0.0, repeats: int = 2) -> Sweep:
+def build_sweep(runs: dict[Setting, dict], *, goals=(), smallest: float = 0.0, repeats: int = 2) -> Sweep:
     return Sweep(list(runs), list(goals), rounds_for(len(runs), smallest), repeats)
 
 

@@ -75,14 +75,14 @@ def play_on_a_fake_clock(requests: list[TimedRequest]):
 
 def test_a_request_is_handed_over_when_it_is_due_and_not_before():
     requests = [TimedRequest(0.0, [1], 1), TimedRequest(5.25, [1], 2), TimedRequest(5.5, [1], 1)]
-    clock, player, played, told = play_on_a_fake_clock(requests)
+    clock, player, played, reported = play_on_a_fake_clock(requests)
     assert player.added == {0: 0.0, 1: 5.25, 2: 6.25}  # the third is due during a step
     assert clock.slept == [4.25]
     assert [arrival - 1000.0 for arrival in played.arrivals] == [0.0, 5.25, 5.5]
-    assert told["seconds"] == 7.25 and told["output_tokens_per_second"] == 4 / 7.25
+    assert reported["seconds"] == 7.25 and reported["output_tokens_per_second"] == 4 / 7.25
     # The third waited for a step's end: its first token came 1.75 s after it was due.
-    assert told["ttft"]["max"] == 1.75 and told["ttft"]["p50"] == 1.0
-    assert told["itl"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
+    assert reported["ttft"]["max"] == 1.75 and reported["ttft"]["p50"] == 1.0
+    assert reported["itl"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
 
 
 def test_a_turn_comes_so_long_after_the_end_of_the_last():
@@ -109,8 +109,8 @@ def test_an_output_of_another_length_is_no_result():
 
 
 def test_a_spread_has_mean_median_and_tails():
-    told = percentiles(float(value) for value in range(101))
-    assert told == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    reported = percentiles(float(value) for value in range(101))
+    assert reported == {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
     assert percentiles([]) is None
 
 
@@ -127,10 +127,10 @@ def test_turns_of_a_chat_find_their_last_one_in_the_prefix_cache(folder):
         again = replay(player, workload).finished
     finally:
         player.close()
-    for place, request in enumerate(workload.requests):
+    for index, request in enumerate(workload.requests):
         # At least the whole blocks of the last prompt; the answer in the prompt is drawn, not the engine's.
         last = 0 if request.after is None else len(workload.requests[request.after].prompt_token_ids)
-        assert finished[place].num_cached_tokens == again[place].num_cached_tokens == last // 16 * 16
+        assert finished[index].num_cached_tokens == again[index].num_cached_tokens == last // 16 * 16
     assert sum(ended.num_cached_tokens for ended in finished) == 2 * (16 + 48)
 
 
@@ -153,7 +153,7 @@ def test_an_engine_with_record_itl_off_cannot_be_measured(folder):
         load_engine("nanovllm", folder, ENGINE | {"record_itl": False}, 512)
 
 
-def job_of(folder: str, workload: Workload, path, **changes) -> dict:
+def build_job(folder: str, workload: Workload, path, **changes) -> dict:
     write_trace(workload, path)
     job = {"engine": "nanovllm", "label": "nanovllm", "model": folder, "options": ENGINE, "traces": [str(path)],
            "warm_ups": 1, "profile": False, "record": None}  # fmt: skip
@@ -162,7 +162,7 @@ def job_of(folder: str, workload: Workload, path, **changes) -> dict:
 
 def test_a_job_counts_steps_tokens_and_hits_of_the_measured_run_only(folder, tmp_path):
     workload = random_requests(requests=5, prompt=40, shared=32, output=6, vocab=512)
-    (run,) = run_job(job_of(folder, workload, tmp_path / "small.jsonl", profile=True))
+    (run,) = run_job(build_job(folder, workload, tmp_path / "small.jsonl", profile=True))
     assert run["cached_tokens"] == 4 * 32  # four of the five hit the prefix that the first computes
     assert run["steps"] == 6
     assert run["computed_tokens"] == 5 * 40 - 4 * 32 + 5 * 5
@@ -177,7 +177,9 @@ def test_a_job_counts_steps_tokens_and_hits_of_the_measured_run_only(folder, tmp
 
 def test_transformers_gives_every_token_its_time(folder, tmp_path):
     workload = random_requests(requests=3, prompt=(4, 9), output=(2, 5), vocab=512)
-    job = job_of(folder, workload, tmp_path / "t.jsonl", engine="transformers", options={"batch_size": 2}, warm_ups=0)
+    job = build_job(
+        folder, workload, tmp_path / "t.jsonl", engine="transformers", options={"batch_size": 2}, warm_ups=0
+    )
     (run,) = run_job(job)
     assert run["output_tokens_per_second"] == pytest.approx(workload.num_output_tokens / run["seconds"])
     assert 0 < run["itl"]["p50"] <= run["itl"]["max"] < run["seconds"]
@@ -210,7 +212,7 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
 
     def run_in_subprocess(engine, traces, settings, folder):
         ran.append((engine.label, [len(read_trace(trace).requests) for trace in traces]))
-        (run,) = result_of([10.0 * len(ran)])["runs"]
+        (run,) = build_result([10.0 * len(ran)])["runs"]
         return [run | {"engine": engine.label, "workload": SMALL}]
 
     monkeypatch.setattr(processes, "run_in_subprocess", run_in_subprocess)
@@ -219,9 +221,9 @@ def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
     assert main(["bench", "--model", folder, "--repeats", "2", *arguments]) == 0
     assert ran == [("nanovllm", [5]), ("transformers:batch_size=8", [5])] * 2
     assert [run["repeat"] for run in json.loads(path.read_text())["runs"]] == [0, 0, 1, 1]
-    told = capsys.readouterr()
-    assert told.err.count("tokens/s") == 4
-    header, ours, theirs = told.out.splitlines()
+    reported = capsys.readouterr()
+    assert reported.err.count("tokens/s") == 4
+    header, ours, theirs = reported.out.splitlines()
     assert header.split()[0] == "workload" and ours.split()[2:4] == ["20", "(10-30)"] and ours.split()[-1] == "1.00"
     assert theirs.split()[1:4] == ["transformers:batch_size=8", "30", "(20-40)"] and theirs.split()[-1] == "0.67"
 
@@ -329,7 +331,7 @@ def test_only_static_batches_are_refused_for_arrivals():
 # --------------------------------------------------------------------------------------------------- two results
 
 
-def result_of(rates: list[float], **changes) -> dict:
+def build_result(rates: list[float], **changes) -> dict:
     run = {
         "workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0}, "itl": {"p50": 0.01, "p99": 0.02},
         "peak_memory_mib": 100.0, "load_seconds": 1.0, "environment": {"torch": "2.13.0"}, "config": {"block_size": 64},
@@ -345,35 +347,35 @@ def compared(tmp_path, a: dict, b: dict) -> list[list[str]]:
 
 
 def test_compare_gives_the_second_over_the_first_by_medians(tmp_path):
-    a = result_of([100.0, 300.0, 200.0])
-    b = result_of([500.0], ttft={"p50": 1.0, "p99": 4.0})
-    told = {" ".join(line.split()[2:-3]): line.split()[-3:] for line in compared(tmp_path, a, b)[1:]}
-    assert told["tokens/s"] == ["200", "500", "2.500"]
-    assert told["TTFT p50, s"] == ["2", "1", "0.500"]
-    assert told["ITL p99, ms"] == ["20", "20", "1.000"]
+    a = build_result([100.0, 300.0, 200.0])
+    b = build_result([500.0], ttft={"p50": 1.0, "p99": 4.0})
+    reported = {" ".join(line.split()[2:-3]): line.split()[-3:] for line in compared(tmp_path, a, b)[1:]}
+    assert reported["tokens/s"] == ["200", "500", "2.500"]
+    assert reported["TTFT p50, s"] == ["2", "1", "0.500"]
+    assert reported["ITL p99, ms"] == ["20", "20", "1.000"]
 
 
 def test_compare_says_what_differs_in_hardware_and_config(tmp_path):
-    a, b = result_of([1.0]), result_of([1.0], environment={"torch": "2.11.0"}, config={"block_size": 16})
+    a, b = build_result([1.0]), build_result([1.0], environment={"torch": "2.11.0"}, config={"block_size": 16})
     b["runs"].append(b["runs"][0] | {"engine": "vllm"})
     lines = compared(tmp_path, a, b)
     assert "differs: nanovllm: torch: 2.13.0 | 2.11.0" in lines
     assert "differs: nanovllm: block_size: 64 | 16" in lines
     assert any(line.startswith("only in") and "vllm on W" in line for line in lines)
-    assert not any(line.startswith("differs") for line in compared(tmp_path, a, result_of([2.0])))
+    assert not any(line.startswith("differs") for line in compared(tmp_path, a, build_result([2.0])))
 
 
 def test_compare_refuses_what_is_no_result_or_has_nothing_in_common(tmp_path):
     with pytest.raises(ValueError, match="no workload and engine in common"):
-        compared(tmp_path, result_of([1.0]), result_of([1.0], engine="vllm"))
+        compared(tmp_path, build_result([1.0]), build_result([1.0], engine="vllm"))
     with pytest.raises(ValueError, match=r"b\.json is no result"):
-        compared(tmp_path, result_of([1.0]), {"runs": []})
+        compared(tmp_path, build_result([1.0]), {"runs": []})
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(ValueError, match=r"c\.json is no result"):
         report.load(str(tmp_path / "c.json"))
 
 
 def test_compare_is_a_command(tmp_path, capsys):
-    (tmp_path / "a.json").write_text(json.dumps(result_of([2.0])))
+    (tmp_path / "a.json").write_text(json.dumps(build_result([2.0])))
     assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
     assert "tokens/s" in capsys.readouterr().out

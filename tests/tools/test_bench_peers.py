@@ -49,11 +49,11 @@ def test_llama_cpp_takes_one_request_after_the_other_and_keeps_what_they_share(l
     player = load_engine("llama.cpp", "unused", {"gguf": "model.gguf"}, 7)
     player.prepare(workload)
     played = replay(player, workload)
-    told = figures(workload, played)
+    reported = figures(workload, played)
     assert llama_cpp == [(1, 2, 3, 4), (1, 2, 9), (1, 2, 9)]
     # The last token of a cached prompt is computed again.
     assert [ended.num_cached_tokens for ended in played.finished] == [0, 2, 2]
-    assert told["cached_tokens"] == 4
+    assert reported["cached_tokens"] == 4
     assert played.finished[0].token_times[-1] <= played.finished[1].token_times[0]
 
 

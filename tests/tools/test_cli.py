@@ -118,7 +118,7 @@ def test_without_a_command_the_usage_is_shown(capsys):
 # --------------------------------------------------------------------------------------------------------- every option
 
 
-def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+def command_help(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
@@ -128,7 +128,7 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
 def test_every_option_has_a_flag(command, options, capsys):
-    shown = help_of(command, capsys)
+    shown = command_help(command, capsys)
     for field in dataclasses.fields(options):
         if command == "chat" and field.name in NOT_FOR_CHAT:
             assert f"--{field.name.replace('_', '-')} " not in shown
@@ -138,7 +138,7 @@ def test_every_option_has_a_flag(command, options, capsys):
 
 
 def test_the_help_names_the_defaults_that_differ_from_pythons(capsys):
-    shown = " ".join(help_of("generate", capsys).split())
+    shown = " ".join(command_help("generate", capsys).split())
     assert "default here: 256" in shown
     assert "default here: 0.0" in shown
     assert DEFAULT_MODEL in shown

@@ -14,7 +14,7 @@ from tests.support.command_line import ENGINE, SHORT, assert_refused, generated
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
-def conversations_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+def recorded_conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
     """Record the conversations passed to the chat template."""
     seen: list[list[dict[str, str]]] = []
     apply = LLM.apply_chat_template
@@ -39,34 +39,34 @@ def test_chat_answers_each_line_of_piped_input(run):
 
 
 def test_chat_keeps_the_conversation_and_its_own_answers(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     run("chat", *SHORT, stdin="hello\nand again\n")
     assert [roles(c) for c in seen] == [["user"], ["user", "assistant", "user"]]
     assert [seen[1][0]["content"], seen[1][2]["content"]] == ["hello", "and again"]
 
 
 def test_chat_begins_with_the_system_prompt(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     run("chat", "--system", "be brief", *SHORT, stdin="hello\n")
     assert seen[0][0] == {"role": "system", "content": "be brief"}
 
 
 def test_reset_forgets_the_conversation_but_not_the_system_prompt(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     run("chat", "--system", "be brief", *SHORT, stdin="hello\n/reset\nagain\n")
     assert [roles(c) for c in seen] == [["system", "user"], ["system", "user"]]
     assert seen[1][1]["content"] == "again"
 
 
 def test_exit_leaves_and_what_follows_is_not_answered(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     status, _, _ = run("chat", *SHORT, stdin="hello\n/exit\nnever\n")
     assert status == 0
     assert len(seen) == 1
 
 
 def test_empty_lines_are_not_asked(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     run("chat", *SHORT, stdin="\n   \nhello\n\n")
     assert len(seen) == 1
 
@@ -78,7 +78,7 @@ def test_chat_prints_the_answer_that_python_gives(run, folder):
 
 
 def test_an_interrupt_ends_an_answer_and_keeps_the_conversation(run, monkeypatch):
-    seen = conversations_of(monkeypatch)
+    seen = recorded_conversations(monkeypatch)
     stream = LLM.stream
     interrupts = iter([True, False])
 

@@ -83,7 +83,7 @@ def test_a_jsonl_file_holds_texts_token_ids_messages_and_overrides(run, folder, 
     assert len(answers[4]) == 2
 
 
-def test_a_priority_for_all_and_one_of_its_own_in_jsonl_decide_who_runs_first(run):
+def test_a_priority_for_all_and_one_of_its_own_in_jsonl_decide_which_runs_first(run):
     lines = '"one"\n{"prompt": "two", "priority": -1}\n"three"\n'
     _, out, _ = run(
         "generate", "--format", "jsonl", "--json", "--priority", "3", "--max-num-seqs", "1", *SHORT, stdin=lines
@@ -224,13 +224,13 @@ def test_a_tokenizer_may_be_named(run, folder, tmp_path):
     assert records(out)[0]["token_ids"] == generated(folder, "one")
 
 
-def test_a_progress_bar_is_shown_when_asked_for_and_never_on_standard_output(run):
+def test_a_progress_bar_is_shown_with_its_flag_and_never_on_standard_output(run):
     _, out, err = run("generate", "one", "two", "--progress", "--json", *SHORT)
     assert "2/2" in err
     assert len(records(out)) == 2
 
 
-def test_no_progress_bar_is_shown_where_nobody_watches(run):
+def test_no_progress_bar_is_shown_off_a_terminal(run):
     assert "2/2" not in run("generate", "one", "two", *SHORT)[2]
 
 

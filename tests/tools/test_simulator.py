@@ -137,7 +137,7 @@ def test_requests_are_taken_in_one_after_the_other_between_steps():
     assert times(simulation) == [(3.5, [2.5]), (3.5, [2.5]), (3.5, [])]
 
 
-def test_who_arrives_while_others_are_taken_in_waits_for_the_next_step():
+def test_a_request_that_arrives_during_an_intake_waits_for_the_next_step():
     cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2.0), HostCost(), intake=IntakeCost(0.5))
     # An idle engine: the second request arrives while the first is taken in, and the first step ends at 2.5.
     simulation = run([request(2, 1), request(2, 1, arrival=0.25)], cost)

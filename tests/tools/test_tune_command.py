@@ -66,8 +66,8 @@ def tune(tmp_path, capsys):
             )
         except SystemExit as exit_:
             status = exit_.code
-        told = capsys.readouterr()
-        return status, told.out, told.err
+        reported = capsys.readouterr()
+        return status, reported.out, reported.err
 
     return tune
 
@@ -120,7 +120,7 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
     assert len(engines.options) == measured
 
 
-def test_contradictions_are_reported_for_values_that_were_asked_for(engines, tune):
+def test_contradictions_are_reported_for_named_values(engines, tune):
     assert "refused" not in tune("--rate", "20", "--candidates", "2")[1]
     out = tune("--rate", "20", "--candidates", "2", "--max-num-batched-tokens", "72,256", "--max-num-seqs", "16")[1]
     assert "budget 72, seqs 16, block 64: refused: max_num_batched_tokens is 72, but" in out
@@ -130,11 +130,11 @@ def test_contradictions_are_reported_for_values_that_were_asked_for(engines, tun
 def test_what_an_earlier_sweep_recommended_is_gone_when_another_begins(engines, tune, tmp_path):
     arguments = ["--rate", "20", "--max-num-batched-tokens", "256,1024", "--max-num-seqs", "16"]
     assert tune(*arguments, "--block-size", "64")[0] == 0
-    told = [tmp_path / "t" / name for name in ("result.json", "curves.png")]
-    assert all(path.exists() for path in told)
+    reported = [tmp_path / "t" / name for name in ("result.json", "curves.png")]
+    assert all(path.exists() for path in reported)
     engines.interrupt_at = len(engines.options)
     assert tune(*arguments, "--block-size", "32,64")[0] == 130
-    assert not any(path.exists() for path in told)
+    assert not any(path.exists() for path in reported)
 
 
 def test_simulate_looks_at_many_and_measures_few(engines, tune, tmp_path):
@@ -248,8 +248,8 @@ def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
 
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):
     assert "no workload: give --workload" in tune(workload=[])[2]
-    told = tune("--itl-p99", "1ms", workload=["--workload", "random:requests=3,output=1"])
-    assert told[0] == 2 and "leave goals on ITL out" in told[2]
+    reported = tune("--itl-p99", "1ms", workload=["--workload", "random:requests=3,output=1"])
+    assert reported[0] == 2 and "leave goals on ITL out" in reported[2]
 
 
 def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[psutil.Process]]:
@@ -283,9 +283,9 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
     assert len(before) == 2 and '"runs"' in before[1]
     assert main(["tune", "--model", folder, *arguments]) == 0
     assert (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()[:2] == before
-    told = capsys.readouterr()
-    assert "block 16: failed: the KV cache of 8 blocks of 16 tokens" in told.out and told.out.count("failed") == 1
-    assert "recommended: --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 64" in told.out
+    out = capsys.readouterr().out
+    assert "block 16: failed: the KV cache of 8 blocks of 16 tokens" in out and out.count("failed") == 1
+    assert "recommended: --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 64" in out
     result = json.loads((tmp_path / "t" / "result.json").read_text())
     measured, failed = result["settings"]
     assert measured["config"]["block_size"] == 64 and measured["config"]["num_kv_blocks"] == 8

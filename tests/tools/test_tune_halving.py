@@ -14,7 +14,7 @@ from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Round, Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.ranking import build_standing, ranked
 from nanovllm.tools.tune.settings import Resolver
-from tests.support.sweeps import ITL_40, TTFT_500, Machine, run, setting, sweep_of
+from tests.support.sweeps import ITL_40, TTFT_500, Machine, build_sweep, run, setting
 
 # -------------------------------------------------------------------------------------------------------------- ranking
 
@@ -62,11 +62,11 @@ def test_shares_double_while_rivals_are_halved():
 @hypothesis.settings(deadline=None)
 @given(st.permutations(range(20)), st.lists(st.sampled_from([0.01, 0.03, 0.05, 0.09]), min_size=20, max_size=20),
        st.sampled_from([0.0, 0.3, 1.0]))  # fmt: skip
-def test_where_shares_tell_the_truth_halving_finds_what_trying_everything_finds(order, itls, smallest):
+def test_where_shares_rank_like_the_whole_halving_finds_the_best_setting(order, itls, smallest):
     runs = {setting(100 + n): run(100 * 1.05 ** order[n], itl=itls[n]) for n in range(20)}
     keeping = [of for of in runs if runs[of]["itl"]["p99"] <= 0.04]
     best = max(keeping, key=lambda of: runs[of]["output_tokens_per_second"], default=None)
-    sweep, machine = sweep_of(runs, goals=[ITL_40], smallest=smallest), Machine(runs)
+    sweep, machine = build_sweep(runs, goals=[ITL_40], smallest=smallest), Machine(runs)
     sweep.run(machine)
     winner = sweep.finalists()[0]
     if best is None:
@@ -81,7 +81,7 @@ def test_where_shares_tell_the_truth_halving_finds_what_trying_everything_finds(
 def test_the_defaults_are_measured_in_every_round():
     runs = {setting(100 + n): run(100.0 * (1 + n)) for n in range(16)}
     machine = Machine(runs)
-    sweep = sweep_of(runs)
+    sweep = build_sweep(runs)
     sweep.run(machine)
     first = next(iter(runs))
     assert [(share, repeat) for of, share, repeat in machine.asked if of == first] == [
@@ -93,12 +93,12 @@ def test_the_defaults_are_measured_in_every_round():
 def test_a_setting_that_fails_never_ends_the_sweep():
     runs = {setting(100 + n): run(100.0 * (1 + n)) for n in range(8)}
     first, best = setting(100), setting(107)
-    sweep, machine = sweep_of(runs), Machine(runs, failing=(first, best))
+    sweep, machine = build_sweep(runs), Machine(runs, failing=(first, best))
     sweep.run(machine)
     assert sweep.failures == {first: "out of memory", best: "out of memory"}
     assert sweep.finalists()[0].setting == setting(106)
     assert Counter(of for of, _, _ in machine.asked)[best] == 1
-    everything = sweep_of(runs)
+    everything = build_sweep(runs)
     everything.run(Machine(runs, failing=tuple(runs)))
     assert everything.finalists() == [] and len(everything.failures) == 8
 

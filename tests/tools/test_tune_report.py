@@ -13,13 +13,15 @@ from nanovllm.tools.tune.halving import Sweep, rounds_for
 from nanovllm.tools.tune.ranking import build_standing
 from nanovllm.tools.tune.settings import Resolver, Setting, values_to_try
 from nanovllm.tools.workloads.workloads import poisson, random_requests
-from tests.support.sweeps import CALIBRATION, ITL_40, TTFT_500, Machine, as_played, run, setting, sweep_of
+from tests.support.sweeps import CALIBRATION, ITL_40, TTFT_500, Machine, as_played, build_sweep, run, setting
 
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def outcome_of(runs: dict[Setting, dict], *goals: Goal, failing: tuple[Setting, ...] = (), **about) -> report.Outcome:
-    sweep = sweep_of(runs, goals=goals)
+def build_outcome(
+    runs: dict[Setting, dict], *goals: Goal, failing: tuple[Setting, ...] = (), **about
+) -> report.Outcome:
+    sweep = build_sweep(runs, goals=goals)
     sweep.run(Machine(runs, failing=failing))
     question = {"model": "m", "workload": {"name": "w"}}
     return report.Outcome(sweep, Resolver("cpu", {}), question, {"torch": "2"}, **({"refused": []} | about))
@@ -27,14 +29,14 @@ def outcome_of(runs: dict[Setting, dict], *goals: Goal, failing: tuple[Setting, 
 
 def test_the_advice_names_flags_and_numbers():
     runs = {setting(1024): run(500, itl=0.05), setting(256): run(400, itl=0.02), setting(512): run(450, itl=0.03)}
-    lines = report.advice(outcome_of(runs, ITL_40, TTFT_500)).splitlines()
+    lines = report.advice(build_outcome(runs, ITL_40, TTFT_500)).splitlines()
     assert lines[0] == "recommended: --max-num-batched-tokens 512 --max-num-seqs 16 --block-size 64"
     assert lines[1] == (
         "because: 450 tokens/s is the most of 2 settings measured on the whole workload that keep ITL p99 <= 40 ms "
         "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
         "(ITL p99 +25%)"
     )
-    alone = report.advice(outcome_of(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
+    alone = report.advice(build_outcome(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
     assert "of 3 settings measured on the whole workload it alone keeps ITL p99 <= 25 ms (20 ms), with 400" in alone
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
 
@@ -52,26 +54,26 @@ def test_a_busy_machine_is_reported_whichever_setting_showed_it():
 
 def test_where_nothing_keeps_the_goals_the_nearest_setting_is_named_with_what_it_misses():
     runs = {setting(1024): run(500, itl=0.08), setting(256): run(400, itl=0.05)}
-    lines = report.advice(outcome_of(runs, ITL_40, TTFT_500)).splitlines()
+    lines = report.advice(build_outcome(runs, ITL_40, TTFT_500)).splitlines()
     assert lines[0].startswith("no setting keeps the goals; the nearest: --max-num-batched-tokens 256")
     assert "ITL p99 is 50 ms, 25% above the goal of 40 ms" in lines[1]
 
 
 def test_settings_with_as_many_tokens_are_called_equal():
     runs = {setting(1024): run(500, itl=0.03), setting(256): run(499, itl=0.02)}
-    lines = report.advice(outcome_of(runs, ITL_40)).splitlines()
+    lines = report.advice(build_outcome(runs, ITL_40)).splitlines()
     assert "--max-num-batched-tokens 256" in lines[0]
     assert "the 2 with most tokens/s differ by less than 2%; it is furthest below the limits" in lines[1]
-    arriving = {of: told | {"rate": 4.0} for of, told in runs.items()}
-    assert "a higher --rate shows which" in report.advice(outcome_of(arriving, ITL_40))
-    assert "--rate" not in report.advice(outcome_of(runs, ITL_40))
+    arriving = {of: reported | {"rate": 4.0} for of, reported in runs.items()}
+    assert "a higher --rate shows which" in report.advice(build_outcome(arriving, ITL_40))
+    assert "--rate" not in report.advice(build_outcome(runs, ITL_40))
 
 
 def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
     runs = {setting(1024 + 64 * n): run(500 - n, itl=0.05 if n == 1 else 0.01) for n in range(6)}
     failing = (setting(1088 + 64),)
     refused = [({"max_num_seqs": 9}, "too much")]
-    lines = report.table(outcome_of(runs, ITL_40, failing=failing, refused=refused)).splitlines()
+    lines = report.table(build_outcome(runs, ITL_40, failing=failing, refused=refused)).splitlines()
     assert lines[0] == "all: max_num_seqs 16, block_size 64"
     assert lines[1].split()[:4] == ["budget", "share", "rate", "tokens/s"]
     rows = [line.split() for line in lines[2:7]]
@@ -85,14 +87,14 @@ def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
     assert rows[-1][1] == "0.5" and lines[6].endswith("ITL p99 +25%")
     assert lines[7].strip() == "budget 1152: failed: out of memory"
     assert lines[8].strip() == "seqs 9: refused: too much"
-    assert report.table(outcome_of(runs, failing=tuple(runs))).count("failed: out of memory") == 6
+    assert report.table(build_outcome(runs, failing=tuple(runs))).count("failed: out of memory") == 6
 
 
 def test_predictions_stand_beside_what_was_measured():
     runs = {setting(1024): run(500), setting(256): run(400)}
     goals = [ITL_40]
     predicted = {of: build_standing(of, [[run(550, itl=0.012)]], goals) for of in runs}
-    outcome = outcome_of(runs, *goals, predicted=predicted)
+    outcome = build_outcome(runs, *goals, predicted=predicted)
     lines = report.table(outcome).splitlines()
     assert [line.count("550") for line in lines[2:]] == [1, 1] and "12 / 12" in lines[2]
     assert "off by at most 38% on tokens/s, and on ITL p99 by 20%" in report.advice(outcome)
@@ -100,13 +102,15 @@ def test_predictions_stand_beside_what_was_measured():
 
 def test_the_result_holds_every_measurement_and_the_recommendation():
     runs = {setting(1024): run(500), setting(256): run(400)}
-    told = json.loads(json.dumps(result.as_json(outcome_of(runs, ITL_40, failing=(setting(256),)))))
-    first, second = told["settings"]
+    reported = json.loads(json.dumps(result.as_json(build_outcome(runs, ITL_40, failing=(setting(256),)))))
+    first, second = reported["settings"]
     assert [m["repeat"] for m in first["measurements"]] == [0, 1, 2] and first["config"] == {"a": 1}
     assert first["measurements"][0]["runs"][0]["output_tokens_per_second"] == 500
     assert second["failed"] == "out of memory" and second["measurements"] == []
-    assert told["recommended"]["options"]["max_num_batched_tokens"] == 1024 and told["goals"] == ["ITL p99 <= 40 ms"]
-    assert told["environment"] == {"torch": "2"} and told["question"]["model"] == "m"
+    assert reported["recommended"]["options"]["max_num_batched_tokens"] == 1024 and reported["goals"] == [
+        "ITL p99 <= 40 ms"
+    ]
+    assert reported["environment"] == {"torch": "2"} and reported["question"]["model"] == "m"
 
 
 def test_the_picture_has_a_curve_for_each_setting_and_marks_the_chosen_point(tmp_path):

@@ -74,8 +74,8 @@ def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, 
     except ValueError:
         return
     words = resolver.flags(made).split()
-    told = {flag[2:].replace("-", "_"): int(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
-    assert resolver.resolve(told) == made
+    reported = {flag[2:].replace("-", "_"): int(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
+    assert resolver.resolve(reported) == made
 
 
 def test_a_sample_holds_the_first_and_every_value_about_equally_often():
@@ -83,9 +83,9 @@ def test_a_sample_holds_the_first_and_every_value_about_equally_often():
     settings = Resolver("cpu", {}).candidates(values).settings
     taken = sample(settings, 36)
     assert taken[0] == settings[0] and len(set(taken)) == 36 and set(taken) <= set(settings)
-    for place, name in enumerate(SWEPT[:3]):
-        counts = Counter(of.values[place] for of in taken)
-        assert set(counts) == {of.values[place] for of in settings}, name
+    for index, name in enumerate(SWEPT[:3]):
+        counts = Counter(of.values[index] for of in taken)
+        assert set(counts) == {of.values[index] for of in settings}, name
         assert max(counts.values()) - min(counts.values()) <= 3, (name, counts)
     assert sample(settings, 10**6)[1:] != settings[1:] and set(sample(settings, 10**6)) == set(settings)
     assert taken == sample(settings, 36)

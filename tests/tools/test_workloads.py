@@ -61,14 +61,14 @@ def test_each_turn_of_a_chat_extends_the_last_and_waits_for_it():
     workload = chat(conversations=3, turns=4, system=10, user=(2, 5), answer=7)
     assert len(workload.requests) == 12
     beginning = workload.requests[0].prompt_token_ids[:10]
-    for place, request in enumerate(workload.requests):
+    for index, request in enumerate(workload.requests):
         assert request.prompt_token_ids[:10] == beginning
-        if place < 3:
+        if index < 3:
             assert request.after is None and request.arrival == 0.0
             continue
         last = workload.requests[request.after]
         grown = len(request.prompt_token_ids) - len(last.prompt_token_ids)
-        assert request.after == place - 3 and request.arrival > 0.0
+        assert request.after == index - 3 and request.arrival > 0.0
         assert request.prompt_token_ids[: len(last.prompt_token_ids)] == last.prompt_token_ids
         assert 7 + 2 <= grown <= 7 + 5
 
@@ -109,14 +109,14 @@ def test_the_same_seed_gives_the_same_workload_in_every_process():
         "from tests.support.small_workloads import SMALL, digest\n"
         "print([digest(poisson(build(text, seed=3), 2.0, seed=3)) for text in SMALL])"
     )
-    told = set()
+    reported = set()
     for hash_seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
-        told.add(done.stdout)
-    assert told == {f"{[digest(poisson(build(text, seed=3), 2.0, seed=3)) for text in SMALL]}\n"}
+        reported.add(done.stdout)
+    assert reported == {f"{[digest(poisson(build(text, seed=3), 2.0, seed=3)) for text in SMALL]}\n"}
 
 
 @pytest.mark.parametrize("text", SMALL)

@@ -30,7 +30,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
     feed = LiveFeed(
         state.engine,
         {
-            "instance": uuid.uuid4().hex,  # tells a page that the server restarted
+            "instance": uuid.uuid4().hex,  # changes when the server restarts
             "model": state.model_name,
             "version": __version__,
             "budget": config.max_num_batched_tokens,

@@ -132,7 +132,7 @@ def _below(limit: int) -> str:
     """Return a regular expression for the decimal numbers below a limit."""
     last = str(limit - 1)
     forms = [f"[0-9]{{1,{len(last) - 1}}}"] if len(last) > 1 else []
-    for place, digit in enumerate(last):
+    for index, digit in enumerate(last):
         if digit != "0":
-            forms.append(f"{last[:place]}[0-{int(digit) - 1}][0-9]{{{len(last) - place - 1}}}")
+            forms.append(f"{last[:index]}[0-{int(digit) - 1}][0-9]{{{len(last) - index - 1}}}")
     return "|".join([*forms, last])

@@ -155,10 +155,9 @@ async def respond(
     try:
         if job.body.stream:
             return state.event_stream(_chunks(state, job))
-        answer = compact(
-            await until_disconnect(request.receive, _whole(state, job))
-        )  # ASCII: text may hold a lone surrogate
-        return Response(answer, media_type="application/json")
+        answer = await until_disconnect(request.receive, _whole(state, job))
+        # `compact` encodes in ASCII: text may hold a lone surrogate.
+        return Response(compact(answer), media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
 
@@ -210,7 +209,7 @@ def _choices(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int, C
 
 async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
     choices = {}
-    with state.admission.one():
+    with state.admission.open_answer():
         async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
             async for output in outputs:
                 for choice, completion in _choices(job, output, tally):
@@ -231,7 +230,7 @@ async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
         return event(f"{head}{compact(choices)}{shown}}}")
 
     opened: set[int] = set()
-    with state.admission.one():
+    with state.admission.open_answer():
         async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
             yield b""  # admitted
             async for output in outputs:

@@ -100,10 +100,10 @@ def _as_template_message(message: Any, number: int) -> dict[str, Any]:
     given["content"] = content if content is not None else ""
     if given["role"] == "developer":
         given["role"] = "system"
-    for place, call in enumerate(given.get("tool_calls", ())):
+    for index, call in enumerate(given.get("tool_calls", ())):
         try:
             call["function"]["arguments"] = check_nesting(json.loads(call["function"]["arguments"] or "{}"))
         except (ValueError, RecursionError) as error:
-            where = f"messages[{number}].tool_calls[{place}].function.arguments"
+            where = f"messages[{number}].tool_calls[{index}].function.arguments"
             raise ValueError(f"{where}: the arguments of {call['id']!r} are not valid JSON ({error}).") from error
     return given

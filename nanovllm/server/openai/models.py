@@ -81,7 +81,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     state.check_model(body.model)
     engine = state.engine
     try:
-        with state.admission.one():
+        with state.admission.open_answer():
             token_ids = await _tokens(state, request, body)
     except Exception as error:
         raise from_engine(error, body.names()) from error
@@ -109,7 +109,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
             400, f"tokens: {unknown[0]} is not a token id; ids are 0 to {len(tokenizer) - 1}.", param="tokens"
         )
     try:
-        with state.admission.one():
+        with state.admission.open_answer():
             text = await state.engine.detokenize(body.tokens, skip_special_tokens=body.skip_special_tokens)
     except Exception as error:
         raise from_engine(error) from error

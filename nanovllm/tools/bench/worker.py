@@ -73,16 +73,15 @@ def measure(engine: BenchEngine, workload: Workload, job: dict[str, Any], trace:
     return result | peak_memory()
 
 
+# The environments of other engines lack these imports' dependencies.
 def _measured_trace(path: str) -> Any:
-    from nanovllm.tools.bench.measured_trace import (
-        MeasuredTrace,  # absent in environments of other engines
-    )
+    from nanovllm.tools.bench.measured_trace import MeasuredTrace
 
     return MeasuredTrace(path)
 
 
 def _step_profile() -> Any:
-    from nanovllm.tools.bench.step_profile import StepProfile  # absent in environments of other engines
+    from nanovllm.tools.bench.step_profile import StepProfile
 
     return StepProfile()
 

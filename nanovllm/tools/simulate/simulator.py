@@ -100,9 +100,7 @@ class _Run:
         self._replicas = replicas
         self._route = route
         self._num_arrived = 0
-        self._followers: defaultdict[int, list[int]] = defaultdict(
-            list
-        )  # requests with `after`, by the request they follow
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # by `after`: the requests that follow it
         self._arrivals: list[tuple[float, int]] = []  # heap of (time, index)
         self._begins: list[tuple[float, int]] = []  # heap of (start of the next step, replica) of busy replicas
         for number, request in enumerate(requests):

@@ -15,9 +15,8 @@ def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
         device: "cpu" or "cuda".
         fixed: engine options.
     """
-    if (
-        device != "cuda" or fixed.get("enforce_eager") or model == DEFAULT_MODEL
-    ):  # the embedded model has a head_dim of 64
+    # The embedded model's head_dim of 64 rules "flash" out.
+    if device != "cuda" or fixed.get("enforce_eager") or model == DEFAULT_MODEL:
         return False
     import torch
 
@@ -34,6 +33,5 @@ def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
     if dtype == "auto":
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     wanted = fixed.get("device", "auto")
-    return (
-        missing_for_flash(torch.device("cuda" if wanted == "auto" else wanted), getattr(torch, dtype), head_dim) is None
-    )
+    on = torch.device("cuda" if wanted == "auto" else wanted)
+    return missing_for_flash(on, getattr(torch, dtype), head_dim) is None

@@ -23,12 +23,12 @@ def take_share(workload: Workload, share: float) -> Workload:
     kept: dict[int, int] = {}  # index in the workload -> index in the share
     roots = _groups(workload)
     if len(roots) > MAX_GROUPS:
-        roots = [[place for group in roots for place in group]]
-    chosen = {place for group in roots for place in group[: math.ceil(share * len(group))]}
+        roots = [[index for group in roots for index in group]]
+    chosen = {index for group in roots for index in group[: math.ceil(share * len(group))]}
     requests: list[TimedRequest] = []
-    for place, request in enumerate(workload.requests):
-        if place in chosen or request.after in kept:
-            kept[place] = len(requests)
+    for index, request in enumerate(workload.requests):
+        if index in chosen or request.after in kept:
+            kept[index] = len(requests)
             requests.append(replace(request, after=None if request.after is None else kept[request.after]))
     return Workload(workload.name, requests, {**workload.parameters, "share": share})
 
@@ -44,7 +44,7 @@ def smallest_share(workload: Workload, max_num_seqs: int) -> float:
 def _groups(workload: Workload) -> list[list[int]]:
     """Group the indices of requests without `after` by arrival time."""
     groups: defaultdict[float, list[int]] = defaultdict(list)
-    for place, request in enumerate(workload.requests):
+    for index, request in enumerate(workload.requests):
         if request.after is None:
-            groups[request.arrival].append(place)
+            groups[request.arrival].append(index)
     return list(groups.values())

@@ -41,7 +41,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival; a request with `after` follows that request in any place.
+    """Requests in order of arrival; a request with `after` may be anywhere after that request.
 
     name: name with the parameters that differ from their defaults; identifies the workload in results.
     parameters: all parameters, defaults included.
@@ -237,13 +237,13 @@ def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters
         raise ValueError(f"the rate is {rate}; it must be a number of requests a second above 0.")
     if burst < 1:
         raise ValueError(f"the burst is {burst}; it must be at least 1 request.")
-    free = [place for place, request in enumerate(workload.requests) if request.after is None]
+    free = [index for index, request in enumerate(workload.requests) if request.after is None]
     generator = np.random.default_rng([seed, 1])  # a stream apart from that of the tokens
     groups = np.cumsum(generator.exponential(burst / rate, -(-len(free) // burst)))
     times = np.repeat(groups, burst)[: len(free)].tolist()
     requests = list(workload.requests)
-    for place, time in zip(free, times, strict=True):
-        requests[place] = replace(requests[place], arrival=time)
+    for index, time in zip(free, times, strict=True):
+        requests[index] = replace(requests[index], arrival=time)
     name = f"{workload.name} {parameters['arrivals']} {rate:g}/s" + (f" by {burst}" if burst > 1 else "")
     return Workload(name, requests, {**workload.parameters, **parameters, "arrival_seed": seed})
 
