@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.support.async_llms import in_engine_steps
 from tests.support.serving import Serving, comes_true, raw_stream, serving
 
 expect.set_options(timeout=20_000)
@@ -70,7 +72,9 @@ def tile(page: Page, name: str) -> str:
     return page.locator(".tile", has_text=name).inner_text()
 
 
-def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_page):
+def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_page, monkeypatch):
+    is_seen = threading.Event()
+    in_engine_steps(running.engine, monkeypatch, lambda _: is_seen.wait(0.05))  # slow steps until the page was checked
     page = open_page(running.url)
     state(page, "live")
     expect(page.locator("#model")).to_contain_text("tiny")
@@ -85,6 +89,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
     comes_true(lambda: step(page) > before + 50)
     comes_true(lambda: len(said.inner_text()) > short)  # streamed
+    is_seen.set()
     expect(page.locator(".tile", has_text="Output")).to_contain_text(re.compile(r"[1-9]\d* ?tok/s"))
     expect(page.locator(".message .facts")).to_have_text(
         re.compile(

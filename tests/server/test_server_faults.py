@@ -25,7 +25,7 @@ from nanovllm import SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
-from tests.support.async_llms import bounded, offline
+from tests.support.async_llms import bounded, in_engine_steps, offline
 from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving
 from tests.support.tiny_models import save_tiny
 
@@ -34,15 +34,7 @@ SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
 
 
 def watch_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
-    """Call `before()` in the engine's thread before each execution."""
-    runner = running.engine._engine_thread._engine.model_runner
-    execute = runner.execute
-
-    def watched(batch: Any) -> Any:
-        before()
-        return execute(batch)
-
-    monkeypatch.setattr(runner, "execute", watched)
+    in_engine_steps(running.engine, monkeypatch, lambda _: before())
 
 
 def slow_steps(running: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
