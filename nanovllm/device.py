@@ -1,13 +1,11 @@
-"""The device: its errors, copies to and from it, the lock for captures, and kernels by name."""
+"""Errors of the device, copies to and from it, the lock for captures, and kernels by name."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,17 +18,13 @@ DEVICE_LOCK = threading.RLock()
 _DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
 
 
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Raise errors of the device itself as DeviceError."""
-    try:
-        yield
-    except RuntimeError as error:
-        # Triton raises plain errors; a failed allocation is no failure of the device.
-        is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error))
-        if not is_of_device or isinstance(error, torch.OutOfMemoryError):
-            raise
+def raise_device_error(error: RuntimeError) -> NoReturn:
+    """Raise an error of the device itself as DeviceError, any other as it is."""
+    # Triton raises plain errors; a failed allocation is no failure of the device.
+    is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error))
+    if is_of_device and not isinstance(error, torch.OutOfMemoryError):
         raise DeviceError(str(error)) from error
+    raise error
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:

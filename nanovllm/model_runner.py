@@ -1,16 +1,13 @@
 """Runs a scheduled batch through the model: slot mapping, block masks, one forward pass, sampling.
 
-Invariant: a step's K and V go only to the slots of its own rows (its padding's to the null block), and no cache slot
-that is read ever holds NaN from another request (blocks are cleared when they are begun, where a backend reads more
-than a sequence's own slots).
+Invariant: a step's K and V go only to the slots of its own rows (its padding's to the null block), and no slot that is
+read holds NaN of another request (where a backend reads more than a sequence's own slots, begun blocks are cleared).
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +18,7 @@ from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.device import DEVICE_LOCK, device_errors, to_host
+from nanovllm.device import DEVICE_LOCK, raise_device_error, to_host
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch
@@ -44,19 +41,21 @@ class PendingTokens:
     @classmethod
     def send(cls, token_ids: Tensor, report: StepLogprobs) -> PendingTokens:
         """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
-        report, host = report.to_host(), to_host(token_ids)
         if token_ids.device.type == "cpu":
-            return cls(host, report, None)
+            return cls(token_ids, report, None)
         arrival = torch.cuda.Event()
+        pending = cls(to_host(token_ids), report.to_host(), arrival)
         arrival.record(torch.cuda.current_stream(token_ids.device))
-        return cls(host, report, arrival)
+        return pending
 
     def result(self) -> list[int]:
         """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`; then `report` is there."""
-        with device_errors():
+        try:
             if self.arrival is not None:
                 self.arrival.synchronize()
             return self.token_ids.tolist()
+        except RuntimeError as error:
+            raise_device_error(error)
 
 
 class ModelRunner:
@@ -74,10 +73,10 @@ class ModelRunner:
         self.config = config
         self._choice = choice
         self.sampler = Sampler(compiles=choice.uses_graphs)
-        self._structure = binding.structure() if binding.is_live else 0
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its index
-        binding.caches.allocate(config.num_kv_blocks * config.block_size)
+        num_slots = config.num_kv_blocks * config.block_size
+        binding.caches.allocate(num_slots)
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:
             self._executor = GraphExecutor(binding, config, self.sampler)
@@ -93,8 +92,7 @@ class ModelRunner:
             self._pack_weights()
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
-            config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size,
-            binding.caches.num_bytes(config.num_kv_blocks * config.block_size) / 2**30,
+            config.num_kv_blocks, num_slots - config.block_size, binding.caches.num_bytes(num_slots) / 2**30,
             (config.num_kv_blocks - 1) // -(-config.max_model_len // config.block_size), config.max_model_len,
         )  # fmt: skip
 
@@ -103,30 +101,30 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         """Launch one forward pass for decodes and chunks alike; returns a handle to its tokens.
 
-        A sequence's newest token may still be in flight if the step launched before this one samples it. Raises
-        DeviceError if the device failed, and whatever else the model raises.
+        The step launched before may still sample a sequence's newest token. Raises DeviceError if the device failed,
+        and whatever else the model raises.
         """
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
-        with self._launching():
+        report = StepLogprobs(PromptRows.from_layout(layout))
+        try:
+            if self.device.type == "cuda":
+                self._follow_last_stream()
             masks: Any = self.backend.plan(layout)  # which blocks each row sees
-            report = StepLogprobs(PromptRows.from_layout(layout))
             token_ids = self._executor.launch(batch, layout, masks, report)
             pending = PendingTokens.send(token_ids, report)
+        except RuntimeError as error:
+            raise_device_error(error)
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}
         return pending
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Launches run in order on the device, whatever streams their callers have set; see also `device_errors`."""
-        with device_errors():
-            if self.device.type == "cuda":
-                stream = torch.cuda.current_stream(self.device)
-                if self._last_stream is not None and stream != self._last_stream:
-                    stream.wait_stream(self._last_stream)
-                self._last_stream = stream
-            yield
+    def _follow_last_stream(self) -> None:
+        """Launches run in order on the device, whatever streams their callers have set."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     # ---------------------------------------------------------------------------------------------------- start-up
 
@@ -135,12 +133,13 @@ class ModelRunner:
         kernels = self._choice.kernels
         if kernels is not None and kernels.has_matrix_tiles:
             kernels = None
+        # At both ends of the positions, since a layer may compute something else far from the beginning.
+        longest = self.config.max_model_len
+        num_tokens = max(1, min(8, longest - 1))
+        starts = {0, max(0, longest - 1 - num_tokens)}
 
         def run_batches() -> None:
-            """At both ends of the positions, since a layer may compute something else far from the beginning."""
-            longest = self.config.max_model_len
-            num_tokens = max(1, min(8, longest - 1))
-            for start in {0, max(0, longest - 1 - num_tokens)}:
+            for start in starts:
                 self._execute_dummies((start, num_tokens))
 
         self.binding.pack_weights(kernels, self.config.max_num_batched_tokens, run_batches)
@@ -152,38 +151,35 @@ class ModelRunner:
         config = self.config
         longest = min(config.max_model_len - 1, config.max_num_batched_tokens - config.max_num_seqs)
         num_tokens = min(config.block_size + 5, longest)
-        if num_tokens < 2:
-            return
-        self._execute_dummies((0, num_tokens))
-        self._execute_dummies(*[(num_tokens - 1, 1)] * min(2, config.max_num_seqs))
+        if num_tokens >= 2:
+            self._execute_dummies((0, num_tokens))
+            self._execute_dummies(*[(num_tokens - 1, 1)] * min(2, config.max_num_seqs))
 
     def _execute_dummies(self, *spans: tuple[int, int]) -> None:
         self.execute(dummy_batch(self.binding, self.config, spans)).result()
 
     def capture_ahead(self) -> bool:
-        """Capture one more of the usual shapes while idle; False if none is left.
-
-        A live module is its owner's while no request runs, so nothing is captured for one.
-        """
+        """Capture one more of the usual shapes while idle; False if none is left, or for a live module."""
+        # A live module is its owner's while no request runs.
         if self.binding.is_live or not isinstance(self._executor, GraphExecutor):
             return False
-        with self._launching():
+        try:
+            self._follow_last_stream()
             return self._executor.capture_ahead()
+        except RuntimeError as error:
+            raise_device_error(error)
 
     # ------------------------------------------------------------------------------------------------ live modules
 
     def model_changed(self, *, was_idle: bool) -> bool:
-        """Whether a live module was changed since the last call.
+        """Whether the owner of a live module changed it since the last call.
 
         Args:
-            was_idle: nothing ran meanwhile, so its owner may have done anything to it; else only weights are checked.
+            was_idle: check everything, since nothing ran meanwhile; else only weights.
         """
-        if not self.binding.is_live:
+        if self.binding.watch is None:
             return False
-        weights_changed = self.binding.weights.have_changed()
-        structure = self.binding.structure() if was_idle else self._structure
-        structure_changed = structure != self._structure
-        self._structure = structure
+        weights_changed, structure_changed = self.binding.watch.changes(with_structure=was_idle)
         if weights_changed or structure_changed:
             self._executor.model_changed(in_place=not structure_changed)
         return weights_changed or structure_changed

@@ -29,41 +29,38 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The chosen backend, and what it allows.
+    """The chosen backend, and what it allows."""
 
-    backend: "flex", "flash", "sdpa" or "cpp".
-    compiles: whether layers may be compiled.
-    uses_graphs: whether steps are laid out for CUDA graphs (on a GPU, "flex" and "flash").
-    kernels: of "cpp".
-    """
-
-    backend: str
-    compiles: bool
-    uses_graphs: bool
-    kernels: Kernels | None
+    backend: str  # "flex", "flash", "sdpa" or "cpp"
+    compiles: bool  # whether layers may be compiled
+    uses_graphs: bool  # whether steps are laid out for CUDA graphs (on a GPU, "flex" and "flash")
+    kernels: Kernels | None  # of "cpp"
 
     @classmethod
     def for_model(cls, layer: AttentionLayer, device: torch.device, config: EngineConfig) -> AttentionChoice:
-        """Raises ValueError for a backend that the user set and that is unavailable, naming what is missing."""
+        """Raises ValueError with what is missing, for an unavailable backend that the user set."""
         compiles = _may_compile(config, device)
-        wanted = config.attention_backend
-        kernels = None
+        kernels, wanted = None, config.attention_backend
         if wanted == "auto":
-            fastest = "cpp"
-            if device.type == "cuda":
-                fastest = "flash" if _auto_takes_flash(layer, device, config) else "flex"
-            wanted = fastest if compiles else "sdpa"
+            if not compiles:
+                wanted = "sdpa"
+            elif device.type == "cuda":
+                wanted = "flash" if _auto_takes_flash(layer, device, config) else "flex"
+            else:
+                wanted = "cpp"
         if wanted == "flash":
             missing = _missing_for_flash(layer, device, config) or import_failure()
             if missing is not None:
-                raise ValueError(f"attention_backend='flash' cannot be had: {missing}. Use 'auto' or 'flex'.")
+                raise ValueError(f"attention_backend='flash' is unavailable: {missing}. Use 'auto' or 'flex'.")
         if wanted == "cpp":
             try:
                 kernels = _load_kernels(layer, device)
             except (KernelBuildError, ValueError) as error:
                 if config.attention_backend == "cpp":
-                    raise ValueError(f"attention_backend='cpp' cannot be had: {error}") from error
-                logger.warning("attention is 'sdpa', since the C++ kernels cannot be had: %s", error)
+                    raise ValueError(
+                        f"attention_backend='cpp' is unavailable ({error}). Use 'auto' or 'sdpa'."
+                    ) from error
+                logger.warning("attention_backend is 'sdpa': the C++ kernels are unavailable: %s", error)
                 wanted = "sdpa"
         return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
 
@@ -71,7 +68,7 @@ class AttentionChoice:
         """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable."""
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
-                "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', and this "
+                "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', but this "
                 f"engine has {self.backend!r} on {device}. Leave it out."
             )
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
@@ -94,10 +91,7 @@ class AttentionChoice:
             from nanovllm.attention.cpp import CppAttention
 
             return CppAttention(
-                self.kernels,
-                num_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-                block_bytes=block_bytes,
+                self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size, block_bytes=block_bytes
             )
         return SdpaAttention(config.block_size, block_bytes, layer.dtype, device)
 
@@ -129,7 +123,7 @@ def _may_compile(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile needs on this device and does not find; None if it has all."""
+    """What torch.compile needs on this device and does not find; None if nothing is missing."""
     if device.type == "cuda":  # Triton builds its launchers in C
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
         return None if any(shutil.which(name) for name in names) else "a C compiler"
@@ -161,9 +155,9 @@ def _missing_for_flash(layer: AttentionLayer, device: torch.device, config: Engi
 
 def _load_kernels(layer: AttentionLayer, device: torch.device) -> Kernels:
     if device.type != "cpu":
-        raise ValueError(f"they run on a CPU, and the model is on {device}.")
+        raise ValueError(f"its kernels run on a CPU, and the model is on {device}")
     load_kernels = find_kernel("cpp", "load_kernels")
     if load_kernels is None:
-        raise ValueError("the folder `kernels` of this installation is missing.")
+        raise ValueError("the folder `kernels` of this installation is missing")
     kernels: Kernels = load_kernels(layer.dtype, layer.head_dim, layer.num_groups)
     return kernels

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention on a CPU, over hand-built block masks: the block mask is the block table.
+"""Compiled FlexAttention (Dong et al. 2024) on a CPU, over hand-built block masks: the block mask is the block table.
 
 The query heads that share a KV head (a group of G) are folded into the query's rows, so that K and V are read once
 for all of them. Rows come in tiles, one row of the block mask each::
@@ -7,23 +7,26 @@ for all of them. Rows come in tiles, one row of the block mask each::
     chunk tile    G x block_size rows, the positions of one block     full: the blocks before    partial: its own block
 
 With a query at position q in row q % block_size of its block's tile, the partial block of a chunk tile is seen
-diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captured. FlexAttention: Dong et al. 2024.
+diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captured.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.block_mask import forward_mask, own_code
 from nanovllm.batch_layout import BatchLayout
 
+IntArray = NDArray[np.integer[Any]]
 MIN_TILES = 2  # one would be compiled as a special case
 
 
@@ -31,7 +34,6 @@ class FlexAttention:
     """The `flex` backend. One instance serves every layer of an engine; each of its two calls compiles once.
 
     Args:
-        num_blocks: physical blocks of the cache.
         num_groups: query heads per KV head.
         max_num_seqs, max_num_batched_tokens: bounds of a step, which size the index buffers.
     """
@@ -51,8 +53,6 @@ class FlexAttention:
         self.block_size = block_size
         self.num_groups = num_groups
         self.device = device
-        self.decode_tile = num_groups
-        self.chunk_tile = num_groups * block_size
         max_decode_tiles = max(MIN_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
         max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
@@ -60,34 +60,26 @@ class FlexAttention:
         self.decode_index = _IndexBuffers(max_decode_tiles, num_blocks, device)
         self.chunk_index = _IndexBuffers(max_chunk_tiles, num_blocks, device)
         self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
-        self.decode, self.chunk = (_TileAttention(tile, block_size) for tile in (self.decode_tile, self.chunk_tile))
+        self.decode = _TileAttention(num_groups, block_size)
+        self.chunk = _TileAttention(num_groups * block_size, block_size)
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
-        num_chunk_tiles, chunk_rows = self._plan_chunks(layout)
-        return FlexPlan(
-            backend=self,
-            num_decodes=layout.num_decodes,
-            num_decode_tiles=self._plan_decodes(layout),
-            num_chunk_tiles=num_chunk_tiles,
-            chunk_rows=torch.from_numpy(chunk_rows).to(self.device),
-        )
+        if layout.num_decodes:
+            self._fill_decodes(layout)
+        num_chunk_tiles, chunk_rows = self._fill_chunks(layout)
+        return FlexPlan(self, layout.num_decodes, num_chunk_tiles, torch.from_numpy(chunk_rows).to(self.device))
 
-    def _plan_decodes(self, layout: BatchLayout) -> int:
-        if not layout.num_decodes:
-            return 0
+    def _fill_decodes(self, layout: BatchLayout) -> None:
         last = layout.positions[: layout.num_decodes]
         num_full = last // self.block_size
         tables = (e.block_table[:n] for e, n in zip(layout.decodes, num_full.tolist(), strict=True))
         full = np.fromiter(itertools.chain.from_iterable(tables), np.int32, int(num_full.sum()))
         tail_blocks = layout.slot_mapping[: layout.num_decodes] // self.block_size
-        num_tiles = max(MIN_TILES, layout.num_decodes)
-        self.decode_index.fill(num_tiles, num_full, full, tail_blocks)
-        offsets = torch.from_numpy((last % self.block_size).astype(np.int32))
-        self.tail_offsets[: layout.num_decodes].copy_(offsets)
-        return num_tiles
+        self.tail_offsets[: layout.num_decodes].copy_(torch.from_numpy(last % self.block_size))
+        self.decode_index.fill(num_full, full, tail_blocks)
 
-    def _plan_chunks(self, layout: BatchLayout) -> tuple[int, np.ndarray]:
+    def _fill_chunks(self, layout: BatchLayout) -> tuple[int, IntArray]:
         """Returns the number of tiles and, for each chunk row, its row among the tiles' (head group aside)."""
         tile_rows, num_full, full, own_blocks = [], [], [], []
         num_tiles = 0
@@ -103,8 +95,7 @@ class FlexAttention:
             num_tiles += end - first
         if not num_tiles:
             return 0, np.zeros(0, np.int64)
-        padded = max(MIN_TILES, num_tiles)
-        self.chunk_index.fill(padded, np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
+        padded = self.chunk_index.fill(np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
         return padded, np.concatenate(tile_rows)
 
 
@@ -114,7 +105,6 @@ class FlexPlan:
 
     backend: FlexAttention
     num_decodes: int
-    num_decode_tiles: int
     num_chunk_tiles: int
     chunk_rows: Tensor  # [num_chunk_tokens] int64
 
@@ -127,21 +117,20 @@ class FlexPlan:
         grouped = query.view(-1, num_kv_heads, groups, head_dim)
         output = torch.empty_like(grouped)
         if self.num_decodes:
-            n, tiles, tile = self.num_decodes, self.num_decode_tiles, backend.decode_tile
-            rows = query.new_zeros(1, num_kv_heads, tiles, tile, head_dim)
-            rows[0, :, :n, :groups] = grouped[:n].transpose(0, 1)
-            rows = rows.view(1, num_kv_heads, tiles * tile, head_dim)
-            attended = backend.decode.attend(
-                rows, keys, values, backend.decode_index.tables, backend.tail_offsets, scaling
-            )
-            output[:n] = attended.view(num_kv_heads, tiles, tile, head_dim)[:, :n, :groups].transpose(0, 1)
+            n, tiles = self.num_decodes, max(MIN_TILES, self.num_decodes)
+            rows = query.new_zeros(1, num_kv_heads, tiles, groups, head_dim)
+            rows[0, :, :n] = grouped[:n].transpose(0, 1)
+            rows = rows.view(1, num_kv_heads, tiles * groups, head_dim)
+            tables = backend.decode_index.tables
+            attended = backend.decode.attend(rows, keys, values, tables, backend.tail_offsets, scaling)
+            output[:n] = attended.view(num_kv_heads, tiles, groups, head_dim)[:, :n].transpose(0, 1)
         if self.num_chunk_tiles:
             tiles, size = self.num_chunk_tiles, backend.block_size
             # [kv head, tile, group, position in block, head_dim]: so that row % block_size is the position
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
             rows[self.chunk_rows] = grouped[self.num_decodes :]
             rows = rows.view(tiles, size, num_kv_heads, groups, head_dim).permute(2, 0, 3, 1, 4)
-            rows = rows.reshape(1, num_kv_heads, tiles * backend.chunk_tile, head_dim)
+            rows = rows.reshape(1, num_kv_heads, tiles * groups * size, head_dim)
             attended = backend.chunk.attend(rows, keys, values, backend.chunk_index.tables, None, scaling)
             attended = attended.view(num_kv_heads, tiles, groups, size, head_dim).permute(1, 3, 0, 2, 4)
             output[self.num_decodes :] = attended.reshape(tiles * size, num_kv_heads, groups, head_dim)[self.chunk_rows]
@@ -151,7 +140,7 @@ class FlexPlan:
 class _IndexBuffers:
     """The block mask's tables: for each tile, the blocks seen whole and the one block seen in part.
 
-    Columns behind a tile's count keep old block numbers: a kernel may read one of them ahead, so they must be valid.
+    Columns behind a tile's count keep old block numbers, since a kernel may read one of them ahead.
     """
 
     def __init__(self, max_tiles: int, width: int, device: torch.device) -> None:
@@ -159,45 +148,46 @@ class _IndexBuffers:
         self.num_full = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
         self.own_block = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
         self.num_own = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
+        self.tables = self.num_own, self.own_block, self.num_full, self.full_blocks
 
-    def fill(self, num_tiles: int, num_full: np.ndarray, full_blocks: np.ndarray, own_blocks: np.ndarray) -> None:
-        """Set the first tiles from their counts and concatenated blocks; further ones up to num_tiles see nothing."""
-        used = len(num_full)
+    def fill(self, num_full: IntArray, full_blocks: IntArray, own_blocks: IntArray) -> int:
+        """Set a tile for each count of `num_full`, and up to MIN_TILES that see nothing; returns the number of tiles.
+
+        Args:
+            full_blocks: the tiles' blocks seen whole, concatenated.
+            own_blocks: the block that each tile sees in part.
+        """
+        used, num_tiles = len(num_full), max(MIN_TILES, len(num_full))
         device = self.num_full.device
         tiles = np.repeat(np.arange(used), num_full)
         columns = np.arange(len(full_blocks)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
         at = torch.from_numpy(np.stack([tiles, columns])).to(device)
         self.full_blocks[0, 0].index_put_((at[0], at[1]), torch.from_numpy(full_blocks).to(device))
-        self.num_full[0, 0, :num_tiles] = 0
-        self.num_full[0, 0, :used] = torch.from_numpy(num_full.astype(np.int32)).to(device)
-        self.own_block[0, 0, :used, 0] = torch.from_numpy(own_blocks.astype(np.int32)).to(device)
-        self.num_own[0, 0, :num_tiles] = 0
-        self.num_own[0, 0, :used] = 1
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.num_own, self.own_block, self.num_full, self.full_blocks
+        self.own_block[0, 0, :used, 0] = torch.from_numpy(own_blocks).to(device)
+        for counts, of_used in ((self.num_full, torch.from_numpy(num_full).to(device)), (self.num_own, 1)):
+            counts[0, 0, :used] = of_used
+            counts[0, 0, used:num_tiles] = 0
+        return num_tiles
 
 
 class _TileAttention(nn.Module):
     """FlexAttention over tiles of `tile` query rows and blocks of `block_size` slots.
 
-    The sizes are attributes of a module because there alone the compiler takes whole numbers as constants; as
-    arguments they may become symbols.
+    The compiler takes a module's whole numbers as constants; as arguments the sizes may become symbols.
     """
 
     def __init__(self, tile: int, block_size: int) -> None:
         super().__init__()
         self.tile = tile
         self.block_size = block_size
-        # Nothing but the number of rows, which is marked at each call, may become a symbol: with the cache's size as
-        # another, or with what an earlier process saw change, the generated code does not compile.
-        self._compiled = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
+        # Only the number of rows, marked at each call, may become a symbol: with the cache's size as another, or with
+        # what an earlier process saw change, the generated code does not compile.
+        self._compiled: Callable[..., Tensor] = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
     def attend(self, query: Tensor, *arguments: Any) -> Tensor:
         torch._dynamo.mark_dynamic(query, 2)
-        # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.
-        # Compiled code is bound to the dispatch keys in force, so that they are made the same.
+        # Compiled code is bound to the dispatch keys in force. Only the first call, from within the compiler's check of
+        # a layer, is under a dispatch mode: this makes the keys of all calls the same.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return self._compiled(self, query, *arguments)
 
@@ -211,17 +201,17 @@ def _attend_tiles(
     tail_offsets: Tensor | None,
     scaling: float,
 ) -> Tensor:
-    """Attention of query [1, num_kv_heads, num_tiles * tile, head_dim] over all slots, as the tables say.
+    """Attention of query [1, num_kv_heads, num_tiles * tile, head_dim] over the blocks of the tables.
 
     Of its own block a decode tile sees the slots up to `tail_offsets` [max_tiles]; a chunk tile (None) the diagonal.
     """
     tile, block_size = sizes.tile, sizes.block_size
 
-    def up_to_last_position(batch, head, row, slot):
+    def up_to_last_position(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         assert tail_offsets is not None
         return slot % block_size <= tail_offsets[row // tile]
 
-    def diagonal(batch, head, row, slot):
+    def diagonal(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         return slot % block_size <= row % block_size
 
     num_tiles = query.shape[2] // tile
@@ -233,5 +223,6 @@ def _attend_tiles(
         (tile, block_size),
         diagonal if tail_offsets is None else up_to_last_position,
     )
-    attended: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling)
+    result: Any = flex_attention(query, keys, values, block_mask=block_mask, scale=scaling)
+    attended: Tensor = result  # no log-sum-exp beside it
     return attended

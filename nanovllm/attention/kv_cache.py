@@ -15,11 +15,7 @@ from nanovllm.device import find_kernel
 
 
 class KVCaches:
-    """The caches of an engine.
-
-    Args:
-        layers: of the model, all alike.
-        device: of the caches.
+    """The caches of an engine, one for each of `layers`, which are all alike.
 
     Attributes:
         of_layers: [2, num_slots, num_kv_heads, head_dim] for each layer, K first; empty until they are allocated.
@@ -34,16 +30,15 @@ class KVCaches:
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of K and V for this many tokens over all layers."""
-        per_token = sum(layer.token_bytes for layer in self._layers)
-        return per_token * num_tokens
+        return len(self._layers) * self._layers[0].token_bytes * num_tokens
 
     def allocate(self, num_slots: int) -> None:
-        """Make them, zeroed, so that no slot is ever NaN."""
+        """Allocate the caches, zeroed, so that no slot is ever NaN."""
         if self._device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
             self._together = [self._zeros(2, num_slots) for _ in self._layers]
         else:
             self._together = [self._zeros(2 * len(self._layers), num_slots)]
-        self.of_layers = [cache for together in self._together for cache in together.split(2)]
+        self.of_layers = [cache for together in self._together for cache in torch.split(together, 2)]
 
     def _zeros(self, count: int, num_slots: int) -> Tensor:
         layer = self._layers[0]
@@ -60,9 +55,9 @@ class KVCaches:
             return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
 
     def take_memory(self) -> None:
-        """Write zeros to all of them, which on a CPU takes their memory from the system now.
+        """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
 
-        For measuring: else the steps that first write to a block take longer. Call it before anything is cached.
+        For measuring; call it before anything is cached.
         """
         if self._device.type == "cpu":
             for cache in self.of_layers:
@@ -72,7 +67,7 @@ class KVCaches:
         """Zero blocks [n] int64 of every cache.
 
         Args:
-            by_kernel: by one kernel of our own, which has to be compiled, instead of dozens; for a GPU.
+            by_kernel: use the one kernel of `kernels/`, compiled at its first call, where it exists; for a GPU.
         """
         for caches in self._together:
             if by_kernel and self._clear_kernel is not None:

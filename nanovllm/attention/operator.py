@@ -1,8 +1,7 @@
 """What every attention layer calls: it writes this step's K and V to their slots, then attends over the blocks.
 
-Attention is one operator, opaque to the compiler, so that a layer compiles once with only the token count dynamic,
-while inside the backend is chosen freely. The writes are plain indexing, or in a GPU's compiled code a kernel.
-All of a layer's writes come before its reads; so requests of one step may share a prefix that this very step computes.
+Attention is one operator, opaque to the compiler: a layer compiles once for any backend, with only the token count
+dynamic. All of a layer's writes come before its reads, so requests of one step may share a prefix that it computes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from nanovllm.batch_layout import BatchLayout
 from nanovllm.device import find_kernel
 
 ATTENTION_NAME = "nanovllm"
-# Names under which a layer's cache hangs on its attention module, and a step's tensors in its keyword arguments. Where
-# a model does not pass these down, the module carries its engine's number, by which they are found.
+# Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
+# handle and slot mapping). Where a model does not pass these down, they are found by the engine's handle.
 LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
 STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention module and what it hands over."""
+    """One attention module and the sizes of what it passes on."""
 
     module: nn.Module
     num_heads: int
@@ -60,46 +59,28 @@ class AttentionPlan(Protocol):
     """One step's attention by one backend."""
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        """Attention of all rows over the caches, which hold this step's keys and values already.
+        """Attention of all rows over the caches, which hold this step's K and V already.
 
         Args:
-            query: [num_tokens, num_heads, head_dim].
             key_cache, value_cache: [num_slots, num_kv_heads, head_dim].
 
-        Returns [num_tokens, num_heads, head_dim].
+        query and the result are [num_tokens, num_heads, head_dim].
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One step's attention, shared by all layers.
-
-    num_tokens: rows that the plan knows; the dense part may carry padding behind them.
-    """
+    """One step's attention, shared by all layers."""
 
     plan: AttentionPlan
-    num_tokens: int
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        """query [1, num_heads, T, head_dim], T >= num_tokens.
-
-        Returns [1, T, num_heads, head_dim], zero in the padding rows.
-        """
-        n = self.num_tokens
-        attended = self.plan.attend(query[0].transpose(0, 1)[:n].contiguous(), key_cache, value_cache, scaling)
-        if n == query.shape[2]:
-            return attended[None]
-        output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
-        output[0, :n] = attended
-        return output
+    num_tokens: int  # rows of the plan; the dense layers may have padding behind them
 
 
-# Tensors are all that an opaque operator may take, so a step is named by the number in a tensor of its engine. An
-# entry lives while its engine runs the step.
+# An opaque operator takes tensors alone, so a tensor with its engine's handle names a step, while the engine runs it.
 _steps: dict[int, AttentionStep] = {}
-# A plain dictionary: compiled layers take its tensors as inputs of their graph, of any shape; a tensor attribute of a
-# module would be compiled for its one shape.
+# Handle and slot mapping by engine. Compiled layers take tensors of a plain dictionary as inputs of any shape; a tensor
+# attribute of a module would be compiled for its one shape.
 _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
 
@@ -119,13 +100,31 @@ def running_step(handle: Tensor) -> AttentionStep:
     return _steps[int(handle)]
 
 
-@torch.library.custom_op("nanovllm::paged_attention", mutates_args=())
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float) -> Tensor:
-    return running_step(handle).attend(query, key_cache, value_cache, scaling)
+def attend_in_step(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float) -> Tensor:
+    """Attention of the step that `handle` [1] int64 names.
+
+    Args:
+        query: [1, num_heads, T, head_dim], T at least the step's `num_tokens`.
+        key_cache, value_cache: as of `AttentionPlan.attend`.
+
+    Returns [1, T, num_heads, head_dim], zero in the padding rows.
+    """
+    step = _steps[int(handle)]
+    num_tokens = step.num_tokens
+    rows = query[0].transpose(0, 1)[:num_tokens].contiguous()
+    attended = step.plan.attend(rows, key_cache, value_cache, scaling)
+    if num_tokens == query.shape[2]:
+        return attended[None]
+    output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+    output[0, :num_tokens] = attended
+    return output
+
+
+paged_attention = torch.library.custom_op("nanovllm::paged_attention", attend_in_step, mutates_args=())
 
 
 @paged_attention.register_fake
-def _(query, key_cache, value_cache, handle, scaling):
+def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
@@ -138,7 +137,7 @@ def attention_function(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that `transformers` calls in each attention layer while an engine's step runs."""
+    """What `transformers` calls in each attention layer while an engine's step runs."""
     if STEP_HANDLE in kwargs:
         handle, slot_mapping = kwargs[STEP_HANDLE], kwargs[STEP_SLOT_MAPPING]
     else:
@@ -153,16 +152,15 @@ def attention_function(
         return paged_attention(query, cache[0], cache[1], handle, scaling), None
     write_states(key, value, cache, slot_mapping)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
-    return running_step(handle).attend(query, cache[0], cache[1], scaling), None
+    return attend_in_step(query, cache[0], cache[1], handle, scaling), None
 
 
 def write_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Put K and V of some tokens into their slots.
+    """Write key and value [1, num_kv_heads, num_tokens, head_dim] to their slots.
 
     Args:
-        key, value: [1, num_kv_heads, num_tokens, head_dim].
         cache: [2, num_slots, num_kv_heads, head_dim], K first.
-        slot_mapping: [num_tokens] int64; padding goes to those of the null block.
+        slot_mapping: [num_tokens] int64; padding goes to the null block.
     """
     cache[0].index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache[1].index_copy_(0, slot_mapping, value[0].transpose(0, 1))
@@ -173,6 +171,6 @@ _write_compiled: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_states
 
 
 def use_write_kernel() -> None:
-    """Let compiled code on a GPU write K and V by the kernel, if it exists; the same for every engine."""
+    """Compiled code on a GPU writes K and V by the kernel, if it exists; the same for every engine."""
     global _write_compiled
     _write_compiled = find_kernel("kv_writes", "store_states") or write_states

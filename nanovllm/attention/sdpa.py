@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch import NULL_BLOCK, ScheduledSequence
+from nanovllm.batch import NULL_BLOCK
 from nanovllm.batch_layout import BatchLayout
 
 # Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
@@ -36,8 +36,7 @@ class _DecodeGroup:
 class _Chunk:
     """Rows of one sequence's chunk and the blocks that they see."""
 
-    first_row: int
-    end_row: int
+    rows: slice  # of the flat batch
     blocks: Tensor  # [num_blocks] int64
     context: int  # keys to see, the chunk included
     mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
@@ -63,16 +62,21 @@ class SdpaAttention:
         return SdpaPlan(self.block_size, self._decode_groups(layout), self._chunks(layout))
 
     def _chunks(self, layout: BatchLayout) -> list[_Chunk]:
-        return [
-            self._chunk(int(layout.row_starts[index]), layout.entries[index])
-            for index in range(layout.num_decodes, len(layout.entries))
-        ]
+        chunks = []
+        first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
+        for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
+            end = entry.start + entry.num_new_tokens
+            rows = slice(first_row, first_row + entry.num_new_tokens)
+            blocks = torch.tensor(entry.block_table[: -(-end // self.block_size)], device=self.device)
+            mask = self._mask(layout.positions[rows], end)[None, None] if entry.start > 0 else None
+            chunks.append(_Chunk(rows, blocks, end, mask))
+        return chunks
 
     def _decode_groups(self, layout: BatchLayout) -> list[_DecodeGroup]:
         if not layout.num_decodes:
             return []
-        contexts = layout.positions[: layout.num_decodes] + 1
-        num_blocks = -(-contexts // self.block_size)
+        positions = layout.positions[: layout.num_decodes]
+        num_blocks = positions // self.block_size + 1
         order = np.argsort(num_blocks, kind="stable")
         sorted_blocks = num_blocks[order]
         groups = []
@@ -86,33 +90,23 @@ class SdpaAttention:
             for index, row in enumerate(rows.tolist()):
                 table = layout.entries[row].block_table[: num_blocks[row]]
                 blocks[index, : len(table)] = table
-            context = int(contexts[rows].max())
+            context = int(positions[rows].max()) + 1
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
                     torch.from_numpy(blocks.reshape(-1)).to(self.device),
                     context,
-                    self._decode_mask(contexts[rows], context) if len(rows) > 1 else None,
+                    self._mask(positions[rows], context)[:, None, None] if len(rows) > 1 else None,
                 )
             )
             first = end
         return groups
 
-    def _decode_mask(self, contexts: NDArray[np.int64], longest: int) -> Tensor:
-        hidden = torch.from_numpy(np.arange(longest)[None] >= contexts[:, None])
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device="cpu").masked_fill_(hidden, float("-inf"))
-        return mask[:, None, None].to(self.device)
-
-    def _chunk(self, first_row: int, entry: ScheduledSequence) -> _Chunk:
-        count, context = entry.num_new_tokens, entry.start + entry.num_new_tokens
-        num_blocks = -(-context // self.block_size)
-        blocks = torch.tensor(entry.block_table[:num_blocks], device=self.device)
-        if entry.start == 0:
-            return _Chunk(first_row, first_row + count, blocks, context, None)
-        queries = torch.arange(entry.start, context, device=self.device)
-        hidden = torch.arange(context, device=self.device)[None] > queries[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-        return _Chunk(first_row, first_row + count, blocks, context, mask[None, None])
+    def _mask(self, positions: NDArray[np.int64], num_keys: int) -> Tensor:
+        """[len(positions), num_keys]: 0 for the keys that a query at each position sees, -inf for those behind it."""
+        queries = torch.from_numpy(positions).to(self.device)
+        hidden = torch.arange(num_keys, device=self.device) > queries[:, None]
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +120,6 @@ class SdpaPlan:
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
         """See `AttentionPlan`."""
         output = torch.empty_like(query)
-        self._attend_decodes(output, query, key_cache, value_cache, scaling)
-        self._attend_chunks(output, query, key_cache, value_cache, scaling)
-        return output
-
-    def _attend_chunks(
-        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
-    ) -> None:
-        for chunk in self.chunks:
-            rows = slice(chunk.first_row, chunk.end_row)
-            keys = self._gather(key_cache, chunk.blocks)[: chunk.context]
-            values = self._gather(value_cache, chunk.blocks)[: chunk.context]
-            attended = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=chunk.mask,
-                is_causal=chunk.mask is None,
-                scale=scaling,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )  # [1, num_heads, num_rows, head_dim]
-            output[rows] = attended[0].transpose(0, 1)
-
-    def _attend_decodes(
-        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
-    ) -> None:
         num_kv_heads, head_dim = key_cache.shape[1:]
         for group in self.groups:
             size = len(group.rows)
@@ -165,6 +134,25 @@ class SdpaPlan:
             mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
             attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
             output[group.rows] = attended.reshape(size, -1, head_dim)
+        self._attend_chunks(output, query, key_cache, value_cache, scaling)
+        return output
+
+    def _attend_chunks(
+        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
+    ) -> None:
+        for chunk in self.chunks:
+            keys = self._gather(key_cache, chunk.blocks)[: chunk.context]
+            values = self._gather(value_cache, chunk.blocks)[: chunk.context]
+            attended = F.scaled_dot_product_attention(
+                query[chunk.rows].transpose(0, 1)[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )  # [1, num_heads, num_rows, head_dim]
+            output[chunk.rows] = attended[0].transpose(0, 1)
 
     def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim] copied out of the cache."""

@@ -29,7 +29,18 @@ class DirectExecutor:
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs) -> Tensor:
         """Compute a step with the masks `plan`; returns its sampled tokens [num_samples] int64, on the device."""
-        logits = self._forward(layout, plan, report)
+        binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
+        num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
+        inputs = np.zeros((3, num_rows), np.int64)
+        inputs[:, :num_tokens] = layout.token_ids, layout.positions, layout.slot_mapping
+        token_ids, positions, slot_mapping = torch.from_numpy(inputs).to(device)
+        if self._sampled is not None and layout.token_ids.min() < 0:
+            token_ids = with_sampled(token_ids, self._sampled)
+        if self.backend.reads_whole_blocks:
+            self._clear_blocks(layout, is_padded=num_rows > num_tokens)
+        sample_rows = torch.from_numpy(layout.sample_rows).to(device)
+        step = AttentionStep(plan, num_tokens)
+        logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         with torch.no_grad():
             latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
             self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions, latest, report)
@@ -41,25 +52,8 @@ class DirectExecutor:
     def close(self) -> None:
         """Nothing is held but the backend."""
 
-    def _forward(self, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs) -> Tensor:
-        """Logits [num_samples, vocab_size] of a laid-out step."""
-        binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
-        # One row would be compiled as a special case, so compiled layers get two; the padding writes to the null block.
-        num_rows = max(2 if binding.has_compiled_layers else 1, num_tokens)
-        inputs = np.zeros((3, num_rows), np.int64)
-        inputs[:, :num_tokens] = layout.token_ids, layout.positions, layout.slot_mapping
-        token_ids, positions, slot_mapping = torch.from_numpy(inputs).to(device)
-        if self._sampled is not None and layout.token_ids.min() < 0:
-            token_ids = with_sampled(token_ids, self._sampled)
-        self._clear(layout, is_padded=num_rows > num_tokens)
-        sample_rows = torch.from_numpy(layout.sample_rows).to(device)
-        step = AttentionStep(plan, num_tokens)
-        return binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
-
-    def _clear(self, layout: BatchLayout, *, is_padded: bool) -> None:
+    def _clear_blocks(self, layout: BatchLayout, *, is_padded: bool) -> None:
         """Clear the blocks that this step begins and does not fill, and the null block after padding wrote to it."""
-        if not self.backend.reads_whole_blocks:
-            return
         blocks = layout.blocks_to_clear
         if self._null_block_is_dirty:
             blocks = np.append(blocks, NULL_BLOCK)

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +30,10 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
+from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.model.patches import AttributePatches, Change
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, probe_function, probe_model, probing_with
-from nanovllm.model.weight_watch import WeightsWatch, modules_of
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.W
 
 
 class ModelBinding:
-    """A model, its attention layers, and the means to put paged attention in force for the length of a step.
+    """A model with its attention layers, which `installed` hooks to paged attention for the length of a step.
 
     Args:
         model: a causal language model of `transformers`, not copied and not changed outside of `installed`.
@@ -61,15 +60,18 @@ class ModelBinding:
 
     Attributes:
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
+        min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
+        watch: detects changes of a live module; None for another.
     """
 
     def __init__(self, model: Any, *, is_live: bool) -> None:
         self.model = model
         self.is_live = is_live
+        self.device: torch.device = next(model.parameters()).device
+        self.min_rows = 1
         self.handle = next(_handles)
         with torch.inference_mode(False):
-            # read inside the operator, on the host, whatever the owner's default device is
-            self._handle_tensor = torch.tensor([self.handle], device="cpu")
+            self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
         self._fused_layers: list[FusedLayer] = []
@@ -79,49 +81,31 @@ class ModelBinding:
         self.layers, self.window = probe.layers, probe.window
         self._passes_keywords = probe.passes_keywords
         self.vocab_size = check_rows(model, self._probing)
+        self.dtype = self.layers[0].dtype
         self.caches = KVCaches(self.layers, self.device)
         self._layer_modules = self._decoder_layers()
-        self.weights = WeightsWatch(model)
-
-    def _configs(self) -> list[Any]:
-        """Every config that an attention layer may read its implementation from."""
-        found = (vars(module).get("config") for module in modules_of(self.model))
-        configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
-        return list(configs.values())
+        self.watch = ModuleWatch(model) if is_live else None
 
     def _decoder_layers(self) -> list[nn.Module]:
-        """The module around each attention layer that is an item of a list of layers: the unit of compilation."""
-        by_name = dict(self.model.named_modules())
-        name_of = {id(module): name for name, module in by_name.items()}
-        found = []
-        for layer in self.layers:
-            parts = name_of[id(layer.module)].split(".")
-            for end in range(len(parts), 0, -1):
-                if isinstance(by_name[".".join(parts[: end - 1])], nn.ModuleList):
-                    found.append(by_name[".".join(parts[:end])])
-                    break
-        return found
+        """The list item around each attention layer: the unit of compilation."""
+        layer_of: dict[nn.Module, nn.Module] = {}
+        for module in self.model.modules():  # lists within lists come later, so that the innermost counts
+            if isinstance(module, nn.ModuleList):
+                layer_of |= {part: layer for layer in module for part in modules_of(layer)}
+        return [layer_of[layer.module] for layer in self.layers if layer.module in layer_of]
 
     # ---------------------------------------------------------------------------------------------------- facts
 
     @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
     def has_base_model(self) -> bool:
-        """Whether what computes the hidden states is a module by itself, and what makes logits of them is not in it."""
+        """Whether the hidden states are computed by a submodule, and the head is outside of it."""
         base, head = self.model.base_model, self.model.get_output_embeddings()
         return base is not self.model and all(module is not head for module in modules_of(base))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].dtype
-
-    # ------------------------------------------------------------------------------------------------ in force
+    # ------------------------------------------------------------------------------------------------ speed-ups
 
     def pack_weights(self, kernels: Kernels | None, max_rows: int, run_batches: Callable[[], Any]) -> None:
-        """Fuse the layers, if they are of that kind, and pack what else is linear. Only for a model of our own.
+        """Fuse the layers that can be, and pack the other linear layers. Not for a live module.
 
         Args:
             kernels: None packs for oneDNN and fuses nothing.
@@ -131,7 +115,7 @@ class ModelBinding:
             with plain_weights_hidden(self.model):
                 probe_model(self.model, self._probing)
             unshared = with_own_weights(self.model)
-        except UnsupportedModelError:  # some module reads a linear layer's weight by itself
+        except UnsupportedModelError:  # some module reads a linear layer's weight directly
             unshared = set()
         if kernels is not None and self._passes_keywords:
             from nanovllm.model.fused_layers import NotFusedError, fuse_layers
@@ -149,32 +133,16 @@ class ModelBinding:
         pack_linear_layers(self.model, kernels, unshared=unshared, packed=packed)
 
     def merge_linears(self) -> None:
-        """Compute linear layers that read the same input in one product. Only for a model of our own."""
+        """Merge linear layers that read the same input into one product. Not for a live module."""
         with merging(self.model, self._layer_modules):
             probe_model(self.model, self._probing)
 
     def weight_addresses(self) -> list[int]:
         """The address of each parameter and buffer."""
-        return [
-            tensor.data_ptr()
-            for module in modules_of(self.model)
-            for tensors in (module._parameters, module._buffers)
-            for tensor in tensors.values()
-            if tensor is not None
-        ]
-
-    def structure(self) -> int:
-        """A hash of what an owner may set on a module besides weights: submodules, functions, flags."""
-        parts: list[Any] = []
-        for module in modules_of(self.model):
-            parts.append(id(module))
-            for name, value in vars(module).items():
-                if name not in _NOT_STRUCTURE:
-                    parts.append(value if isinstance(value, (bool, int, float, str, NoneType)) else id(value))
-        return hash(tuple(parts))
+        return [tensor.data_ptr() for tensor in tensors_of(modules_of(self.model))]
 
     def has_hooks(self) -> bool:
-        """Whether the owner of a live module wants to be called in its forward passes."""
+        """Whether a live module has forward hooks of its owner."""
         return self.is_live and any(
             module._forward_hooks or module._forward_pre_hooks for module in modules_of(self.model)
         )
@@ -182,28 +150,25 @@ class ModelBinding:
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
         self._compiled_calls = compile_calls(self.model, self._layer_modules)
+        self.min_rows = 2
 
-    @property
-    def has_compiled_layers(self) -> bool:
-        return bool(self._compiled_calls)
+    # ---------------------------------------------------------------------------------------------------- steps
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Paged attention, eval mode and compiled layers in force; for a live module, undone on leaving."""
-        with self._lock:
+        """Hook paged attention, eval mode and compiled layers; for a live module, undone on leaving."""
+        with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 if not self._is_installed:
-                    self.uninstall()  # what an interrupt may have left half done
                     self._install()
-                with self._plain_arithmetic():
-                    yield
+                yield
             finally:
                 if self.is_live:
                     self.uninstall()
 
     def _install(self) -> None:
-        changes = self._quieting()
-        changes += [(vars(config), "_attn_implementation_internal", ATTENTION_NAME) for config in self._configs()]
+        self._patches.undo()  # what an interrupt may have left half done
+        changes = self._redirected_to(ATTENTION_NAME)
         for layer, cache in zip(self.layers, self.caches.of_layers, strict=True):
             changes.append((vars(layer.module), LAYER_CACHE, cache))
             if not self._passes_keywords:
@@ -221,15 +186,23 @@ class ModelBinding:
             self._is_installed = False
             self._patches.undo()
 
-    def _quieting(self) -> list[Change]:
-        """Eval mode, and none of the owner's compiled calls, which would be compiled again for our passes."""
+    def _redirected_to(self, attention_name: str) -> list[Change]:
+        """Changes to that attention implementation, eval mode and uncompiled calls.
+
+        The owner's compiled calls would be compiled again for our passes.
+        """
         changes: list[Change] = []
+        configs: dict[int, Any] = {}
         for module in modules_of(self.model):
             attributes = vars(module)
             if attributes["training"]:
                 changes.append((attributes, "training", False))
             if attributes.get("_compiled_call_impl") is not None:
                 changes.append((attributes, "_compiled_call_impl", None))
+            config = attributes.get("config")
+            if hasattr(config, "_attn_implementation_internal"):
+                configs[id(config)] = config
+        changes += [(vars(config), "_attn_implementation_internal", attention_name) for config in configs.values()]
         return changes
 
     @contextmanager
@@ -252,21 +225,13 @@ class ModelBinding:
 
     @contextmanager
     def _probing(self, probe: AnyProbe) -> Iterator[None]:
-        """The probe in place of attention."""
-        changes = [(vars(config), "_attn_implementation_internal", PROBE_NAME) for config in self._configs()]
-        with self._lock:
+        """Replace attention by the probe."""
+        with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             try:
-                self._patches.apply(self._quieting() + changes)
-                with self._plain_arithmetic(), probing_with(probe):
-                    yield
+                self._patches.apply(self._redirected_to(PROBE_NAME))
+                yield
             finally:
                 self.uninstall()
-
-    @contextmanager
-    def _plain_arithmetic(self) -> Iterator[None]:
-        """No gradients, and the module's own dtype, whatever the caller's context says."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            yield
 
     def forward(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
@@ -342,7 +307,3 @@ class ModelBinding:
         self.release_caches()
         self._compiled_calls = {}
         self._fused_layers = []
-
-
-# What training sets and takes back, and what a step itself does.
-_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE}

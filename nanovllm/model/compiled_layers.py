@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.device import find_kernel
-from nanovllm.model.weight_watch import modules_of
+from nanovllm.model.joined_sums import join_last_sum
+from nanovllm.model.module_watch import modules_of
 
-# A layer's code is laid out for the first step that runs it, that of few rows and of many apart. With few, small
-# kernels that do not depend on each other are launched as one; with many, each is laid out better by itself.
+# A GPU's layers are compiled twice: for few rows, where independent small kernels share a launch, and for many, where
+# each kernel apart is faster.
 FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
 
@@ -46,49 +45,12 @@ def _compile_for_few(module: GraphModule, inputs: Any) -> Any:
     return compile_fx(module, inputs, config_patches=FEW_ROWS_OPTIONS)
 
 
-def join_last_sum(module: GraphModule) -> None:
-    """Let the product that a layer ends with add the residual itself, which would take a launch of its own.
-
-    The residual must be a tensor of the product's shape and dtype; nothing is joined where the graph lacks them.
-    """
-    if find_kernel("skinny_linear", "linear_and_add") is None:
-        return
-    linear_and_add = torch.ops.nanovllm.linear_and_add.default
-    for output in module.graph.output_node().all_input_nodes:
-        if output.target not in (operator.add, torch.add) or len(output.args) != 2 or output.kwargs:
-            continue
-        for last, residual in (output.args, output.args[::-1]):
-            if _is_product(last) and residual is not last and _are_alike(last, residual, output):
-                with module.graph.inserting_before(output):
-                    joined = module.graph.call_function(linear_and_add, (*last.args, residual))
-                output.replace_all_uses_with(joined)
-                module.graph.erase_node(output)
-                module.graph.erase_node(last)
-                break
-    module.recompile()
-
-
-def _is_product(value: Any) -> TypeGuard[Node]:
-    """Whether it is a product of two tensors with one reader."""
-    linear = torch.ops.nanovllm.linear
-    if not isinstance(value, Node) or value.target not in (linear, linear.default) or value.kwargs:
-        return False
-    return len(value.users) == 1
-
-
-def _are_alike(*values: Any) -> bool:
-    of: list[Any] = [value.meta.get("example_value") if isinstance(value, Node) else None for value in values]
-    if not all(isinstance(example, Tensor) for example in of):
-        return False
-    return all(example.shape == of[0].shape and example.dtype == of[0].dtype for example in of)
-
-
 def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return layer._call_impl(*args, **kwargs)
 
 
 def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer of which nothing but the number of rows becomes a symbol, so that the rest is laid out for its sizes."""
+    """A layer compiled with only the number of rows as a symbol, so that the code fits all other sizes."""
     num_rows = hidden_states.shape[1]
     for tensor in tree_leaves((hidden_states, args, kwargs)):
         if isinstance(tensor, Tensor):

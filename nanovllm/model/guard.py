@@ -1,15 +1,14 @@
 """Checks at load that a model computes each row of a flat batch from its token and its position alone.
 
-Attention is stood in for, so that nothing may connect the rows. What is seen are q, k and v of every layer, and the
-logits. Batches of equal length are compared: products of equal shapes round alike, so that honest models differ by
-nothing or next to it, in half precision and with routed experts too.
+A probe replaces attention, so that nothing may connect the rows. The checks compare q, k and v of every layer, and the
+logits, of batches of one length: products of equal shapes round alike, so that independent rows differ by nothing or
+next to it, in half precision and with routed experts too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +19,14 @@ from nanovllm.model.probe import Probing, StateProbe, positions_of
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One forward pass: states [num_rows, heads, head_dim] by name, in their order, and logits [num_samples, vocab]."""
+class _Observation(NamedTuple):
+    """One forward pass."""
 
-    states: dict[str, Tensor]
-    logits: Tensor
+    states: dict[str, Tensor]  # [num_rows, heads, head_dim] by name, in the order of the layers
+    logits: Tensor  # [num_samples, vocab_size]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tolerance:
+class _Tolerance(NamedTuple):
     """Differences that rounding explains: relative to the size of a row, in more than a share of the rows."""
 
     difference: float
@@ -44,14 +41,14 @@ _NONE = _Tolerance(0.0, 0.0)
 def check_rows(model: Any, probing: Probing) -> int:
     """Refuse a model whose rows depend on each other, on their order or on other positions than the given ones.
 
-    Returns how many tokens can be sampled: those with a row in the head and a row in the embedding. Raises
-    UnsupportedModelError, which says what was seen.
+    Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
+    UnsupportedModelError with the difference seen.
     """
     name, run = type(model).__name__, partial(_run, model, probing)
     num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
     num_rows = min(NUM_ROWS, num_positions)
     num_far = num_rows // 4
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size: int = model.get_input_embeddings().num_embeddings
     token_ids = _plain_tokens(model, num_rows + num_far, vocab_size)
     near, far = list(range(num_rows)), list(range(num_positions - num_rows, num_positions))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
@@ -60,11 +57,11 @@ def check_rows(model: Any, probing: Probing) -> int:
     # The model by itself; the same by us; and most of these rows backwards, behind others at the last positions.
     kept = near[: num_rows - num_far]
     sampled = kept[::-2]
-    places = [num_rows - 1 - row for row in near]
+    moved_to = [num_rows - 1 - row for row in near]
     own = run(token_ids[:num_rows], None, None)
     ours = run(token_ids[:num_rows], near, sampled)
     others = token_ids[num_rows:] + token_ids[: len(kept)][::-1], far[num_rows - num_far :] + kept[::-1]
-    moved = run(*others, [places[row] for row in sampled])
+    moved = run(*others, [moved_to[row] for row in sampled])
 
     seen = _first_difference(own.states, ours.states, tolerance)
     if seen is not None:
@@ -73,43 +70,36 @@ def check_rows(model: Any, probing: Probing) -> int:
             "2 and so on, so it counts positions in a way of its own (such as from its padding token's id + 1). "
             "Use the model's own generate()."
         )
-    seen = _first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, places[: len(kept)]), tolerance)
+    seen = _first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
     if seen is None:
         _check_sampled_rows(name, own, ours, sampled, tolerance)
         seen = _first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
-        at_far = run(token_ids[:num_rows], far, sampled)
-        ignores = far != near and _first_difference(ours.states, at_far.states, _NONE) is None
-        raise UnsupportedModelError(_of_rows(name, seen, ignores_positions=ignores))
-    return min(vocab_size, ours.logits.shape[1])
-
-
-def _of_rows(name: str, seen: str, *, ignores_positions: bool) -> str:
-    if ignores_positions:
-        cause = "It ignores position_ids and counts positions along the row."
-        remedy = "Let its forward compute positions from position_ids, or use the model's own generate()."
-    else:
         cause = (
             "It counts positions along the row, or mixes rows outside of attention (a convolution, a token shift), "
-            "where paged attention keeps no state."
+            "where paged attention keeps no state. Use"
         )
-        remedy = "Use the model's own generate()."
-    return (
-        f"{name} cannot be served: with attention stood in for, {seen} when other rows stand before them, so that the "
-        f"requests of one flat batch would change each other's results. {cause} {remedy}"
-    )
+        at_far = run(token_ids[:num_rows], far, sampled)
+        if far != near and _first_difference(ours.states, at_far.states, _NONE) is None:
+            cause = "It ignores position_ids and counts positions along the row. Compute them from position_ids, or use"
+        raise UnsupportedModelError(
+            f"{name} cannot be served: without attention, {seen} when other rows precede them, so that the requests of "
+            f"one flat batch would change each other's results. {cause} the model's own generate()."
+        )
+    return min(vocab_size, ours.logits.shape[1])
 
 
 def _run(
     model: Any, probing: Probing, token_ids: list[int], positions: list[int] | None, sample_rows: list[int] | None
-) -> Observation:
+) -> _Observation:
     """A forward pass in which each token attends to itself alone; positions and sample_rows None: the model's own."""
     device, probe = next(model.parameters()).device, StateProbe()
-    inputs = {"input_ids": torch.tensor([token_ids], device=device)}
-    if positions is not None:
-        inputs["position_ids"] = torch.tensor([positions], device=device)
-    if sample_rows is not None:
-        inputs["logits_to_keep"] = torch.tensor(sample_rows, device=device)
+    given: dict[str, Any] = {
+        "input_ids": [token_ids],
+        "position_ids": positions and [positions],
+        "logits_to_keep": sample_rows,
+    }
+    inputs = {name: torch.tensor(ids, device=device) for name, ids in given.items() if ids is not None}
     with probing(probe):
         try:
             logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
@@ -120,18 +110,23 @@ def _run(
             raise UnsupportedModelError(
                 f"{type(model).__name__} could not run a probe of {len(token_ids)} tokens {where}: {error}"
             ) from error
-    return Observation(probe.states, logits.clone())
+    return _Observation(probe.states, logits.clone())
 
 
-def _check_sampled_rows(name: str, own: Observation, ours: Observation, rows: list[int], tolerance: _Tolerance) -> None:
-    asked = f"{name} cannot be served: asked by logits_to_keep for the logits of {len(rows)} rows, its "
-    remedy = " Its forward must compute logits of the rows in logits_to_keep, in their order."
+def _check_sampled_rows(
+    name: str, own: _Observation, ours: _Observation, rows: list[int], tolerance: _Tolerance
+) -> None:
+    returned = None
     if len(ours.logits) != len(rows):
-        raise UnsupportedModelError(f"{asked}forward returned {len(ours.logits)}.{remedy}")
-    if len(own.logits) <= rows[0]:
-        return  # by itself the forward keeps fewer rows
-    if _first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance) is not None:
-        raise UnsupportedModelError(f"{asked}forward returned the logits of other rows.{remedy}")
+        returned = str(len(ours.logits))
+    elif len(own.logits) > rows[0]:  # else the forward by itself keeps fewer rows
+        seen = _first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
+        returned = seen and "the logits of other rows"
+    if returned is not None:
+        raise UnsupportedModelError(
+            f"{name} cannot be served: asked by logits_to_keep for the logits of {len(rows)} rows, its forward "
+            f"returned {returned}. It must compute logits of the rows in logits_to_keep, in their order."
+        )
 
 
 def _plain_tokens(model: Any, count: int, vocab_size: int) -> list[int]:
@@ -151,25 +146,21 @@ def _rows_of(states: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
 
 
 def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: _Tolerance) -> str | None:
-    """Where rows differ by more than a tolerance, in words; None if nowhere."""
+    """Where rows differ by more than a tolerance, relative to the mean size of a row, in words; None if nowhere."""
     for name, states in one.items():
-        differences = _relative(states, other[name])
+        # Overflows of a broken model say nothing about its rows.
+        rows, others = (t.float().flatten(1).nan_to_num(0.0, 0.0, 0.0) for t in (states, other[name]))
+        size = torch.linalg.vector_norm(others, dim=1).mean().clamp(min=torch.finfo(torch.float32).tiny)
+        differences = torch.linalg.vector_norm(rows - others, dim=1) / size  # [num_rows]
         if int((differences > tolerance.difference).sum()) > tolerance.share_of_rows * len(differences):
             return f"{name} differ by up to {100 * float(differences.max()):.2g} % of their size"
     return None
 
 
-def _relative(states: Tensor, others: Tensor) -> Tensor:
-    """[num_rows]: how far rows are from others, relative to the mean size of a row."""
-    # What a broken model overflows in is no matter of its rows.
-    one, other = (t.float().flatten(1).nan_to_num(0.0, 0.0, 0.0) for t in (states, others))
-    size = torch.linalg.vector_norm(other, dim=1).mean().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.linalg.vector_norm(one - other, dim=1) / size
-
-
 def check_row_counted_scales(model: Any, *, max_num_batched_tokens: int, max_model_len: int) -> None:
-    """Raise UnsupportedModelError for queries scaled by a position that is counted along the row (Llama 4), unless the
-    scale is 1 in every row of every batch and at every position.
+    """Refuse queries scaled by a position that is counted along the row (Llama 4).
+
+    Raises UnsupportedModelError unless the scale is 1 in every row of every batch and at every position.
     """
     longest = max(max_num_batched_tokens, max_model_len)
     for module in model.modules():

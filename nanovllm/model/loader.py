@@ -1,4 +1,4 @@
-"""Finds a model and its tokenizer: the embedded default, a local folder, a hub id, or a module loaded already."""
+"""Finds a model and its tokenizer: the embedded default, a local folder, a hub id, or a loaded module."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to be hooked.
-
-    is_live: the module was passed in, so that its owner goes on using it.
-    identity: distinguishes its KV from other models'.
-    """
+    """A model ready to be hooked."""
 
     model: Any  # a module with the methods of a transformers model
     tokenizer: Any
-    is_live: bool
-    identity: str
+    is_live: bool  # the module was passed in, and its owner goes on using it
+    identity: str  # distinguishes its KV from other models'
 
     @property
     def text_config(self) -> Any:
@@ -43,23 +39,21 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().num_embeddings
+        vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        return vocab_size
 
     @property
     def max_position_embeddings(self) -> int:
-        """The longest sequence that the model has positions for."""
+        """The longest sequence that the model has positions for; raises UnsupportedModelError without one."""
         limit = positions_of(self.text_config)
-        if limit is not None:
-            return limit
-        raise UnsupportedModelError(
-            f"{type(self.model).__name__}'s config does not tell how many positions it has (max_position_embeddings)."
-        )
+        if limit is None:
+            raise UnsupportedModelError(f"the config of {type(self.model).__name__} has no max_position_embeddings.")
+        return limit
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the generation config (maybe several), else the config, else the tokenizer."""
-        generation_config = getattr(self.model, "generation_config", None)
-        for source in (generation_config, self.text_config, self.tokenizer):
+        for source in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
             eos = getattr(source, "eos_token_id", None)
             if eos is not None:
                 return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
@@ -79,43 +73,39 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
         return _take_module(model, tokenizer, config)
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
-    source = _find(os.fspath(model), needs_tokenizer=tokenizer is None)
-    device = torch.device(_default_device() if config.device == "auto" else config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    name = os.fspath(model)
+    source = _find(name, needs_tokenizer=tokenizer is None)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(config.device if config.device != "auto" else "cuda" if has_gpu else "cpu")
+    if device.type == "cuda" and not has_gpu:
         raise ValueError(f"device is {config.device!r}, but PyTorch sees no GPU. Use device='cpu' or 'auto'.")
     options = _lookup_options(source, config)
     if config.revision is not None:
         if options["local_files_only"]:
-            raise ValueError(
-                f"revision is {config.revision!r}, but {os.fspath(model)!r} is no hub model and has no versions "
-                "to choose from. Leave revision out."
-            )
+            raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
         options["revision"] = config.revision
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    with _quiet():
+    with _no_progress_bars(), torch.inference_mode(False):
         try:
-            with torch.inference_mode(False):
-                module, info = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=dtype, output_loading_info=True, **options
-                )
-            loaded_tokenizer = (
-                _load_tokenizer(tokenizer, config)
-                if tokenizer is not None
-                else AutoTokenizer.from_pretrained(source, **options)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, **options
             )
+            if tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            else:
+                tokenizer = _load_tokenizer(tokenizer, config)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"the model {os.fspath(model)!r} could not be loaded: {error}") from error
+            raise ModelLoadError(f"the model {name!r} could not be loaded: {error}") from error
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
         missing = sorted(info["missing_keys"])
         raise ModelLoadError(
-            f"the weights of {os.fspath(model)!r} are incomplete: {len(missing)} tensors are missing, "
-            f"{missing[0]} first."
+            f"the weights of {name!r} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
         )
-    return LoadedModel(module.to(device).eval(), loaded_tokenizer, is_live=False, identity=source)
+    return LoadedModel(module.to(device).eval(), tokenizer, is_live=False, identity=source)
 
 
 def _lookup_options(source: str, config: EngineConfig) -> dict[str, Any]:
-    """A local folder is never looked up elsewhere, so that loading it works (or fails) the same way offline."""
+    """Options of `from_pretrained`: a local folder is never looked up on the hub, online or offline."""
     return {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
 
 
@@ -156,7 +146,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
     if config.trust_remote_code:
         raise ValueError("trust_remote_code is about loading a model; a loaded module needs none. Leave it out.")
-    with _quiet():
+    with _no_progress_bars():
         try:
             loaded = _load_tokenizer(tokenizer, config) if tokenizer is not None else None
         except (OSError, ValueError) as error:
@@ -165,7 +155,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
 
 
 def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
-    """A tokenizer that was named apart from the model: a revision of the model is none of its own."""
+    """A tokenizer named apart from the model, whose revision does not apply to it."""
     if isinstance(tokenizer, (str, os.PathLike)):
         name = os.fspath(tokenizer)
         source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
@@ -175,13 +165,9 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
     return tokenizer
 
 
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the library's own progress bars, which are for downloads of minutes, not for a second's loading."""
+def _no_progress_bars() -> Iterator[None]:
+    """Without the library's own, which are for downloads of minutes, not for a second's loading."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.model.weight_watch import modules_of
+from nanovllm.model.module_watch import modules_of
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels

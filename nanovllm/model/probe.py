@@ -30,11 +30,11 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(slots=True)
 class Probe:
-    """Notes what each attention layer hands over in one forward pass, and refuses what is not implemented."""
+    """Records what each attention layer passes on in one forward pass, and refuses what is not implemented."""
 
     layers: list[AttentionLayer] = field(default_factory=list)
     window: int | None = None
-    passes_keywords: bool = True  # the model's keyword arguments reach every attention layer
+    passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
 
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, kwargs: dict[str, Any]
@@ -55,19 +55,13 @@ class Probe:
         if window:
             self.window = min(window, self.window or window)
         for argument, given in kwargs.items():
-            if (
-                argument in _HARMLESS
-                or argument == PROBE_ARGUMENT
-                or given is None
-                or (isinstance(given, (bool, int, float)) and not given)
-            ):
-                continue
-            raise UnsupportedModelError(
-                f"{name} passes {argument!r} to attention, which is not implemented (soft-capping, sinks and other "
-                "extensions are refused rather than ignored)."
-            )
-        shape = (query.shape[1], key.shape[1], query.shape[3])
-        self.layers.append(AttentionLayer(module, *shape, key.dtype, scaling))
+            is_off = given is None or (isinstance(given, (bool, int, float)) and not given)
+            if not is_off and argument not in _HARMLESS:
+                raise UnsupportedModelError(
+                    f"{name} passes {argument!r} to attention, which is not implemented (soft-capping, sinks and other "
+                    "extensions are refused rather than ignored)."
+                )
+        self.layers.append(AttentionLayer(module, query.shape[1], key.shape[1], query.shape[3], key.dtype, scaling))
 
 
 def probe_model(model: Any, probing: Probing) -> Probe:
@@ -75,20 +69,19 @@ def probe_model(model: Any, probing: Probing) -> Probe:
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
-        raise UnsupportedModelError(f"{name} lies on several devices ({', '.join(devices)}); put it on one.")
+        raise UnsupportedModelError(f"{name} is on several devices ({', '.join(devices)}); put it on one.")
     refuse_batch_dependent_rope(model)
     if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{name} has no language model head, so it gives no logits over tokens.")
+        raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
     text_config = model.config.get_text_config(decoder=True)
     probe, expected = Probe(window=window_of_masks(name, text_config)), text_config.num_hidden_layers
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    inputs = torch.zeros(1, 2, dtype=torch.long, device=devices[0])
-    failure = None
+    failure: Exception | None = None
     with probing(probe):
         try:
             model(
-                input_ids=inputs,
+                input_ids=torch.zeros(1, 2, dtype=torch.long, device=devices[0]),
                 position_ids=torch.arange(2, device=devices[0])[None],
                 use_cache=False,
                 logits_to_keep=1,
@@ -103,8 +96,8 @@ def probe_model(model: Any, probing: Probing) -> Probe:
         failed = "" if failure is None else f", and the probe of two tokens ended with an error ({failure})"
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.layers)} of {expected} layers reached the attention interface of "
-            f"`transformers`{failed}. The others compute attention in code of their own, or keep their state "
-            "elsewhere, so paged attention cannot take their place."
+            f"`transformers`{failed}. The others compute attention in code of their own or keep another state, which "
+            "paged attention cannot replace."
         )
     if failure is not None:
         raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {failure}") from failure
@@ -124,9 +117,9 @@ def positions_of(config: Any) -> int | None:
 
 
 def window_of_masks(name: str, text_config: Any) -> int | None:
-    """The window that reaches attention layers through the library's masks alone, which paged attention never sees.
+    """The window that the library's masks alone apply, which paged attention does not read.
 
-    Attention in chunks counts as one too: within one chunk it is plain causal attention.
+    Attention in chunks counts as one: within a chunk it is plain causal attention.
     """
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     unknown = sorted(layer_types - _LAYER_TYPES)
@@ -153,7 +146,7 @@ def refuse_batch_dependent_rope(model: nn.Module) -> None:
 
 @dataclass(slots=True)
 class StateProbe:
-    """Keeps what each attention layer gets: name to states [num_rows, heads, head_dim]."""
+    """Records the q, k and v of each attention layer: name to states [num_rows, heads, head_dim]."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
 
@@ -164,14 +157,14 @@ class StateProbe:
 
 
 AnyProbe = Probe | StateProbe
-Probing = Callable[[AnyProbe], AbstractContextManager[None]]  # puts a probe in the place of a model's attention
+Probing = Callable[[AnyProbe], AbstractContextManager[None]]  # replaces a model's attention by a probe
 
 _current = threading.local()
 
 
 @contextmanager
 def probing_with(probe: AnyProbe) -> Iterator[None]:
-    """The probe that attention layers of this thread report to."""
+    """Attention layers of this thread report to `probe`."""
     _current.probe = probe
     try:
         yield
@@ -180,7 +173,7 @@ def probing_with(probe: AnyProbe) -> Iterator[None]:
 
 
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Stands in for attention: each token attends to itself alone."""
+    """Replaces attention: each token attends to itself alone."""
     if attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."

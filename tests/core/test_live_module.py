@@ -417,6 +417,15 @@ def wrap_with_adapters(model):
         layer.self_attn.v_proj = LowRank(layer.self_attn.v_proj)
 
 
+def set_a_number(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+def replace_a_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda states: -type(mlp).forward(mlp, states)
+
+
 CHANGES = [
     scale_in_place,
     load_other_weights,
@@ -424,11 +433,13 @@ CHANGES = [
     give_a_parameter_another_storage,
     replace_a_submodule,
     wrap_with_adapters,
+    set_a_number,
+    replace_a_forward,
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_the_prefix_cache_is_dropped_when_weights_were_changed(change):
+def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change):
     model = tiny_model()
     with open_llm(model) as llm:
         before = generate(llm)

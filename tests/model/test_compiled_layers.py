@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
-from nanovllm.model.compiled_layers import join_last_sum
+from nanovllm.model.joined_sums import join_last_sum
 
 ops = torch.ops.nanovllm
 ROWS, DEPTH, OUTPUTS = 20, 8, 8  # more rows than have a kernel of their own, which needs a GPU

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
+from nanovllm.attention.operator import (
+    AttentionStep,
+    attend_in_step,
+    enter_step,
+    leave_step,
+    paged_attention,
+    write_states,
+)
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
@@ -85,11 +92,10 @@ class PagedCase:
                 cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
         slots = np.append(self.layout.slot_mapping, np.zeros(num_padding, np.int64))
         write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
-        if not through_operator:
-            return step.attend(query, *self.caches, self.scaling)[0]
         enter_step(-1, step)
         try:
-            return paged_attention(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
+            attend = paged_attention if through_operator else attend_in_step
+            return attend(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
         finally:
             leave_step(-1)
 

@@ -1,0 +1,97 @@
+"""What steps take of a GPU's memory beyond the weights: a worst-case step is run, captured steps are estimated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.attention.flex_gpu_options import MIN_KV_TILE, KernelOptions
+from nanovllm.attention.operator import AttentionBackend
+from nanovllm.batch_layout import BatchLayout, build_layout
+from nanovllm.config import EngineConfig
+from nanovllm.execution.buckets import Buckets
+from nanovllm.execution.cuda_graphs import GRAPH_BYTES_PER_LAYER, MAX_GRAPHS
+from nanovllm.execution.direct import DirectExecutor
+from nanovllm.execution.dummy_batches import dummy_batch
+from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.filters import FILTERED_AT_ONCE
+from nanovllm.sampling.logprobs import StepLogprobs
+from nanovllm.sampling.sampler import Sampler
+
+
+def measure_peak(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
+    """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
+    # One chunk of all the budget at the end of the longest sequence, behind another where there is room, so that it
+    # takes a mask; and as many decodes as there may be, which gather less than it, however long they are. Every
+    # block is the same one: only sizes matter here.
+    chunk = config.max_num_batched_tokens - config.max_num_seqs + 1
+    chunk = min(chunk, max(1, config.max_model_len - 2))
+    spans = [(0, 1)] * (config.max_num_seqs - 1) + [(config.max_model_len - 1 - chunk, chunk)]
+    batch = dummy_batch(binding, config, spans)
+    backend: AttentionBackend = _NoAttention()
+    if not choice.uses_graphs:
+        backend = _AttentionInOneLayer(choice.build(binding.layers[0], binding.device, config, uncompiled=True))
+    sampler = Sampler(compiles=choice.uses_graphs)
+    binding.caches.allocate(2 * config.block_size)
+    executor = DirectExecutor(binding, backend, config.block_size, sampler)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(binding.device)
+    before = torch.cuda.memory_allocated(binding.device)
+    layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
+    executor.launch(batch, layout, backend.plan(layout), StepLogprobs())
+    torch.cuda.synchronize(binding.device)
+    peak = torch.cuda.max_memory_allocated(binding.device) - before
+    del executor
+    binding.release_caches()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
+    """Bytes that captured steps take beyond the measured peak.
+
+    Attention and its tables, logits for the host's sampler (twice, for log-probabilities) and the graphs themselves.
+    """
+    layer, options = binding.layers[0], KernelOptions.for_layer(binding.layers[0], binding.device, config.block_size)
+    buckets = Buckets(config, options)
+    row_values = layer.num_heads * layer.head_dim
+    tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
+    sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
+    padded_values = layer.num_kv_heads * options.padded_groups * layer.head_dim
+    splits = options.most_splits(buckets.max_decodes) * padded_values * 4  # of outputs, in float32
+    max_blocks = -(-config.max_model_len // config.block_size)
+    kv_tiles = max_blocks * max(1, config.block_size // MIN_KV_TILE)
+    width = max_blocks + 1
+    if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
+        width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
+    tables = 4 * (buckets.max_decodes * (kv_tiles + 4) + buckets.max_tiles * 2 * (width + 1))
+    return tiles + sampling + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+
+
+class _NoAttention:
+    """A backend that measures what the rest of a step takes."""
+
+    reads_whole_blocks = False
+
+    def plan(self, layout: BatchLayout) -> _NoAttention:
+        return self
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        return torch.zeros_like(query)
+
+
+class _AttentionInOneLayer(_NoAttention):
+    """A backend that attends in the first layer alone: the next one's attention uses the same memory again."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._attend = super().attend
+
+    def plan(self, layout: BatchLayout) -> _NoAttention:
+        self._attend = self._backend.plan(layout).attend
+        return self
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+        attend, self._attend = self._attend, super().attend
+        return attend(query, key_cache, value_cache, scaling)

@@ -1,0 +1,103 @@
+"""Detects what the owner of a live module changed between two steps: weights, submodules, functions, flags."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE
+
+# What training sets and takes back, and what a step itself sets.
+_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE}
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All submodules, each once, in no particular order: `model.modules()` without its nested generators.
+
+    A live module is walked in every step, so this is a good part of a step's host time.
+    """
+    found: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The parameters and buffers of these modules themselves."""
+    return [
+        tensor
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    ]
+
+
+class ModuleWatch:
+    """Detects writes and replacements of parameters and buffers, by version and storage, and changes of structure."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._weights: list[_TensorState] = []
+        self._structure = 0
+        self.changes(with_structure=True)
+
+    def changes(self, *, with_structure: bool) -> tuple[bool, bool]:
+        """Whether weights, and whether the structure changed since the last call.
+
+        Args:
+            with_structure: else the structure counts as unchanged; it takes longer than the weights.
+        """
+        modules = modules_of(self._model)  # walked each time: submodules may be replaced, adapters injected
+        tensors = tensors_of(modules)
+        weights_changed = len(tensors) != len(self._weights) or not all(
+            state.tensor() is tensor
+            and state.version == (0 if tensor.is_inference() else tensor._version)
+            and state.address == tensor.data_ptr()
+            and not state.storage.expired()
+            for state, tensor in zip(self._weights, tensors, strict=True)
+        )
+        if weights_changed:
+            self._weights = [_TensorState.from_tensor(tensor) for tensor in tensors]
+        structure_before = self._structure
+        if with_structure:
+            self._structure = _structure_of(modules)
+        return weights_changed, self._structure != structure_before
+
+
+class _TensorState(NamedTuple):
+    """Identity, version and storage of a tensor.
+
+    An address alone is not enough, since the memory of replaced weights is used again for the next ones; but while the
+    storage that was seen there lives, no other can have its address.
+    """
+
+    tensor: weakref.ref[Tensor]
+    storage: StorageWeakRef
+    address: int
+    version: int
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> _TensorState:
+        version = 0 if tensor.is_inference() else tensor._version
+        return cls(weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), version)
+
+
+def _structure_of(modules: Iterable[nn.Module]) -> int:
+    """A hash of what an owner may set on a module besides weights: submodules, functions, flags."""
+    parts: list[Any] = []
+    for module in modules:
+        parts.append(id(module))
+        for name, value in vars(module).items():
+            if name not in _NOT_STRUCTURE:
+                parts.append(value if isinstance(value, (bool, int, float, str, NoneType)) else id(value))
+    return hash(tuple(parts))
