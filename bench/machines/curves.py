@@ -37,7 +37,7 @@ class Bench:
         self.is_gpu, self.repeats = device == "cuda", repeats
         self._model, self._fixed = "smollm2-135m-instruct", {"device": "cpu", "dtype": "bfloat16"}
         if self.is_gpu:
-            from gpu import NoText, checkpoint  # beside this file
+            from random_models import NoText, checkpoint  # beside this file
 
             self._model, self._fixed = str(checkpoint("0.6b")), {"dtype": "bfloat16", "tokenizer": NoText()}
 

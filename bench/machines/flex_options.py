@@ -1,4 +1,4 @@
-"""Sweeps the options of FlexAttention's decode kernel: what `attention/gpu_options.py` holds was read off here.
+"""Sweeps the options of FlexAttention's decode kernel: what `attention/flex_gpu_options.py` holds was read off here.
 
     python bench/machines/flex_options.py 4:384 64:640 256:100-1500
 
@@ -14,7 +14,7 @@ import random
 
 import torch
 
-from nanovllm.attention import flex_gpu
+from nanovllm.attention import flex_decodes
 from nanovllm.attention.flex_gpu_options import DecodeOptions
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, LAYERS = 16, 8, 128, 64, 12
@@ -27,15 +27,15 @@ def time_of(batch: int, contexts: list[int], piece: int, options: dict[str, int]
     order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0), dtype=torch.int32).cuda() + 1
     counts = torch.tensor(pages, dtype=torch.int32).cuda()
     last = torch.tensor([context - 1 for context in contexts]).cuda()
-    tables = flex_gpu._DecodeTables(
+    tables = flex_decodes.DecodeTables(
         *(torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in
           ((batch, 1, 1), (batch, 1, 1, max(pages) * PAGE // piece + 1), (batch,), (batch,)))
     )  # fmt: skip
     starts = (counts.cumsum(0) - counts).int()
-    flex_gpu._fill_decodes(tables.parts(), order, starts, counts, last, PAGE, piece)
+    flex_decodes.fill_decodes(tables.parts(), order, starts, counts, last, PAGE, piece)
     caches = torch.randn(LAYERS, 2, num_pages * PAGE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     query = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    call = flex_gpu._DecodeCall(KV_HEADS, DecodeOptions(piece, {"IS_DIVISIBLE": True, **options}))
+    call = flex_decodes.DecodeCall(KV_HEADS, DecodeOptions(piece, {"IS_DIVISIBLE": True, **options}))
 
     def run() -> None:
         for keys, values in caches:

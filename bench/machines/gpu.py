@@ -25,51 +25,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from random_models import NoText, checkpoint, random_model, read_rate, token_bytes, weight_bytes  # beside this file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.model import loader
 from nanovllm.tools.workloads.workloads import Workload, random_requests, w1, w2
 
-SHAPES = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
-             "max_position_embeddings": 40_960},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
-           "max_position_embeddings": 40_960},
-}  # fmt: skip
 TEMPERATURE = 0.6
-
-
-class NoText:
-    """In place of a tokenizer: the ids are random, and their text would mean nothing."""
-
-    def __call__(self, text: str) -> Any:
-        raise NotImplementedError
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-
-def random_model(shape: str) -> Any:
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], dtype=torch.bfloat16)).eval()
-    finally:
-        torch.set_default_dtype(before)
-
-
-def checkpoint(shape: str) -> Path:
-    """A folder with random weights, made once."""
-    folder = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}"
-    if not (folder / "config.json").exists():
-        random_model(shape).save_pretrained(folder)
-        torch.cuda.empty_cache()
-    return folder
 
 
 @contextlib.contextmanager
@@ -111,32 +73,12 @@ def repeated(llm: LLM, workload: Workload, *, repeats: int = 3, reset: bool = Tr
     return seconds[1:]
 
 
-def read_rate() -> float:
-    """Bytes per second of a plain sum over 4 GiB."""
-    data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
-    times = []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        data.sum()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return data.nbytes / min(times)
-
-
 def floor_seconds(shape: str, workload: Workload, max_num_seqs: int, rate: float) -> float:
     """By bytes: weights once a step, every token of context once for each output token; prompts are not counted."""
-    sizes = SHAPES[shape]
-    layers, head = sizes["num_hidden_layers"], sizes["head_dim"]
-    token = layers * 2 * sizes["num_key_value_heads"] * head * 2
-    heads = (sizes["num_attention_heads"] * 2 + sizes["num_key_value_heads"] * 2) * head
-    per_layer = sizes["hidden_size"] * (heads + 3 * sizes["intermediate_size"])
-    weights = 2 * (layers * per_layer + sizes["vocab_size"] * sizes["hidden_size"])
     sizes_of = [(len(request.prompt_token_ids), request.num_output_tokens) for request in workload.requests]
     context = sum(n * length + n * (n + 1) // 2 for length, n in sizes_of)
     waves = -(-len(sizes_of) // max_num_seqs)
-    return (context * token + waves * max(n for _, n in sizes_of) * weights) / rate
+    return (context * token_bytes(shape) + waves * max(n for _, n in sizes_of) * weight_bytes(shape)) / rate
 
 
 # ------------------------------------------------------------------------------------------------------- the stages
@@ -167,8 +109,8 @@ def stage_startup() -> dict[str, Any]:
     """Seconds from nothing to a first token, in processes of their own: cold (empty caches), warm, eager."""
     folder = checkpoint("0.6b")
     script = (
-        "import time; t=time.perf_counter(); import sys; sys.path.insert(0, 'bench'); import torch\n"
-        "from gpu import NoText\nfrom nanovllm import LLM, SamplingParams\n"
+        "import time; t=time.perf_counter(); import sys; sys.path.insert(0, {here!r}); import torch\n"
+        "from random_models import NoText\nfrom nanovllm import LLM, SamplingParams\n"
         "i=time.perf_counter(); torch.zeros(1, device='cuda'); d=time.perf_counter()\n"
         "llm=LLM({folder!r}, tokenizer=NoText(), enforce_eager={eager}); l=time.perf_counter()\n"
         "llm.generate([[1,2,3]], SamplingParams(max_tokens=1, temperature=0.6), use_tqdm=False)\n"
@@ -179,7 +121,7 @@ def stage_startup() -> dict[str, Any]:
         for name, eager in (("cold", False), ("warm", False), ("eager", True)):
             environment = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "TRITON_CACHE_DIR": f"{empty}/triton"}
             run = subprocess.run(
-                [sys.executable, "-c", script.format(folder=str(folder), eager=eager)],
+                [sys.executable, "-c", script.format(here=str(Path(__file__).parent), folder=str(folder), eager=eager)],
                 env={**os.environ, **environment}, capture_output=True, text=True, check=False,
             )  # fmt: skip
             result[name] = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else run.stderr[-2000:]
@@ -193,7 +135,7 @@ def stage_w1(**options: Any) -> dict[str, Any]:
     with engine(max_model_len=4096, **options) as llm:
         seconds = repeated(llm, workload)
         steps = llm.stats().num_steps
-        graphs = len(llm._engine.model_runner._executor._graphs)
+        graphs = len(llm._engine.model_runner._executor._forwards)
         memory = {"pool": llm.config.num_kv_blocks, "free, GiB": torch.cuda.mem_get_info()[0] / 2**30}
         memory |= {"reserved": torch.cuda.memory_reserved() / 2**30, "allocated": torch.cuda.memory_allocated() / 2**30}
     floor = floor_seconds("0.6b", workload, 256, RATE)
@@ -242,7 +184,7 @@ def stage_w4() -> dict[str, Any]:
 
 
 def _whales(llm: LLM) -> dict[str, float]:
-    engine = llm._build_engine()
+    engine = llm._open_engine()
     llm.reset_prefix_cache()
     small = random_requests(requests=64, prompt=512, output=600)
     whales = random_requests(requests=8, prompt=8192, output=4, seed=1)
@@ -321,7 +263,7 @@ def stage_pool() -> dict[str, Any]:
 
 def _step_seconds(llm: LLM, count: int, context: int) -> float:
     """The median of decode steps."""
-    engine = llm._build_engine()
+    engine = llm._open_engine()
     workload = random_requests(requests=count, prompt=context, output=100)
     for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
         engine.add(engine.input_processor.process_one(str(number), prompt, params))
@@ -331,7 +273,7 @@ def _step_seconds(llm: LLM, count: int, context: int) -> float:
 
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
-    engine = llm._build_engine()
+    engine = llm._open_engine()
     workload = random_requests(requests=count, prompt=context, output=200)
     for number, (prompt, params) in enumerate(zip(prompts_of(workload), params_of(workload), strict=True)):
         engine.add(engine.input_processor.process_one(str(number), prompt, params))

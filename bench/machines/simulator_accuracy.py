@@ -135,7 +135,7 @@ def opened(options: argparse.Namespace, clock: Clock) -> tuple[Calibration, Engi
     given = {name: json.loads(value) for name, _, value in (text.partition("=") for text in options.set)}
     model, tokenizer = options.model, None
     if options.random:
-        from gpu import NoText, checkpoint  # beside this file
+        from random_models import NoText, checkpoint  # beside this file
 
         model, tokenizer = str(checkpoint("0.6b")), NoText()
         given = {"dtype": "bfloat16", "max_model_len": 8192} | given

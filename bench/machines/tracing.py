@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, options = arguments.model, {}
     if arguments.random:
-        from bench.machines.gpu import NoText, checkpoint
+        from bench.machines.random_models import NoText, checkpoint
 
         model, options = str(checkpoint("0.6b")), {"dtype": "bfloat16", "tokenizer": NoText(), "max_model_len": 4096}
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm.attention.operator import AttentionLayer
+from nanovllm.device import find_kernel
 
 BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
@@ -73,6 +74,7 @@ class KernelOptions:
 
     num_groups: query heads per KV head.
     head_bytes: bytes of one head's K of one token.
+    paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
     """
 
     gpu: Gpu
@@ -80,11 +82,15 @@ class KernelOptions:
     num_groups: int
     head_bytes: int
     block_size: int
+    paged_decode: Any = None
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
         head_bytes = layer.head_dim * layer.dtype.itemsize
-        return cls(Gpu.from_device(device), layer.num_kv_heads, layer.num_groups, head_bytes, block_size)
+        kernel = find_kernel("paged_decode", "PagedDecode")
+        if kernel is not None and not kernel.suits(layer.head_dim, layer.dtype):
+            kernel = None
+        return cls(Gpu.from_device(device), layer.num_kv_heads, layer.num_groups, head_bytes, block_size, kernel)
 
     @property
     def padded_groups(self) -> int:
@@ -94,8 +100,11 @@ class KernelOptions:
     def is_uneven(self, num_decodes: int, contexts: NDArray[np.int64]) -> bool:
         """Whether reading the longest context, in tokens, takes longer than reading all of them together.
 
-        Then a step waits for the programs of one sequence, and is split finer. `num_decodes` counts padding too.
+        Then a step waits for the programs of one sequence, and FlexAttention splits it finer. `num_decodes` counts
+        padding too.
         """
+        if self.paged_decode is not None:  # its programs read pieces of nearly equal length
+            return False
         entry = self._entry_for(num_decodes)
         if entry.splits == entry.uneven_splits or not len(contexts):
             return False
@@ -122,6 +131,9 @@ class KernelOptions:
 
     def most_splits(self, max_decodes: int) -> int:
         """Upper bound of the splits of all decodes of a step together."""
+        if self.paged_decode is not None:
+            most: int = self.paged_decode.most_splits(self.gpu.num_multiprocessors, self.num_kv_heads)
+            return most
         return max(min(max_decodes, self._most_decodes(entry)) * entry.uneven_splits for entry in _DECODES)
 
     def _entry_for(self, num_decodes: int) -> DecodeEntry:

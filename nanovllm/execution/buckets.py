@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.attention.flex_gpu_options import KernelOptions
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
+STAND_IN_ROWS = 2048  # a graph of so many rows is replayed in less time than the host takes to launch a step by itself
 
 
 class RowSizes:
@@ -29,7 +31,7 @@ class RowSizes:
         most, budget = max(MIN_ROWS, max_num_seqs), max_num_batched_tokens
         quarters = (n << k for k in range(5, 12) for n in (4, 5, 6, 7))
         self.decodes = up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
-        self.mixed_decodes = [0, *up_to(most, [4, 16, 64, 96, *(128 << n for n in range(8))])]
+        self.mixed_decodes = [0, *up_to(most, [16, 64, *(128 << n for n in range(8))])]
         sizes = [64, 128, *(n << k for k in range(7, 14) for n in (2, 3))]
         # The decodes' padding may take a full step past the budget, mostly by little.
         self.mixed_rows = [*up_to(budget, sizes), *(budget + size for size in up_to(most, [64, 128, 256, 512]))]
@@ -62,31 +64,44 @@ def round_up(sizes: list[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
 
 
+def spread(sizes: list[int], factor: float) -> set[int]:
+    """The largest of the ascending sizes, and of the others those that are smaller than the next by this factor."""
+    chosen = [sizes[-1]]
+    for size in reversed(sizes):
+        if size * factor <= chosen[-1]:
+            chosen.append(size)
+    return set(chosen)
+
+
 class GraphShape(NamedTuple):
-    """Sizes of a captured step, padding included: first the decodes, padded, then the chunks, padded.
+    """Sizes of a captured forward pass, padding included: first the decodes, padded, then the chunks, padded.
 
     num_rows: of the flat batch.
-    draws: whether the graph samples; else the host's sampler takes its logits.
     is_uneven: whether one decode's context is much longer than the others'; see `KernelOptions.is_uneven`.
     """
 
     num_decodes: int
     num_rows: int
     num_tiles: int
-    num_samples: int
-    draws: bool
     is_uneven: bool = False
 
     @property
     def num_chunk_rows(self) -> int:
         return self.num_rows - self.num_decodes if self.num_tiles else 0
 
+    def holds(self, other: GraphShape) -> bool:
+        """Whether a step of the other shape can be computed as this one, with more padding."""
+        return (
+            self.num_decodes >= other.num_decodes
+            and self.num_chunk_rows >= other.num_chunk_rows
+            and self.num_tiles >= other.num_tiles
+        )
+
 
 class Buckets:
-    """Rounds a step up to a shape, its rows by `RowSizes`.
+    """Rounds a step up to a shape, its rows by `RowSizes`, and its samples to a number of their own.
 
-    The first step of a shape waits for its graph; one of a new number of decodes (with the FLASH backend also of tiles)
-    waits for the compiler.
+    Tiles are the one size that `usual` does not list in full: many short chunks in one step need more than it has.
     """
 
     def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
@@ -94,25 +109,35 @@ class Buckets:
         self._options = options
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
-        # Whole blocks need one tile each, and a chunk may need one more, or two; decodes are sampled, and some chunks.
-        self._more = up_to(max(4, 2 * config.max_num_seqs), [4 << 2 * n for n in range(8)])
+        # Whole blocks need one tile each, and a chunk may need one more, or two.
+        self._more = up_to(max(16, 2 * config.max_num_seqs), [16 << 2 * n for n in range(7)])
+        self.sample_counts = self._sizes.decodes
         self.max_decodes = self._sizes.decodes[-1]
         self.max_rows = self._sizes.mixed_rows[-1]
         self.max_tiles = self._tiles(self.max_rows, self._more[-1])
 
-    def shape(self, layout: BatchLayout, num_tiles: int, *, draws: bool) -> GraphShape:
+    def shape(self, layout: BatchLayout, num_tiles: int) -> GraphShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
-        num_samples = len(layout.sample_rows)
         num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
         is_uneven = self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
-        if not num_tiles:
-            return GraphShape(num_decodes, num_rows, 0, num_decodes, draws, is_uneven)
-        num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
-        num_samples = self._samples(num_decodes, round_up(self._more, max(0, num_samples - num_decodes)))
-        return GraphShape(num_decodes, num_rows, num_tiles, num_samples, draws, is_uneven)
+        if num_tiles:
+            num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
+        return GraphShape(num_decodes, num_rows, num_tiles, is_uneven)
 
-    def _samples(self, num_decodes: int, more: int) -> int:
-        return min(self.max_decodes, num_decodes + more)
+    def num_samples(self, count: int) -> int:
+        """The number of sample rows, rounded up; 0 for none."""
+        return round_up(self.sample_counts, count) if count else 0
+
+    @staticmethod
+    def stand_in(shape: GraphShape, captured: Iterable[GraphShape], *, at_any_cost: bool = False) -> GraphShape | None:
+        """The smallest captured shape that holds a step of this one, None if all of them cost more than no graph.
+
+        Args:
+            at_any_cost: without a graph the step would wait for a compiler.
+        """
+        most = max(STAND_IN_ROWS, shape.num_rows * 3 // 2)
+        holding = [other for other in captured if other.holds(shape) and (at_any_cost or other.num_rows <= most)]
+        return min(holding, key=lambda other: (other.num_rows, other.num_tiles, other.num_decodes), default=None)
 
     def _tiles(self, num_rows: int, more: int) -> int:
         num_tiles = self._whole_tiles(num_rows) + more
@@ -123,30 +148,42 @@ class Buckets:
         return -(-num_rows // self._block_size)
 
     def common(self) -> list[GraphShape]:
-        """Shapes captured at start-up: the largest, and decodes of a middling, the largest and the smallest number.
+        """The largest shape, and decodes of a middling, the largest and the smallest number.
 
         Compiled code is laid out for the first of its kind: for decodes the middling one.
         """
         most, rows = self.max_decodes, self.max_rows
         sizes = dict.fromkeys((round_up(self._sizes.decodes, min(64, most)), most, MIN_ROWS))
-        largest = GraphShape(most, rows, self._tiles(rows, self._more[0]), most, draws=True)
-        return [largest, *(GraphShape(size, size, 0, size, draws=True) for size in sizes)]
+        largest = GraphShape(most, rows, self._tiles(rows, self._more[0]))
+        return [largest, *(GraphShape(size, size, 0) for size in sizes)]
+
+    def coarse(self) -> list[GraphShape]:
+        """Shapes among the usual ones that hold every other at the cost of padding: few enough for start-up."""
+        sizes, budget = self._sizes, self._budget
+        decodes, counts = spread(sizes.decodes, 1.3), spread(sizes.mixed_decodes, 4)
+        rows = spread(sizes.mixed_rows[: sizes.mixed_rows.index(budget) + 1], 1.9)
+
+        def is_coarse(shape: GraphShape) -> bool:
+            if not shape.num_tiles:
+                return shape.num_decodes in decodes and not shape.is_uneven
+            return shape.num_rows >= budget or (shape.num_decodes in counts and shape.num_rows in rows)
+
+        return [shape for shape in self.usual() if is_coarse(shape)]
 
     def usual(self) -> list[GraphShape]:
         """Shapes worth capturing while idle: decodes of any number, alone and beside chunks of a few prompts."""
         sizes = self._sizes
-        shapes = [GraphShape(size, size, 0, size, draws=True) for size in sizes.decodes]
+        shapes = [GraphShape(size, size, 0) for size in sizes.decodes]
         far = np.array([10**9])  # one token decoded behind a very long context
         few = (size for size in sizes.decodes if size <= 96 and self._options.is_uneven(size, far))
-        shapes += [GraphShape(size, size, 0, size, draws=True, is_uneven=True) for size in few]
-        counts = [count for count in sizes.mixed_decodes if count <= 64]
+        shapes += [GraphShape(size, size, 0, is_uneven=True) for size in few]
         rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
-            GraphShape(count, size, self._tiles(size, self._more[0]), self._samples(count, self._more[0]), draws=True)
-            for count, size in itertools.product(counts, rows)
+            GraphShape(count, size, self._tiles(size, self._more[0]))
+            for count, size in itertools.product(sizes.mixed_decodes, rows)
             if count < size and (count or size <= self._budget)
         ]
 
     def largest(self) -> GraphShape:
         """An upper bound of every part of the inputs."""
-        return GraphShape(self.max_decodes, self.max_rows, self.max_tiles, self.max_decodes, draws=True)
+        return GraphShape(self.max_decodes, self.max_rows, self.max_tiles)

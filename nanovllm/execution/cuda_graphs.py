@@ -1,12 +1,14 @@
-"""Runs a step on a GPU with one copy to the device and one launch: a CUDA graph for each shape.
+"""Runs a step on a GPU with one copy to the device and two CUDA graphs: a forward pass, then head and draw.
 
-A graph takes the tokens that the previous step sampled, fills the block masks, runs the model and samples. It is
-captured at the first step of its shape, or earlier while idle. All graphs share one memory pool: they run one at a
-time.
+The first takes the tokens that the previous step sampled, fills the block masks, runs the model's layers and leaves the
+hidden states of the sampled rows; it is captured by shape. The second makes logits and tokens of them; it is captured
+by the number of samples alone. Shapes are captured at start-up and while idle, never while a request waits: a step of
+another shape runs as a larger one, or without a graph.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanovllm.attention.block_mask import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
@@ -26,7 +29,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import DEVICE_LOCK, to_device
 from nanovllm.execution.buckets import Buckets, GraphShape
 from nanovllm.execution.graph_inputs import StepInputs, StepPacking, with_sampled
-from nanovllm.interrupts import interrupts_let_through
+from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
@@ -34,8 +37,8 @@ from nanovllm.sampling.sampler import DrawInputs, Sampler, needs_logits_only
 
 logger = logging.getLogger("nanovllm")
 
-MAX_GRAPHS = 128  # the one that was not used for longest makes room
-GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured graph takes of the device
+MAX_GRAPHS = 192  # forward passes; the one that was not used for longest makes room
+GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the device
 
 
 class GraphExecutor:
@@ -66,37 +69,59 @@ class GraphExecutor:
             device=binding.device,
         )
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
-        self._packing = cache(lambda shape: StepPacking(shape, block_size))
-        self._graphs: OrderedDict[GraphShape, torch.cuda.CUDAGraph] = OrderedDict()
+        max_samples = self._buckets.max_decodes
+        self._packing = cache(lambda shape: StepPacking(shape, block_size, max_samples))
+        largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):
-            num_words = StepPacking(self._buckets.largest(), block_size).num_words + config.max_num_seqs * max_blocks
+            num_words = largest.num_words + config.max_num_seqs * max_blocks
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
-            self._sampled = torch.zeros(self._buckets.max_decodes, dtype=torch.int64, device=binding.device)
+            self._sampled = torch.zeros(max_samples, dtype=torch.int64, device=binding.device)
+        self._draw_inputs = largest.views(self._inputs)  # at the same place for every shape
+        self._splits_head = binding.splits_head()
+        # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
+        self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
-        self._usual = deque(self._buckets.usual())  # to be captured when there is time
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(binding.device)  # for captures
+        self._pool = GraphPool(binding.device)
+        self._forwards: OrderedDict[GraphShape, torch.cuda.CUDAGraph] = OrderedDict()
+        self._heads: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by number of samples, and whether it draws
+        self._runs_as: dict[GraphShape, GraphShape] = {}  # of shapes that are not captured
+        self._missed: dict[GraphShape, None] = {}  # the same ever since; captured when there is time
+        self._usual = deque(self._buckets.usual())  # captured after those
         self._addresses: list[int] = []  # of the weights that the graphs read
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, batch.sampled_positions
-        shape = self._buckets.shape(layout, len(tiles.blocks), draws=needs_logits_only(sequences, positions))
-        if report.prompt is None:
-            run = self._runner_of(shape)
-        else:  # prompt logits are read in pieces, which no graph has captured
-            report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
-            run = partial(self._run, shape, report)
-        draws = DrawInputs.from_sequences(sequences, positions) if shape.draws else None
+        count, draws = len(sequences), None
+        if needs_logits_only(sequences, positions):
+            draws = DrawInputs.from_sequences(sequences, positions)
+        shape = self._buckets.shape(layout, len(tiles.blocks))
+        # Prompt logits are read in pieces, and a hook is the owner's own code, to be called in each step.
+        is_whole = report.prompt is not None or self._binding.has_hooks()
+        if not is_whole and self._captures:
+            shape = self._captured_shape(shape)
         self._upload(shape, layout, tiles, draws)
-        run()
-        count = len(sequences)
-        if not shape.draws:
+        if is_whole:
+            report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
+            self._take_logits(self._run_whole(shape, count, report), draws=draws is not None)
+        else:
+            self._run(self._forwards.get(shape), partial(self._forward, shape))
+            if count:
+                head = self._buckets.num_samples(count), draws is not None
+                self._run(self._head_graph(*head), partial(self._head, *head))
+        if draws is None and count:
             assert self._logits is not None
             with torch.no_grad():
                 latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
                 self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest, report)
         return self._sampled[:count]
+
+    @staticmethod
+    def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], None]) -> None:
+        if graph is not None:
+            graph.replay()
+        else:
+            run()
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
@@ -112,86 +137,119 @@ class GraphExecutor:
 
     # -------------------------------------------------------------------------------------------------- the step
 
-    def _run(self, shape: GraphShape, report: StepLogprobs | None = None) -> None:
-        """The whole step of a shape on the packed inputs; this is what a graph captures."""
+    def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
+        """The packed step's masks, and its token ids, positions and slot mapping [num_rows] int64."""
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
             plan = self.backend.fill(tables_of(inputs, shape))
-        step = AttentionStep(plan, shape.num_rows)
-        logits = self._binding.forward_step(
-            step, token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows, report
-        )
-        with torch.no_grad():
-            self._finish(shape, inputs, logits)
+        return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
 
-    def _finish(self, shape: GraphShape, inputs: StepInputs, logits: Tensor) -> None:
-        if shape.draws:
-            self._sampled[: shape.num_samples] = self._sampler.draw(
-                logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
-            )
+    def _forward(self, shape: GraphShape) -> None:
+        """The forward pass of the packed step, captured by shape."""
+        inputs, sample_rows = self._attention_step(shape), self._draw_inputs.sample_rows
+        if self._splits_head:
+            states = self._binding.hidden_step(*inputs).index_select(0, sample_rows)
         else:
+            states = self._binding.forward_step(*inputs, sample_rows)
+        if self._states is None:
+            with torch.inference_mode(False):
+                self._states = torch.zeros_like(states)
+        with torch.no_grad():
+            self._states.copy_(states)
+
+    def _head(self, num_samples: int, draws: bool) -> None:
+        """Logits of the hidden states, and tokens if they are drawn here; captured by number of samples."""
+        assert self._states is not None
+        states = self._states[:num_samples]
+        self._take_logits(self._binding.head(states) if self._splits_head else states, draws=draws)
+
+    def _run_whole(self, shape: GraphShape, count: int, report: StepLogprobs) -> Tensor:
+        """One forward pass from tokens to logits [num_samples, vocab_size], padding included."""
+        rows = self._draw_inputs.sample_rows[: self._buckets.num_samples(max(1, count))]
+        return self._binding.forward_step(*self._attention_step(shape), rows, report)
+
+    def _take_logits(self, logits: Tensor, *, draws: bool) -> None:
+        inputs, count = self._draw_inputs, len(logits)
+        with torch.no_grad():
+            if draws:
+                parts = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
+                self._sampled[:count] = self._sampler.draw(logits, *(part[:count] for part in parts))
+                return
             if self._logits is None:
                 with torch.inference_mode(False):
-                    self._logits = logits.new_zeros(self._buckets.max_decodes, logits.shape[1])
-            self._logits[: shape.num_samples].copy_(logits)
+                    self._logits = logits.new_zeros(len(self._sampled), logits.shape[1])
+            self._logits[:count].copy_(logits)
 
     # ---------------------------------------------------------------------------------------------------- graphs
 
-    def _runner_of(self, shape: GraphShape) -> Callable[[], None]:
-        if not self._captures or self._binding.has_hooks():  # a hook is the owner's own code, to be called in each step
-            return lambda: self._run(shape)
-        return self._graph_of(shape).replay
+    def _captured_shape(self, shape: GraphShape) -> GraphShape:
+        """The captured shape that a step runs as; its own where none holds it."""
+        if self._binding.is_live:  # nothing is captured while idle, since it is its owner's then
+            if shape not in self._forwards:
+                self._capture_forward(shape)
+        elif not self._forwards:  # the model was changed
+            self.warm_up()
+        if shape in self._forwards:
+            self._forwards.move_to_end(shape)
+            return shape
+        if shape not in self._runs_as:
+            at_any_cost = self.backend.compiles_each_size
+            self._runs_as[shape] = self._buckets.stand_in(shape, self._forwards, at_any_cost=at_any_cost) or shape
+            self._missed[shape] = None
+        return self._runs_as[shape]
 
-    def _graph_of(self, shape: GraphShape) -> torch.cuda.CUDAGraph:
-        if shape not in self._graphs:
-            with interrupts_let_through(), DEVICE_LOCK:  # it takes seconds and changes no books
-                self._capture(shape)
-        self._graphs.move_to_end(shape)
-        return self._graphs[shape]
-
-    def _capture(self, shape: GraphShape) -> None:
-        if not self._graphs:
+    def _capture_forward(self, shape: GraphShape) -> None:
+        if not self._forwards:
             self._addresses = self._binding.weight_addresses()
-        while len(self._graphs) >= MAX_GRAPHS:
+        while len(self._forwards) >= MAX_GRAPHS:
             torch.cuda.synchronize(self._binding.device)
-            self._graphs.popitem(last=False)
-            if not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()
-        sampled = self._sampled.clone()  # the step to come reads them, and trying this one overwrites them
+            self._forwards.popitem(last=False)
         self._inputs.zero_()  # a step of padding alone
-        current = torch.cuda.current_stream(self._binding.device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._stream):
-                self._run(shape)  # compiles, and sets up what cannot be set up within a capture
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()  # what this took is for the graphs' own memory now
-                free, _ = torch.cuda.mem_get_info()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._run(shape)
-                finally:
-                    graph.capture_end()
-                logger.debug("captured %s: %.1f MiB", shape, (free - torch.cuda.mem_get_info()[0]) / 2**20)
-        finally:
-            current.wait_stream(self._stream)
+        self._forwards[shape] = self._pool.capture(partial(self._forward, shape))
+        self._runs_as.clear()
+        logger.debug("captured %s", shape)
+
+    def _head_graph(self, num_samples: int, draws: bool) -> torch.cuda.CUDAGraph | None:
+        if self._captures and (num_samples, draws) not in self._heads:
+            inputs, sampled = self._inputs.clone(), self._sampled.clone()  # of the step that waits for it
+            self._heads[num_samples, draws] = self._pool.capture(partial(self._head, num_samples, draws))
+            self._inputs.copy_(inputs)
             self._sampled.copy_(sampled)
-        self._graphs[shape] = graph
+            logger.debug("captured the head of %d samples, drawn: %s", num_samples, draws)
+        return self._heads.get((num_samples, draws))
 
     def warm_up(self) -> None:
-        """Capture the most common shapes and the largest, so that no request waits for it."""
-        for shape in self._buckets.common():
-            self._inputs.zero_()  # a step of padding alone
-            self._runner_of(shape)()
+        """Compile what steps need and capture the shapes that usually come, the largest first.
+
+        Where each number of decodes would be compiled for, only a few of them; for a live module, whose graphs may not
+        last, as well.
+        """
+        shapes = dict.fromkeys(self._buckets.common())
+        if not self._captures:
+            for shape in shapes:
+                self._inputs.zero_()
+                self._forward(shape)
+            return
+        heads: list[tuple[int, bool]] = []
+        if not self._binding.is_live:
+            heads = [*itertools.product(reversed(self._buckets.sample_counts), (True, False))]
+            if not self.backend.compiles_each_size:
+                shapes |= dict.fromkeys(self._buckets.coarse())
+        with tqdm(total=len(shapes) + len(heads), desc="Capturing CUDA graphs", leave=False, disable=None) as progress:
+            for shape in shapes:
+                self._capture_forward(shape)
+                progress.update()
+            for head in heads:
+                self._head_graph(*head)
+                progress.update()
 
     def capture_ahead(self) -> bool:
-        """Capture one more of the usual shapes; False if none is left."""
-        while self._captures and self._usual and len(self._graphs) < MAX_GRAPHS:
-            shape = self._usual.popleft()
-            if shape not in self._graphs:
-                self._graph_of(shape)
+        """Capture one more shape: one that a step ran without, else one of the usual; False if none is left."""
+        while self._captures and (self._missed or self._usual) and len(self._forwards) < MAX_GRAPHS:
+            shape = self._missed.popitem()[0] if self._missed else self._usual.popleft()
+            if shape not in self._forwards:
+                self._capture_forward(shape)
                 return True
         return False
 
@@ -201,18 +259,20 @@ class GraphExecutor:
         Args:
             in_place: whether nothing but the weights can have changed.
         """
-        if self._graphs and not (in_place and self._addresses == self._binding.weight_addresses()):
-            self._forget_graphs()
+        if self._forwards and not (in_place and self._addresses == self._binding.weight_addresses()):
+            self._drop_graphs()
 
-    def _forget_graphs(self) -> None:
-        if self._graphs:
+    def _drop_graphs(self) -> None:
+        if self._forwards or self._heads:
             with DEVICE_LOCK:
                 torch.cuda.synchronize(self._binding.device)
-            self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # the old one went with its last graph
+            self._forwards.clear()
+            self._heads.clear()
+            self._pool.reset()
+        self._states = self._logits = None
 
     def close(self) -> None:
-        self._forget_graphs()
+        self._drop_graphs()
 
 
 def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:

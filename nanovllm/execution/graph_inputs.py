@@ -22,21 +22,21 @@ from nanovllm.sampling.sampler import DrawInputs
 class StepInputs:
     """The parts of a packed step, as tensors on the device or arrays on the host; see `StepTables` and `DrawInputs`.
 
+    sample_rows: [max_samples] int64, rows of the flat batch whose logits are wanted.
+    noise_keys: [max_samples] int64.
+    inverse_temperatures, noise_scales: [max_samples] float32.
     token_ids: [num_rows] int64; -1 - i for the i-th token that the previous step samples.
     positions, slot_mapping: [num_rows] int64; the padding's are 0.
-    sample_rows: [num_samples] int64.
-    noise_keys: [num_samples] int64.
-    inverse_temperatures, noise_scales: [num_samples] float32.
     Those of attention are int32.
     """
 
-    token_ids: Any
-    positions: Any
-    slot_mapping: Any
     sample_rows: Any
     noise_keys: Any
     inverse_temperatures: Any
     noise_scales: Any
+    token_ids: Any
+    positions: Any
+    slot_mapping: Any
     decode_tables: Any
     decode_blocks: Any
     tile_tables: Any
@@ -47,45 +47,52 @@ class StepInputs:
     tables: Any
 
 
-# Each part in the order of a packed step: its name, its length for a shape, its dtype on the host and on the device.
-# The 64-bit ones come first, so that they are aligned.
-_PARTS: tuple[tuple[str, Callable[[GraphShape, int], int], Any, torch.dtype], ...] = (
-    ("token_ids", lambda shape, _: shape.num_rows, np.int64, torch.int64),
-    ("positions", lambda shape, _: shape.num_rows, np.int64, torch.int64),
-    ("slot_mapping", lambda shape, _: shape.num_rows, np.int64, torch.int64),
-    ("sample_rows", lambda shape, _: shape.num_samples, np.int64, torch.int64),
-    ("noise_keys", lambda shape, _: shape.num_samples, np.int64, torch.int64),
-    ("inverse_temperatures", lambda shape, _: shape.num_samples, np.float32, torch.float32),
-    ("noise_scales", lambda shape, _: shape.num_samples, np.float32, torch.float32),
-    ("decode_tables", lambda shape, _: shape.num_decodes, np.int32, torch.int32),
-    ("decode_blocks", lambda shape, _: shape.num_decodes, np.int32, torch.int32),
-    ("tile_tables", lambda shape, _: shape.num_tiles, np.int32, torch.int32),
-    ("tile_blocks", lambda shape, _: shape.num_tiles, np.int32, torch.int32),
-    ("tile_is_used", lambda shape, _: shape.num_tiles, np.int32, torch.int32),
-    ("tile_rows", lambda shape, block_size: shape.num_tiles * block_size, np.int32, torch.int32),
-    ("chunk_rows", lambda shape, _: shape.num_chunk_rows, np.int32, torch.int32),
+# Each part in the order of a packed step: its name, its dtype on the host and on the device. What drawing reads comes
+# first, at the same place for every shape, since the graphs that draw serve all shapes.
+_INT64, _INT32, _FLOAT32 = (np.int64, torch.int64), (np.int32, torch.int32), (np.float32, torch.float32)
+_DRAW_PARTS = (
+    ("sample_rows", _INT64),
+    ("noise_keys", _INT64),
+    ("inverse_temperatures", _FLOAT32),
+    ("noise_scales", _FLOAT32),
+)
+_SHAPE_PARTS: tuple[tuple[str, Callable[[GraphShape, int], int], tuple[Any, torch.dtype]], ...] = (
+    ("token_ids", lambda shape, _: shape.num_rows, _INT64),
+    ("positions", lambda shape, _: shape.num_rows, _INT64),
+    ("slot_mapping", lambda shape, _: shape.num_rows, _INT64),
+    ("decode_tables", lambda shape, _: shape.num_decodes, _INT32),
+    ("decode_blocks", lambda shape, _: shape.num_decodes, _INT32),
+    ("tile_tables", lambda shape, _: shape.num_tiles, _INT32),
+    ("tile_blocks", lambda shape, _: shape.num_tiles, _INT32),
+    ("tile_is_used", lambda shape, _: shape.num_tiles, _INT32),
+    ("tile_rows", lambda shape, block_size: shape.num_tiles * block_size, _INT32),
+    ("chunk_rows", lambda shape, _: shape.num_chunk_rows, _INT32),
 )
 
 
 class StepPacking:
     """Where the parts of a step of one shape begin, in 32-bit words; the block tables, of any length, come last."""
 
-    def __init__(self, shape: GraphShape, block_size: int) -> None:
+    def __init__(self, shape: GraphShape, block_size: int, max_samples: int) -> None:
         self.shape = shape
         self.block_size = block_size
-        self._spans: dict[str, tuple[int, int]] = {}
+        self._spans: dict[str, tuple[int, int, Any, torch.dtype]] = {}
+        lengths = [(name, max_samples, dtypes) for name, dtypes in _DRAW_PARTS]
+        lengths += [(name, length(shape, block_size), dtypes) for name, length, dtypes in _SHAPE_PARTS]
         end = 0
-        for name, length, dtype, _ in _PARTS:
-            start, end = end, end + length(shape, block_size) * np.dtype(dtype).itemsize // 4
-            self._spans[name] = start, end
+        for name, length, dtypes in lengths:
+            num_words = np.dtype(dtypes[0]).itemsize // 4
+            start = -(-end // num_words) * num_words  # aligned
+            end = start + length * num_words
+            self._spans[name] = start, end, *dtypes
         self.num_words = end  # without the tables
 
     def views(self, buffer: Any) -> StepInputs:
         """The parts of a packed step [n] int32, a tensor or an array; the tables are all of it behind the rest."""
-        parts = {}
-        for name, _, host_dtype, device_dtype in _PARTS:
-            start, end = self._spans[name]
-            parts[name] = buffer[start:end].view(device_dtype if isinstance(buffer, Tensor) else host_dtype)
+        parts = {
+            name: buffer[start:end].view(device_dtype if isinstance(buffer, Tensor) else host_dtype)
+            for name, (start, end, host_dtype, device_dtype) in self._spans.items()
+        }
         return StepInputs(**parts, tables=buffer[self.num_words :])
 
     def pack(self, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
@@ -100,10 +107,7 @@ class StepPacking:
         ):
             rows[:real] = values[:real]
             rows[padded : padded + num_tokens - real] = values[real:]
-        shift = padded - real
-        to.sample_rows[: len(layout.sample_rows)] = np.where(
-            layout.sample_rows < real, layout.sample_rows, layout.sample_rows + shift
-        )
+        to.sample_rows[: len(layout.sample_rows)] = layout.sample_rows + (padded - real) * (layout.sample_rows >= real)
         if draws is not None:
             count = len(draws.noise_keys)
             to.noise_keys[:count] = draws.noise_keys

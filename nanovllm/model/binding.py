@@ -28,12 +28,13 @@ from nanovllm.attention.operator import (
 )
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls
+from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.model.patches import AttributePatches, Change
-from nanovllm.model.probe import PROBE_NAME, AnyProbe, probe_function, probe_model, probing_with
+from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_model, probing_with
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class ModelBinding:
         self.layers, self.window = probe.layers, probe.window
         self._passes_keywords = probe.passes_keywords
         self.vocab_size = check_rows(model, self._probing)
+        self._passes = ForwardPasses(model, self._patches, self.vocab_size)
         self.dtype = self.layers[0].dtype
         self.caches = KVCaches(self.layers, self.device)
         self._layer_modules = self._decoder_layers()
@@ -206,24 +208,6 @@ class ModelBinding:
         return changes
 
     @contextmanager
-    def _base_model_runs_once(self) -> Iterator[None]:
-        """Repeated calls of the base model return its first output: more logits of the same hidden states."""
-        base: Any = self.model.base_model
-        given: list[Any] = []
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not given:
-                given.append(base._call_impl(*args, **kwargs))
-            return given[0]
-
-        num_changes = len(self._patches)
-        self._patches.apply([(vars(base), "_compiled_call_impl", run)])
-        try:
-            yield
-        finally:
-            self._patches.undo(down_to=num_changes)
-
-    @contextmanager
     def _probing(self, probe: AnyProbe) -> Iterator[None]:
         """Replace attention by the probe."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
@@ -232,34 +216,6 @@ class ModelBinding:
                 yield
             finally:
                 self.uninstall()
-
-    def forward(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
-        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
-
-        Args:
-            token_ids, positions: [1, num_rows] int64.
-            sample_rows: [num_samples] int64.
-
-        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
-        """
-        output = self.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=sample_rows,
-            return_dict=True,
-            **kwargs,
-        )
-        logits: Tensor = output.logits[0]
-        num_logits = logits.shape[1]
-        if num_logits == self.vocab_size:
-            return logits
-        if num_logits < self.vocab_size:
-            raise RuntimeError(
-                f"{type(self.model).__name__} gives logits of {num_logits} tokens, and {self.vocab_size} when this "
-                "engine was built. Build a new engine."
-            )
-        return logits[:, : self.vocab_size].contiguous()  # a token without an embedding could not go on
 
     def forward_step(
         self,
@@ -270,14 +226,28 @@ class ModelBinding:
         sample_rows: Tensor,
         report: StepLogprobs | None = None,
     ) -> Tensor:
-        """`forward` over the paged caches, with everything in force that this needs.
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch, over the paged caches.
 
         Args:
             step: what every attention layer shares.
             token_ids, positions: [num_rows] int64.
             slot_mapping: [num_rows] int64, the cache slot that takes each row's K and V.
+            sample_rows: [num_samples] int64.
             report: gets the logits of its rows of prompts, piece by piece.
         """
+        inputs = token_ids[None], positions[None]
+        with self._in_step(step, slot_mapping) as extra:
+            if report is None or report.prompt is None:
+                return self._passes.logits(*inputs, sample_rows, **extra)
+            with self._passes.base_model_runs_once():
+                for rows in report.prompt_rows_in_pieces(self.device):
+                    report.add_prompt(self._passes.logits(*inputs, rows, **extra))
+                # Last, since a packed head writes all its logits to the same memory.
+                return self._passes.logits(*inputs, sample_rows, **extra)
+
+    @contextmanager
+    def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Everything in force for one step; yields the arguments that the model passes on to attention."""
         tensors = self._handle_tensor, slot_mapping
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:
@@ -285,19 +255,27 @@ class ModelBinding:
         enter_step(self.handle, step, None if extra else tensors)
         try:
             with self.installed():
-                inputs = token_ids[None], positions[None]
-                if report is None or report.prompt is None:
-                    return self.forward(*inputs, sample_rows, **extra)
-                with self._base_model_runs_once():
-                    for rows in report.prompt_rows_in_pieces(self.device):
-                        report.add_prompt(self.forward(*inputs, rows, **extra))
-                    # Last, since a packed head writes all its logits to the same memory.
-                    return self.forward(*inputs, sample_rows, **extra)
+                yield extra
         except BaseException:
             self.uninstall()  # once more: an interrupt may have cut short the first time
             raise
         finally:
             leave_step(self.handle)
+
+    def hidden_step(self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Hidden states [num_rows, hidden_size] over the paged caches; the arguments are those of `forward_step`."""
+        with self._in_step(step, slot_mapping) as extra:
+            return self._passes.hidden_states(token_ids[None], positions[None], **extra)
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
+        with self.installed():
+            return self._passes.head(hidden_states)
+
+    def splits_head(self) -> bool:
+        """Whether hidden states and the head can be computed apart; see `ForwardPasses.splits_head`."""
+        with self._probing(StateProbe()):
+            return self.has_base_model and self._passes.splits_head(self.device)
 
     def release_caches(self) -> None:
         self.uninstall()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.flex_gpu import _fill_decodes, _fill_tiles
+from nanovllm.attention.flex_decodes import fill_decodes
+from nanovllm.attention.flex_gpu import _fill_tiles
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledSequence
@@ -65,9 +66,9 @@ def options_of(block_size: int, num_kv_heads: int = 8) -> KernelOptions:
 
 def assert_fits(shape: GraphShape, buckets: Buckets, block_size: int) -> None:
     largest = buckets.largest()
-    assert all(size <= bound for size, bound in zip(shape[:4], largest[:4], strict=True)), (shape, largest)
-    assert StepPacking(shape, block_size).num_words <= StepPacking(largest, block_size).num_words
-    assert shape.num_rows >= MIN_ROWS and shape.num_samples >= MIN_ROWS
+    assert all(size <= bound for size, bound in zip(shape[:3], largest[:3], strict=True)), (shape, largest)
+    assert StepPacking(shape, block_size, 8).num_words <= StepPacking(largest, block_size, 8).num_words
+    assert shape.num_rows >= MIN_ROWS
     assert not shape.num_decodes or shape.num_decodes >= MIN_ROWS
 
 
@@ -87,11 +88,10 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
             )
             layout = build_layout(entries, block_size, in_flight)
             tiles = Tiles.from_layout(layout, block_size)
-            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
+            shape = buckets.shape(layout, len(tiles.blocks))
             assert_fits(shape, buckets, block_size)
             assert shape.num_decodes >= layout.num_decodes and shape.num_tiles >= len(tiles.blocks)
             assert shape.num_rows >= shape.num_decodes + layout.num_tokens - layout.num_decodes
-            assert shape.num_samples >= len(layout.sample_rows)
 
 
 def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
@@ -106,7 +106,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
             if loop.scheduler.waiting or loop.scheduler.running:
                 batch = loop.step()
                 layout = build_layout(batch.entries, 16)
-                shape = buckets.shape(layout, len(Tiles.from_layout(layout, 16).blocks), draws=True)
+                shape = buckets.shape(layout, len(Tiles.from_layout(layout, 16).blocks))
                 assert StepCosts.from_batch(batch, 16, sizes).num_tokens == shape.num_rows
 
 
@@ -116,7 +116,7 @@ def test_padding_stays_moderate():
         Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, True, [1], 5
     )
     for count in range(1, 1025):
-        shape = buckets.shape(build_layout([entry] * count, 64), 0, draws=True)
+        shape = buckets.shape(build_layout([entry] * count, 64), 0)
         assert shape.num_decodes <= max(4, 2 * count) and (count < 64 or 2 * shape.num_decodes <= 3 * count)
     prompts = [
         ScheduledSequence(
@@ -126,7 +126,44 @@ def test_padding_stays_moderate():
         for n in range(60)
     ]  # fmt: skip
     layout = build_layout(prompts, 64)
-    assert buckets.shape(layout, 180, draws=True).num_tiles <= 400
+    assert buckets.shape(layout, 180).num_tiles <= 400
+
+
+def test_a_step_of_a_missing_shape_runs_as_the_smallest_captured_one_that_holds_it():
+    captured = [GraphShape(16, 16, 0), GraphShape(64, 64, 0), GraphShape(0, 128, 20), GraphShape(16, 256, 20),
+                GraphShape(256, 9000, 200), GraphShape(64, 256, 24)]  # fmt: skip
+
+    def stand_in(*shape: int, **options: bool) -> GraphShape | None:
+        return Buckets.stand_in(GraphShape(*shape), captured, **options)
+
+    assert stand_in(24, 24, 0) == captured[1]
+    assert stand_in(16, 16, 0, True) == captured[0]  # an uneven step, whose longest context is read slower
+    assert stand_in(16, 192, 17) == captured[3]
+    assert stand_in(0, 160, 8) == captured[3]  # decodes' rows are padding
+    assert stand_in(64, 256, 24) == captured[5]
+    assert stand_in(64, 256, 25) is stand_in(65, 65, 0) is None  # but for one that takes longer than no graph
+    assert stand_in(64, 256, 25, at_any_cost=True) == captured[4]
+    assert stand_in(64, 6200, 25) == captured[4]
+    assert stand_in(257, 257, 0, at_any_cost=True) is stand_in(16, 300, 201, at_any_cost=True) is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 256])
+@pytest.mark.parametrize("captures", ["coarse", "usual"])
+def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, captures):
+    """At start-up, and while idle: with padding, but fast enough to beat a step without a graph."""
+    choice = random.Random(max_num_seqs)
+    buckets = Buckets(config_of(max_num_seqs, 2048, 64), options_of(64))
+    captured = [*buckets.common(), *getattr(buckets, captures)()]
+    for _ in range(300):
+        entries, in_flight = random_entries(
+            choice, block_size=64, max_num_seqs=min(max_num_seqs, 60), budget=2048, max_model_len=900
+        )
+        layout = build_layout(entries, 64, in_flight)
+        num_tiles = len(Tiles.from_layout(layout, 64).blocks)
+        if len(layout.chunks) <= 8:
+            stand_in = buckets.stand_in(buckets.shape(layout, num_tiles), captured)
+            assert stand_in is not None and stand_in.num_rows <= max(2048, layout.num_tokens * 3)
+        assert buckets.num_samples(len(layout.sample_rows)) in (0, *buckets.sample_counts)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
@@ -147,7 +184,7 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
         entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
         entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
         layout = build_layout(entries, block_size)
-        return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks), draws=True)
+        return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks))
 
     for shape in usual:
         assert_fits(shape, buckets, block_size)
@@ -178,7 +215,7 @@ def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_
             prompt = Sequence(NewRequest("chunk", [1] * chunk, SamplingParams()), arrival=0, max_model_len=10**6)
             entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
         layout = build_layout(entries, 64)
-        return buckets.shape(layout, len(Tiles.from_layout(layout, 64).blocks), draws=True).is_uneven
+        return buckets.shape(layout, len(Tiles.from_layout(layout, 64).blocks)).is_uneven
 
     for count in range(1, 1025, 7):
         assert not is_uneven(*[500] * count)
@@ -226,7 +263,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
                          ((decodes, 1, 1), (decodes, 1, 1, pieces), (decodes,), (decodes,))]  # fmt: skip
         chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
-        words = StepPacking(buckets.largest(), block_size).num_words + max_num_seqs * (width - 1)
+        words = StepPacking(buckets.largest(), block_size, decodes).num_words + max_num_seqs * (width - 1)
         buffer = torch.zeros(words, dtype=torch.int32)
         for _ in range(4):
             entries, in_flight = random_entries(
@@ -234,8 +271,8 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             )
             layout = build_layout(entries, block_size, in_flight, longest_first=True)
             tiles = Tiles.from_layout(layout, block_size)
-            shape = buckets.shape(layout, len(tiles.blocks), draws=True)
-            packing = StepPacking(shape, block_size)
+            shape = buckets.shape(layout, len(tiles.blocks))
+            packing = StepPacking(shape, block_size, decodes)
             sampling = [entry for entry in entries if entry.samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
             draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
@@ -246,8 +283,8 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             sampled = torch.randint(0, 999, (decodes,))
             token_ids = with_sampled(inputs.token_ids, sampled)
             if shape.num_decodes:
-                _fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_blocks,
-                              inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
+                fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_blocks,
+                             inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
             if shape.num_tiles:
                 _fill_tiles(
                     tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
@@ -318,11 +355,9 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(
-        layout, len(Tiles.from_layout(layout, 16).blocks), draws=False
-    )
+    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
     assert shape.num_decodes > layout.num_decodes
-    packing = StepPacking(shape, 16)
+    packing = StepPacking(shape, 16, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
 

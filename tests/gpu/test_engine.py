@@ -22,8 +22,9 @@ from nanovllm.model import default_model
 from tests.support import logprobs, samples
 from tests.support.equality import model, reference
 from tests.support.equality import prompts as long_prompts
+from tests.support.other_models import small
 from tests.support.overlap import requests
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer, widen
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 200, "max_model_len": 300, "max_num_seqs": 32}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -141,8 +142,9 @@ def test_every_number_of_requests_finds_a_graph_that_holds_it():
         for count in range(1, 22):
             assert answers(llm, prompts[:count], GREEDY) == alone[:count]
         executor = llm._engine.model_runner._executor
-        assert max(shape.num_decodes for shape in executor._graphs) >= 21
-        assert any(shape.num_decodes == 21 and not shape.num_tiles for shape in executor._graphs)
+        assert max(shape.num_decodes for shape in executor._forwards) >= 21
+        assert any(shape.num_decodes == 21 and not shape.num_tiles for shape in executor._forwards)
+        assert {num_samples for num_samples, _ in executor._heads} <= set(executor._buckets.sample_counts)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 300])
@@ -188,7 +190,74 @@ def test_graphs_that_were_not_used_for_longest_make_room(monkeypatch):
     with open_llm() as llm:
         tokens = [answer[0] for answer in answers(llm, long_prompts(), GREEDY)]
         assert tokens == expected("llama")
-        assert len(llm._engine.model_runner._executor._graphs) <= 3
+        assert len(llm._engine.model_runner._executor._forwards) <= 3
+
+
+def mixed_company(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests that come to steps of many shapes: many short prompts, some long, answers of any length."""
+    choice = random.Random(seed)
+    prompts = [
+        [
+            choice.randrange(VOCAB_SIZE)
+            for _ in range(choice.choice([1, choice.randint(2, 20), choice.randint(20, 200)]))
+        ]
+        for _ in range(40)
+    ]
+    params = [
+        SamplingParams(temperature=choice.choice([0.0, 0.9]), seed=n, max_tokens=choice.randint(1, 60), **extra)
+        for n, extra in enumerate(choice.choices([{}, {}, {"logprobs": 1}, {"repetition_penalty": 1.3}], k=40))
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_steps_of_any_shape_run_without_a_capture_once_an_engine_serves(tmp_path, caplog, prepared):
+    """As larger shapes or without graphs, with the tokens of steps that run without any graph."""
+    module = model("llama")
+    module.save_pretrained(tmp_path)
+    results = []
+    for options in ({"enforce_eager": True}, {}):
+        with open_llm(tmp_path, max_num_batched_tokens=160, **options) as llm:
+            if options == {} and prepared:
+                while llm._engine.model_runner.capture_ahead():
+                    pass
+            with caplog.at_level("DEBUG", logger="nanovllm"):
+                caplog.clear()
+                outputs = llm.generate(*mixed_company(3), use_tqdm=False)
+                outputs += llm.generate(*mixed_company(4), use_tqdm=False)
+                assert not [record for record in caplog.records if record.getMessage().startswith("captured")]
+            results.append([output.outputs[0].token_ids for output in outputs])
+    assert results[0] == results[1]
+
+
+def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path):
+    model("llama").save_pretrained(tmp_path)
+    with open_llm(tmp_path, max_num_batched_tokens=160) as llm:
+        runner, (prompts, params) = llm._engine.model_runner, mixed_company(5)
+        executor = runner._executor
+        llm.generate(prompts, params, use_tqdm=False)
+        missed = set(executor._missed) - set(executor._forwards)
+        for _ in missed:
+            assert runner.capture_ahead()
+        assert missed <= set(executor._forwards)
+        before = set(executor._missed)
+        llm.generate(prompts, params, use_tqdm=False)
+        assert set(executor._missed) <= before
+
+
+@pytest.mark.parametrize("family", ["OPT", "GPT2"])
+def test_models_whose_head_is_not_computed_apart_are_captured_too(tmp_path, family):
+    fields: dict[str, Any] = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+                              "GPT2": {"model_class": "GPT2LMHeadModel"}}[family]  # fmt: skip
+    module = small(family, **fields)
+    widen(module)
+    module.save_pretrained(tmp_path)
+    module = module.cuda()
+    prompts = [[5, 6, 7], [8] * 40, [9, 10] * 20]
+    with open_llm(tmp_path, max_model_len=120, num_kv_blocks=64) as llm:
+        assert llm._engine.model_runner._executor._splits_head == (family == "GPT2")
+        tokens = [answer[0] for answer in answers(llm, prompts, GREEDY)]
+    assert tokens == [reference(module, prompt) for prompt in prompts]
 
 
 def open_preparing(folder: Path) -> AsyncLLM:
@@ -203,7 +272,7 @@ async def prepared_graphs(llm: AsyncLLM) -> dict[GraphShape, Any]:
     while executor._usual and time.monotonic() < end:
         await asyncio.sleep(0.1)
     await llm.stats()  # the last one is captured
-    captured = dict(executor._graphs)
+    captured = dict(executor._forwards)
     assert len(captured) > 8 and set(executor._buckets.usual()) <= set(captured)
     return captured
 

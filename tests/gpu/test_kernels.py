@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.cuda_graphs import tables_of
 from nanovllm.execution.graph_inputs import StepPacking
 from nanovllm.kernels.kv_writes import store_states
+from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
@@ -30,14 +32,18 @@ from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
 _backends: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 
 
-def backend_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAttention, Buckets]:
+def backend_of(
+    case: PagedCase, *, uses_flash: bool = False, by_kernel: bool = False
+) -> tuple[GpuFlexAttention, Buckets]:
     """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
     num_heads, head_dim = case.queries[0].shape[1:]
-    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash)
+    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash, by_kernel)
     if key not in _backends:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         heads = case.num_kv_heads, num_heads // case.num_kv_heads, head_dim * case.dtype.itemsize
         options = KernelOptions(Gpu.from_device(torch.device("cuda")), *heads, case.block_size)
+        if by_kernel:
+            options = replace(options, paged_decode=PagedDecode)
         buckets = Buckets(config, options)
         backend = GpuFlexAttention(
             options=options,
@@ -52,13 +58,13 @@ def backend_of(case: PagedCase, *, uses_flash: bool = False) -> tuple[GpuFlexAtt
     return _backends[key]
 
 
-def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -> torch.Tensor:
+def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False, by_kernel: bool = False) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
-    backend, buckets = backend_of(case, uses_flash=uses_flash)
+    backend, buckets = backend_of(case, uses_flash=uses_flash, by_kernel=by_kernel)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.from_layout(layout, block_size)
-    shape = buckets.shape(layout, len(tiles.blocks), draws=True)._replace(is_uneven=is_uneven)
-    packing = StepPacking(shape, block_size)
+    shape = buckets.shape(layout, len(tiles.blocks))._replace(is_uneven=is_uneven)
+    packing = StepPacking(shape, block_size, buckets.max_decodes)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, tiles, None, packed)
     inputs = packing.views(torch.from_numpy(packed).cuda())
@@ -81,14 +87,16 @@ def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False) -
     return output[rows.cuda()]
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("spans", MIXED_STEPS.values(), ids=MIXED_STEPS.keys())
-def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(spans):
+def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(spans, by_kernel):
     case = PagedCase(spans)
-    case.check(run(case))
+    case.check(run(case, by_kernel=by_kernel))
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_any_split_of_any_sequences_equals_dense_attention(block_size):
+def test_any_split_of_any_sequences_equals_dense_attention(block_size, by_kernel):
     for seed in range(16):
         choice = random.Random(seed)
         spans = []
@@ -96,7 +104,7 @@ def test_any_split_of_any_sequences_equals_dense_attention(block_size):
             start = choice.choice([0, choice.randint(0, 150)])
             spans.append((start, choice.choice([1, 1, choice.randint(1, 60)])))
         case = PagedCase(spans, seed=seed, block_size=block_size)
-        case.check(run(case))
+        case.check(run(case, by_kernel=by_kernel))
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 16, 40, 80, 96])

@@ -1,0 +1,109 @@
+"""Models with random weights in the shape of real ones, the bytes that their steps read, and a device's rates."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+             "max_position_embeddings": 40_960},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+           "max_position_embeddings": 40_960},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+             "max_position_embeddings": 2048},
+}  # fmt: skip
+BYTES_PER_VALUE = 2  # bfloat16
+
+
+class NoText:
+    """Stands for a tokenizer: the ids are random, and their text has no meaning."""
+
+    def __call__(self, text: str) -> Any:
+        raise NotImplementedError
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_model(shape: str) -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device()):
+            return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], dtype=torch.bfloat16)).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def checkpoint(shape: str) -> Path:
+    """Folder of a model with random weights, written once a machine."""
+    folder = Path(tempfile.gettempdir()) / f"nanovllm-random-{shape}"
+    if not (folder / "config.json").exists():
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as partial:
+            random_model(shape).save_pretrained(Path(partial) / "model")
+            try:  # at once, since another process may look for the folder meanwhile
+                os.rename(Path(partial) / "model", folder)
+            except OSError:
+                if not (folder / "config.json").exists():
+                    raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return folder
+
+
+def weight_bytes(shape: str) -> int:
+    """Bytes of the weights that each step reads: all layers and the output projection."""
+    sizes = SHAPES[shape]
+    heads = (sizes["num_attention_heads"] * 2 + sizes["num_key_value_heads"] * 2) * sizes["head_dim"]
+    per_layer = sizes["hidden_size"] * (heads + 3 * sizes["intermediate_size"])
+    numbers = sizes["num_hidden_layers"] * per_layer + sizes["vocab_size"] * sizes["hidden_size"]
+    return BYTES_PER_VALUE * numbers
+
+
+def token_bytes(shape: str) -> int:
+    """Bytes of one token's keys and values over all layers."""
+    sizes = SHAPES[shape]
+    return sizes["num_hidden_layers"] * 2 * sizes["num_key_value_heads"] * sizes["head_dim"] * BYTES_PER_VALUE
+
+
+def copy_rate(num_bytes: int = 2**31, *, repeats: int = 6) -> float:
+    """Bytes per second that a copy within the device's memory reads and writes; the fastest of several."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if source.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * num_bytes / min(seconds)
+
+
+def read_rate() -> float:
+    """Bytes per second of a plain sum over 4 GiB."""
+    data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return data.nbytes / min(times)

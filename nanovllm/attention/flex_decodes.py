@@ -1,0 +1,165 @@
+"""FlexAttention for the decodes of a step on a GPU: the form without `kernels/`, and the kernel's reference.
+
+The batch dimension is the sequences, with one row a query head. All that a decode sees is listed as partial, to the
+last slot, since the kernel splits only that list among programs; the mask hides the unused slots of the last KV tile,
+which are read for nothing: so KV tiles may be smaller than blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from nanovllm.attention.block_mask import forward_mask, own_code
+from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_KV_TILE, DecodeOptions, KernelOptions
+
+# The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
+DECODE_COMPILER: Any = {
+    "unroll_reductions_threshold": 2 * MAX_SPLITS, "realize_reads_threshold": 128, "realize_opcount_threshold": 4096,
+}  # fmt: skip
+# The kernels want the sparse block of queries to be a multiple of their tile; a decode has one row a head.
+_DECODE_QUERY_BLOCK = 128
+
+
+class FlexDecodes:
+    """The decodes of one engine; the layers share its tables, which keep their addresses for captured CUDA graphs.
+
+    Args:
+        max_decodes: bound of a step.
+        max_blocks: bound of a sequence's blocks.
+    """
+
+    def __init__(self, options: KernelOptions, *, max_decodes: int, max_blocks: int, device: torch.device) -> None:
+        self._options = options
+
+        def table(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        kv_tiles = max_blocks * max(1, options.block_size // MIN_KV_TILE) + 1
+        with torch.inference_mode(False):
+            self._tables = DecodeTables(
+                table(max_decodes, 1, 1), table(max_decodes, 1, 1, kv_tiles), table(max_decodes), table(max_decodes)
+            )
+        self._calls: dict[tuple[int, bool], DecodeCall] = {}
+        self._call: DecodeCall | None = None  # of this step
+        self._fill = torch.compile(own_code(fill_decodes), fullgraph=True, dynamic=True)
+
+    def fill(
+        self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor, *, is_uneven: bool
+    ) -> None:
+        """Fill the block mask's tables for a step; see `StepTables` for the arguments."""
+        self._call = self._call_for(len(block_counts), is_uneven)
+        self._fill(
+            self._tables.parts(), tables, table_starts, block_counts, positions, self._options.block_size,
+            self._call.kv_tile,
+        )  # fmt: skip
+
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, output: Tensor | None = None
+    ) -> Tensor:
+        """query [num_decodes, num_heads, head_dim]; returns the same shape, in `output` if there is one."""
+        assert self._call is not None
+        tables = DecodeTables(*(table[: len(query)] for table in self._tables.parts()))
+        attended = self._call(
+            query, key_cache.transpose(0, 1)[None], value_cache.transpose(0, 1)[None], tables, scaling
+        )
+        return attended if output is None else output.copy_(attended)
+
+    def _call_for(self, num_rows: int, is_uneven: bool) -> DecodeCall:
+        """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
+        call = self._calls.get((num_rows, is_uneven))
+        if call is None:
+            options = self._options.for_decodes(num_rows, is_uneven=is_uneven)
+            call = self._calls[num_rows, is_uneven] = DecodeCall(self._options.num_kv_heads, options)
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    num_kv_tiles: Tensor  # [num_decodes, 1, 1]
+    kv_tiles: Tensor  # [num_decodes, 1, 1, width], each start slot // tile length
+    last_kv_tiles: Tensor  # [num_decodes]
+    last_offsets: Tensor  # [num_decodes], of the last slot in use within it
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.num_kv_tiles, self.kv_tiles, self.last_kv_tiles, self.last_offsets
+
+
+def fill_decodes(
+    to: tuple[Tensor, ...],
+    tables: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    block_size: int,
+    kv_tile: int,
+) -> None:
+    """`to` is a `DecodeTables`, which the compiler does not know; `kv_tile` slots make one, and divide a block."""
+    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets = to
+    num_rows, in_block = len(starts), block_size // kv_tile
+    positions = positions.to(torch.int32)
+    num_kv_tiles[:num_rows, 0, 0] = torch.where(counts > 0, positions // kv_tile + 1, 0)
+    columns = torch.arange(kv_tiles.shape[3], dtype=torch.int32, device=tables.device)
+    blocks = tables[(starts[:, None] + columns // in_block).clamp(max=len(tables) - 1)]
+    kv_tiles[:num_rows, 0, 0] = blocks * in_block + columns % in_block
+    last_blocks = tables[(starts + counts - 1).clamp(min=0)]
+    last_kv_tiles[:num_rows] = last_blocks * in_block + positions // kv_tile % in_block
+    last_offsets[:num_rows] = positions % kv_tile
+
+
+class DecodeCall(nn.Module):
+    """FlexAttention for a fixed number of decodes.
+
+    Sizes are attributes of a module because there alone the compiler takes whole numbers as constants.
+    """
+
+    def __init__(self, num_kv_heads: int, options: DecodeOptions) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.kv_tile, self.options = options
+        self._compiled = torch.compile(
+            own_code(_attend_decodes), fullgraph=True, dynamic=False, options=DECODE_COMPILER
+        )
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: DecodeTables, scaling: float) -> Tensor:
+        # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.
+        # Compiled code is bound to the dispatch keys in force, so that they are made the same.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self._compiled(self, query, keys, values, tables.parts(), scaling)
+
+
+def _attend_decodes(
+    call: DecodeCall, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, ...], scaling: float
+) -> Tensor:
+    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets = tables
+    kv_tile = call.kv_tile
+
+    def is_used(row, head, _, slot):
+        return (slot // kv_tile != last_kv_tiles[row]) | (slot % kv_tile <= last_offsets[row])
+
+    num_rows, num_heads, head_dim = query.shape
+    # The decode kernel takes groups of a power of two of query heads; it fills them up to 16 anyway.
+    num_groups = num_heads // call.num_kv_heads
+    width = 1 << (num_groups - 1).bit_length()
+    if width != num_groups:
+        query = F.pad(query.view(num_rows, call.num_kv_heads, num_groups, head_dim), (0, 0, 0, width - num_groups))
+    block_mask = forward_mask(
+        (1, keys.shape[2]),
+        (num_kv_tiles, kv_tiles),
+        (None, None),
+        (_DECODE_QUERY_BLOCK, kv_tile),
+        is_used,
+    )
+    options: Any = call.options
+    attended: Any = flex_attention(
+        query.reshape(num_rows, call.num_kv_heads * width, 1, head_dim), keys, values,
+        block_mask=block_mask, scale=scaling, enable_gqa=True, kernel_options=options,
+    )  # fmt: skip
+    if width != num_groups:
+        attended = attended.view(num_rows, call.num_kv_heads, width, head_dim)[:, :, :num_groups]
+    return attended.reshape(num_rows, num_heads, head_dim).contiguous()

@@ -1,0 +1,47 @@
+"""Captures CUDA graphs into one memory pool, which they share since they run one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.device import DEVICE_LOCK
+from nanovllm.interrupts import interrupts_let_through
+
+
+class GraphPool:
+    """The memory of one engine's graphs; a capture of the largest first leaves room for all the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._is_empty = True
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what `run` launches, after a trial that compiles and loads what no capture may."""
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with interrupts_let_through(), DEVICE_LOCK:  # it may take seconds and changes no books
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()
+                    torch.cuda.synchronize(self._device)
+                    if self._is_empty:
+                        torch.cuda.empty_cache()  # the trial's memory is the graphs' from now on
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        run()
+                    finally:
+                        graph.capture_end()
+            finally:
+                current.wait_stream(self._stream)
+        self._is_empty = False
+        return graph
+
+    def reset(self) -> None:
+        """Start a new pool, once its graphs are gone and with them the old one."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._is_empty = True

@@ -1,0 +1,152 @@
+"""Decode attention on a GPU for any number of decodes, of even and uneven contexts alike, without a new compilation.
+
+A small kernel cuts the contexts of a step into pieces of nearly equal length, once for all layers; a program of the
+other attends to one piece for the query heads of one KV head, straight from the block tables. How many programs there
+are depends on the number of decodes alone, so a captured CUDA graph serves every step of that number.
+`paged_decode_triton` holds both.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
+_MERGED_ELEMENTS = 4096  # of the workspace, read in one go
+_MAX_HEAD_DIM = 256
+
+
+class DecodeSizes(NamedTuple):
+    """How the work of a step is cut, and how one program reads it.
+
+    tile: tokens that are read together, at most; a smaller block has one tile.
+    num_stages: one more than tiles on their way at once, at most.
+    programs: that one multiprocessor shall have, where there is work for so many.
+    least_tokens: below which a piece is not made shorter.
+    """
+
+    tile: int = 32
+    num_stages: int = 4
+    num_warps: int = 2
+    programs: int = 4
+    least_tokens: int = 128
+
+
+MEASURED = DecodeSizes()
+
+
+@cache
+def _kernels() -> ModuleType:
+    from nanovllm.kernels import paged_decode_triton  # Triton comes with PyTorch where that is built for GPUs
+
+    return paged_decode_triton
+
+
+class PagedDecode:
+    """Decode attention of one engine; the layers share its pieces and workspace.
+
+    Args:
+        heads: number of KV heads, query heads per KV head, bytes of one head's K of one token.
+        gpu: number of multiprocessors, bytes of shared memory that one program may take.
+        max_decodes: bound of a step.
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        block_size: int,
+        *,
+        gpu: tuple[int, int],
+        max_decodes: int,
+        device: torch.device,
+        sizes: DecodeSizes = MEASURED,
+    ) -> None:
+        self._num_kv_heads, self._num_groups, head_bytes = heads
+        num_multiprocessors, shared_memory = gpu
+        self._block_size = block_size
+        self._most_pieces = _most_pieces(num_multiprocessors, self._num_kv_heads, sizes)
+        self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
+        self._least_tiles = max(1, sizes.least_tokens // self._sizes.tile)
+        slots = self.most_splits(num_multiprocessors, self._num_kv_heads, sizes) * self._num_kv_heads
+        entry = _kernels().ENTRY
+        with torch.inference_mode(False):
+            self._pieces = torch.zeros(1 + self._most_pieces + max_decodes, entry, dtype=torch.int32, device=device)
+            self._outputs = torch.empty(slots * self._num_groups * (head_bytes // 2), device=device)
+            self._logarithms = torch.empty(slots * self._num_groups, device=device)
+            self._arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
+            self._tables = self._pieces  # of the step, once there is one
+
+    @staticmethod
+    def suits(head_dim: int, dtype: torch.dtype) -> bool:
+        return head_dim <= _MAX_HEAD_DIM and dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+    @staticmethod
+    def most_splits(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes = MEASURED) -> int:
+        """Upper bound of the pieces of all decodes of a step together that have more than one."""
+        return 2 * _most_pieces(num_multiprocessors, num_kv_heads, sizes)
+
+    def fill(self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor) -> None:
+        """Cut a step's contexts into pieces; see `StepTables` for the arguments."""
+        self._tables = tables
+        num_rows = len(block_counts)
+        kernels = _kernels()
+        with torch.cuda.device_of(block_counts):
+            kernels.cut_contexts[(-(-num_rows // _CUT_AT_ONCE),)](
+                table_starts, block_counts, positions, self._pieces, num_rows, self._most_pieces, self._least_tiles,
+                TILE=self._sizes.tile, ENTRY=kernels.ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
+            )  # fmt: skip
+
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, output: Tensor | None = None
+    ) -> Tensor:
+        """Attention of the decodes that `fill` has cut.
+
+        Args:
+            query: [num_decodes, num_heads, head_dim], contiguous.
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim], contiguous.
+            output: like `query`; a new tensor by default.
+
+        Returns the output; 0 where a decode has no blocks.
+        """
+        if output is None:
+            output = torch.empty_like(query)
+        num_rows, _, head_dim = query.shape
+        sizes, groups = self._sizes, self._num_groups
+        dims, merged_rows = _power_of_two(head_dim), _power_of_two(groups)
+        rows = max(16, merged_rows)  # the smallest that tensor cores take
+        is_large = rows * dims > 8192 or query.dtype == torch.float32  # for the registers of two warps
+        kernels = _kernels()
+        with torch.cuda.device_of(query):
+            kernels.attend_pieces[((self._most_pieces + num_rows) * self._num_kv_heads,)](
+                query, key_cache, value_cache, self._tables, self._pieces, output, self._outputs, self._logarithms,
+                self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=groups, HEAD_DIM=head_dim,
+                BLOCK_SIZE=self._block_size, ENTRY=kernels.ENTRY, TILE=sizes.tile, ROWS=rows,
+                MERGED_ROWS=merged_rows, DIMS=dims, AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * dims)),
+                num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
+            )  # fmt: skip
+        return output
+
+
+def _most_pieces(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> int:
+    """A step is cut into so many pieces, and at most one more for each of its decodes."""
+    return max(1, sizes.programs * num_multiprocessors // num_kv_heads)
+
+
+def fitting(sizes: DecodeSizes, block_size: int, head_bytes: int, shared_memory: int) -> DecodeSizes:
+    """The largest tiles of which K and V, once a stage but for the last, fit into a multiprocessor's shared memory."""
+    tile, num_stages = min(sizes.tile, block_size), sizes.num_stages
+    row_bytes = _power_of_two(head_bytes)
+    while 2 * (num_stages - 1) * tile * row_bytes > 0.8 * shared_memory and num_stages > 2:
+        num_stages -= 1
+    while 2 * (num_stages - 1) * tile * row_bytes > 0.8 * shared_memory and tile > 16:
+        tile //= 2
+    num_warps = sizes.num_warps if tile >= 32 else 1
+    return sizes._replace(tile=tile, num_stages=num_stages, num_warps=num_warps)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,130 @@
+"""A causal language model's own forward: whole, or in two parts, the hidden states and the head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.model.patches import AttributePatches
+
+logger = logging.getLogger("nanovllm")
+
+
+class _BaseModelOutput(Exception):
+    """Ends a forward pass behind the base model."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class ForwardPasses:
+    """The forward passes of one model; paged attention, or a probe, must be in force.
+
+    The parts are the model's own forward too, with another function in place of its base model: so whatever it does to
+    hidden states and logits (norms, scales, soft caps) is done.
+
+    Args:
+        patches: undone by their owner if an interrupt cuts a pass short.
+        vocab_size: tokens that can be sampled.
+    """
+
+    def __init__(self, model: Any, patches: AttributePatches, vocab_size: int) -> None:
+        self._model = model
+        self._patches = patches
+        self._vocab_size = vocab_size
+        self._base_output_type: Any = None
+
+    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
+        """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
+
+        Args:
+            token_ids, positions: [1, num_rows] int64.
+            sample_rows: [num_samples] int64.
+
+        Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
+        """
+        return self._logits_of(
+            self._model(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=sample_rows,
+                return_dict=True,
+                **kwargs,
+            )
+        )
+
+    @contextmanager
+    def base_model_runs_once(self) -> Iterator[None]:
+        """Repeated calls of the base model return its first output: more logits of the same hidden states."""
+        base: Any = self._model.base_model
+        given: list[Any] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not given:
+                given.append(base._call_impl(*args, **kwargs))
+            return given[0]
+
+        with self._base_model_as(run):
+            yield
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+        """Hidden states [num_rows, hidden_size] of all rows; the arguments are those of `logits`."""
+        base: Any = self._model.base_model
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise _BaseModelOutput(base._call_impl(*args, **kwargs))
+
+        try:
+            with self._base_model_as(run):
+                self.logits(token_ids, positions, positions[0], **kwargs)
+        except _BaseModelOutput as result:
+            self._base_output_type = type(result.output)
+            hidden_states: Tensor = result.output.last_hidden_state[0]
+            return hidden_states
+        raise RuntimeError(f"{type(self._model).__name__} computed logits without its base model.")
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
+        output = self._base_output_type(last_hidden_state=hidden_states[None])
+        no_tokens = hidden_states.new_empty((1, len(hidden_states)), dtype=torch.int64)
+        with self._base_model_as(lambda *args, **kwargs: output):
+            return self._logits_of(self._model(input_ids=no_tokens, use_cache=False, return_dict=True))
+
+    def splits_head(self, device: torch.device) -> bool:
+        """Whether the parts give the logits of the whole, tried on a few tokens."""
+        positions = torch.arange(4, device=device)[None]
+        try:
+            whole = self.logits(positions, positions, positions[0]).clone()
+            return torch.equal(whole, self.head(self.hidden_states(positions, positions).clone()))
+        except Exception as error:  # whatever a model's own code raises
+            logger.info("%s computes its head with its layers alone: %s", type(self._model).__name__, error)
+            return False
+
+    def _logits_of(self, output: Any) -> Tensor:
+        logits: Tensor = output.logits[0]
+        num_logits = logits.shape[1]
+        if num_logits == self._vocab_size:
+            return logits
+        if num_logits < self._vocab_size:
+            raise RuntimeError(
+                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
+                "engine was built. Build a new engine."
+            )
+        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not go on
+
+    @contextmanager
+    def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Another function in place of the base model's call."""
+        num_changes = len(self._patches)
+        self._patches.apply([(vars(self._model.base_model), "_compiled_call_impl", call)])
+        try:
+            yield
+        finally:
+            self._patches.undo(down_to=num_changes)

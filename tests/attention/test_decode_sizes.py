@@ -1,0 +1,53 @@
+"""The sizes of the GPU's decode kernel, in plain arithmetic; tests/gpu/test_paged_decode.py runs it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.kernels.paged_decode import MEASURED, PagedDecode, fitting
+
+A100, H200, SMALL = Gpu(108, 166_912), Gpu(132, 232_448), Gpu(36, 101_376)
+
+
+@pytest.mark.parametrize("gpu", [A100, H200, SMALL])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_bytes", [64, 128, 160, 192, 256, 512, 1024])
+def test_tiles_divide_a_block_and_fit_into_shared_memory(gpu, block_size, head_bytes):
+    sizes = fitting(MEASURED, block_size, head_bytes, gpu.shared_memory)
+    assert sizes.tile >= 16 and block_size % sizes.tile == 0 and sizes.num_stages >= 2
+    assert sizes.tile <= MEASURED.tile and sizes.num_stages <= MEASURED.num_stages
+    padded = 1 << (head_bytes - 1).bit_length()
+    assert 2 * (sizes.num_stages - 1) * sizes.tile * padded < gpu.shared_memory
+
+
+def test_an_h200_takes_what_was_measured_on_it():
+    assert fitting(MEASURED, 64, 256, H200.shared_memory) == MEASURED
+
+
+def test_no_step_is_uneven_where_the_kernel_serves():
+    heads = 8, 2, 256, 64
+    contexts = np.array([100_000])
+    assert KernelOptions(H200, *heads).is_uneven(4, contexts)
+    assert not KernelOptions(H200, *heads, PagedDecode).is_uneven(4, contexts)
+
+
+def test_split_decodes_have_no_more_pieces_than_the_workspace_holds():
+    """Each piece but one of a decode is as long as all contexts over the most pieces, or longer."""
+    for num_kv_heads in (1, 3, 8, 40, 96):
+        most = PagedDecode.most_splits(H200.num_multiprocessors, num_kv_heads)
+        for contexts in ([1] * 300 + [100_000], [500] * 40, [4096], [33] * 1000, [5000, 5000, 1]):
+            tiles = -(-np.array(contexts) // MEASURED.tile)
+            length = max(-(-tiles.sum() // (most // 2)), MEASURED.least_tokens // MEASURED.tile)
+            counts = -(-tiles // length)
+            assert counts[counts > 1].sum() <= most and counts.sum() <= most // 2 + len(contexts)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "is_served"), [
+    (128, torch.bfloat16, True), (80, torch.float32, True), (256, torch.float16, True),
+    (512, torch.bfloat16, False), (64, torch.float64, False),
+])  # fmt: skip
+def test_other_heads_and_dtypes_are_left_to_flex_attention(head_dim, dtype, is_served):
+    assert PagedDecode.suits(head_dim, dtype) == is_served

@@ -1,0 +1,87 @@
+"""Hidden states and head, computed apart, are the model's own forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.forward import ForwardPasses
+from nanovllm.model.patches import AttributePatches
+from nanovllm.model.probe import StateProbe
+from tests.support.other_models import small
+from tests.support.snapshots import Snapshot, assert_untouched
+from tests.support.tiny_models import FAMILIES, tiny_model
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "Granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "Cohere": {"logit_scale": 0.3},
+    "Gemma2": {"head_dim": 32, "final_logit_softcapping": 5.0, "attn_logit_softcapping": None, "sliding_window": 4096},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "GPT2": {"model_class": "GPT2LMHeadModel"},
+}
+
+
+def parts_and_whole(binding: ModelBinding) -> tuple[Tensor, Tensor]:
+    """Logits of three rows of nine, by the parts and by one pass."""
+    token_ids, positions = torch.arange(20, 29)[None], torch.arange(9)[None]
+    rows = torch.tensor([8, 2, 2])
+    with binding._probing(StateProbe()):
+        hidden_states = binding._passes.hidden_states(token_ids, positions)
+        parts = binding._passes.head(hidden_states[rows])
+        return parts.clone(), binding._passes.logits(token_ids, positions, rows).clone()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_family_computes_its_head_apart(family, dtype):
+    model = tiny_model(family, dtype=dtype)
+    before = Snapshot(model)
+    binding = ModelBinding(model, is_live=True)
+    assert binding.splits_head()
+    parts, whole = parts_and_whole(binding)
+    torch.testing.assert_close(parts, whole, rtol=0.02, atol=1e-5 if dtype is torch.float32 else 0.05)
+    assert parts.argmax(dim=-1).tolist() == whole.argmax(dim=-1).tolist()
+    binding.close()
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_a_model_does_to_its_logits_is_done_in_the_head(name):
+    binding = ModelBinding(small(name, **SPECIAL[name]), is_live=True)
+    assert binding.splits_head()
+    parts, whole = parts_and_whole(binding)
+    torch.testing.assert_close(parts, whole)
+
+
+def test_a_model_that_makes_logits_of_more_than_hidden_states_is_not_split():
+    """Its head reads the token ids too, which are not there when the head is computed apart."""
+    model = tiny_model("llama")
+    original = type(model).forward
+
+    def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        output = original(self, input_ids=input_ids, **kwargs)
+        rows = kwargs.get("logits_to_keep", slice(None))
+        output.logits = output.logits + input_ids[0, rows, None] % 7
+        return output
+
+    model.__class__ = type("Peeking", (type(model),), {"forward": forward})
+    binding = ModelBinding(model, is_live=True)
+    assert not binding.splits_head()
+    assert not vars(model.base_model).get("_compiled_call_impl")
+
+
+def test_a_model_that_does_not_call_its_base_model_is_not_split():
+    assert not ModelBinding(small("OPT", ffn_dim=64, word_embed_proj_dim=64), is_live=True).splits_head()
+
+
+def test_an_error_in_a_pass_leaves_the_base_model_as_it_was():
+    model = tiny_model("llama")
+    patches = AttributePatches()
+    passes = ForwardPasses(model, patches, model.config.vocab_size)
+    with pytest.raises(IndexError):
+        passes.hidden_states(torch.tensor([[10**6]]), torch.tensor([[0]]))
+    assert len(patches) == 0 and vars(model.base_model).get("_compiled_call_impl") is None
