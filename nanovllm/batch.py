@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanovllm.outputs import ErrorKind
 from nanovllm.sequence import Sequence
 
 # The runner's answers in place of a token: a row of the model's logits is not finite, or what the request asks for left
 # no token that could be drawn.
 NON_FINITE = -1
 NOTHING_LEFT = -2
+# What they end a request with, after "request ...: ".
+SAMPLING_ERRORS = {
+    NON_FINITE: (
+        ErrorKind.INTERNAL,
+        "the model's logits after {} tokens are not finite (NaN or infinity); check the weights and the dtype",
+    ),
+    NOTHING_LEFT: (
+        ErrorKind.REQUEST,
+        "no token is left to draw after {} tokens: allowed_token_ids, bad_words, min_tokens and logits_processors (or "
+        "their NaN or +infinity) together forbid every one; allow at least one",
+    ),
+}
 
 NULL_BLOCK = 0  # never handed out: padded reads and writes go there
 
@@ -31,26 +44,20 @@ class ScheduledBatch:
     """The sequences of one step, decodes first.
 
     num_decodes: entries of sequences that lacked just one token when the step began; the others are chunks of prefills.
+    prefills: these chunks.
+    sampling: the sequences that draw a token in this step, in batch order.
     """
 
     step_id: int
     entries: tuple[ScheduledSequence, ...]
     num_decodes: int = 0
+    prefills: tuple[ScheduledSequence, ...] = field(init=False)
+    sampling: list[Sequence] = field(init=False)
 
-    @property
-    def prefills(self) -> tuple[ScheduledSequence, ...]:
-        return self.entries[self.num_decodes :]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefills", self.entries[self.num_decodes :])
+        object.__setattr__(self, "sampling", [entry.sequence for entry in self.entries if entry.samples])
 
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_new_tokens for entry in self.entries)
-
-    @property
-    def sampling(self) -> list[Sequence]:
-        """The sequences that draw a token in this step, in batch order."""
-        return [entry.sequence for entry in self.entries if entry.samples]
-
-    @property
-    def sampled_positions(self) -> list[int]:
-        """The position of each of these tokens in its sequence."""
-        return [entry.start + entry.num_new_tokens for entry in self.entries if entry.samples]

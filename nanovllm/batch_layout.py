@@ -27,10 +27,11 @@ class BatchLayout:
 
     entries: the batch's entries in row order.
     row_starts: [num_entries + 1] first row of each entry.
-    token_ids: [num_tokens] int64; -1 - i for the token that the step before samples in its i-th place.
+    token_ids: [num_tokens] int64; -1 - i for the i-th token that the step before samples.
     positions: [num_tokens] int64, position of each row's token in its sequence.
     slot_mapping: [num_tokens] int64, cache slot that takes the row's K and V.
     sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`.
+    sampled_positions: [num_samples] int64, positions of the tokens drawn from them.
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
     """
@@ -42,6 +43,7 @@ class BatchLayout:
     positions: NDArray[np.int64]
     slot_mapping: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
+    sampled_positions: NDArray[np.int64]
     blocks_to_clear: NDArray[np.int64]
 
     @property
@@ -72,17 +74,16 @@ def build_layout(
     """Lay out a step's entries; the only Python loops are over entries, never over tokens.
 
     Args:
-        in_flight: the sequences that the step before samples, each with its place among them; their tokens may not be
-            known yet.
-        longest_first: put the decodes with the longest contexts first, so that none is left alone at the end where
-            they are computed side by side in this order.
+        in_flight: the sequences that the step before samples, each with its index; their tokens may not be known yet.
+        longest_first: sort decodes by context, longest first, for backends that compute them side by side in order.
     """
     starts = np.fromiter((entry.start for entry in batch_entries), np.int64, len(batch_entries))
     counts = np.fromiter((entry.num_new_tokens for entry in batch_entries), np.int64, len(batch_entries))
     samples = np.fromiter((entry.samples for entry in batch_entries), np.bool_, len(batch_entries))
-    # Decodes first; of chunks only the place in the batch counts.
+    sampled_positions = (starts + counts)[samples]
+    # Decodes first; chunks keep the order of the batch.
     order = np.lexsort((np.where(counts == 1, -starts if longest_first else 0, 0), counts > 1))
-    entries = [batch_entries[place] for place in order.tolist()]
+    entries = [batch_entries[index] for index in order.tolist()]
     starts, counts = starts[order], counts[order]
     num_decodes = int((counts == 1).sum())
     row_starts = np.zeros(len(entries) + 1, np.int64)
@@ -90,7 +91,7 @@ def build_layout(
     last_rows = np.empty(len(entries), np.int64)  # in the order of the batch
     last_rows[order] = row_starts[1:] - 1
 
-    # A row's position is its place in its entry plus the entry's start.
+    # A row's position is its index in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
     slot_mapping, blocks_to_clear = _slot_mapping(entries, starts, counts, positions, block_size)
     return BatchLayout(
@@ -101,6 +102,7 @@ def build_layout(
         positions=positions,
         slot_mapping=slot_mapping,
         sample_rows=last_rows[samples],
+        sampled_positions=sampled_positions,
         blocks_to_clear=blocks_to_clear,
     )
 
@@ -143,6 +145,6 @@ def _token_ids(
         if count == 1:
             token_ids[row] = known[start] if start < len(known) else -1 - in_flight[sequence]
         else:
-            token_ids[row : row + count] = sequence.token_ids[start : start + count]
+            token_ids[row : row + count] = known[start : start + count]
         row += count
     return token_ids

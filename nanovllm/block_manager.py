@@ -16,7 +16,7 @@ before anyone reads it, exactly the tokens that its entry names behind exactly t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_not
@@ -25,8 +25,6 @@ import xxhash
 
 from nanovllm.batch import NULL_BLOCK
 from nanovllm.sequence import Sequence
-
-UNREGISTERED = 0  # prefix ids count from 1
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class PrefixEntry:
 
 
 class BlockManager:
-    """Ref-counted blocks of `block_size` tokens with hash-chained prefix caching; every operation is O(1) a block.
+    """Ref-counted blocks of `block_size` tokens with hash-chained prefix caching; every operation is O(1) per block.
 
     Prefix caching by a chain of block hashes follows vLLM (Kwon et al. 2023, and its automatic prefix caching). A hash
     only finds a candidate here: a hit needs equal tokens and the same parent prefix id, so that a collision costs a
@@ -53,7 +51,7 @@ class BlockManager:
 
     Args:
         num_blocks: blocks in the cache, the null block included.
-        block_size: tokens a block.
+        block_size: tokens per block.
         enable_prefix_caching: False makes every lookup a miss.
         hash_seed: what else the KV depends on (model identity, dtype); it enters the first hash of each chain.
     """
@@ -69,12 +67,11 @@ class BlockManager:
         self.num_evictions = 0
         self._hash_seed = hash_seed
         self._ref_counts = [0] * num_blocks
-        # Oldest first, so the next to be taken stands in front; values are unused.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
         self._entries: dict[bytes, PrefixEntry] = {}  # by block hash
         self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
-        self.num_findable_blocks = 0  # counted as it changes: asked for after every step, and pools are large
-        self._last_prefix_id = UNREGISTERED
+        self.num_findable_blocks = 0  # a counter, since it is read after every step and pools are large
+        self._last_prefix_id = 0
         self._uncommitted: dict[int, list[int]] = {}  # step id -> blocks that it made findable
 
     # ------------------------------------------------------------------------------------------------ capacity
@@ -84,8 +81,8 @@ class BlockManager:
         return len(self._free)
 
     def usage(self) -> tuple[bytes, bytes]:
-        """Two bytes for each block, the null block included: how many sequences hold it (255 for more than that), and 1
-        if its content can be found. Without a loop in Python, since pools may have 100,000 blocks."""
+        """Bytes per block, the null block included: its holders (255: that many or more), and 1 if it is findable."""
+        # Without a loop in Python, since pools may have 100,000 blocks.
         try:
             num_holders = bytes(self._ref_counts)
         except ValueError:  # a count that no byte can hold
@@ -96,7 +93,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks a claim would take out of the free ones."""
+        """How many of these blocks are free: a claim takes them."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     # ------------------------------------------------------------------------------------------------ prefixes
@@ -104,31 +101,21 @@ class BlockManager:
     def lookup(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
 
-        Starts behind its computed tokens (which must end on a block boundary) and stops before its last known token,
-        since that one has to be computed for the logits; so has all of a prompt whose log-probabilities are wanted.
+        Starts behind its computed tokens, if they end on a block boundary, and stops before its last known token, which
+        has to be computed for the logits; so has all of a prompt whose log-probabilities are wanted.
         """
-        if not self.enable_prefix_caching or sequence.lacks_prompt_logprobs:
+        is_in_block = sequence.num_computed_tokens % self.block_size != 0
+        if is_in_block or not self.enable_prefix_caching or sequence.lacks_prompt_logprobs:
             return []
-        first = len(sequence.block_table)
         end = (len(sequence.token_ids) - 1) // self.block_size
-        hits: list[int] = []
-        parent = self._parent_of(sequence, first)
-        for index in range(first, end):
-            if parent is None:
-                break
-            entry = self._entries.get(self._block_hash(sequence, index))
-            if entry is None or not self._matches(entry, parent, sequence, index):
-                break
-            hits.append(next(iter(entry.blocks)))
-            parent = entry.prefix_id
-        return hits
+        return [next(iter(entry.blocks)) for entry in self._find(sequence, len(sequence.block_table), end)]
 
     def may_hold(self, sequence: Sequence, index: int) -> bool:
-        """False if `lookup` would end before block `index`; one probe instead of one a block."""
+        """False if `lookup` would end before block `index`; one hash lookup instead of one per block."""
         end = (len(sequence.token_ids) - 1) // self.block_size
         return index < end and self._block_hash(sequence, index) in self._entries
 
-    def claim(self, sequence: Sequence, blocks: list[int]) -> None:
+    def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
         for block in blocks:
             if self._ref_counts[block] == 0:
@@ -167,8 +154,20 @@ class BlockManager:
         self.num_findable_blocks += 1
         return entry
 
-    def _matches(self, entry: PrefixEntry, parent: int | str, sequence: Sequence, index: int) -> bool:
+    def _matches(self, entry: PrefixEntry, parent: int | str | None, sequence: Sequence, index: int) -> bool:
         return entry.parent == parent and entry.tokens == sequence.block_tokens(index, self.block_size)
+
+    def _find(self, sequence: Sequence, first: int, end: int) -> list[PrefixEntry]:
+        """The entries of the sequence's full blocks first..end-1, up to the first that has none."""
+        found: list[PrefixEntry] = []
+        parent = self._parent_of(sequence, first)
+        for index in range(first, end):
+            entry = self._entries.get(self._block_hash(sequence, index))
+            if entry is None or not self._matches(entry, parent, sequence, index):
+                break
+            found.append(entry)
+            parent = entry.prefix_id
+        return found
 
     def _parent_of(self, sequence: Sequence, index: int) -> int | str | None:
         """The prefix id, or cache salt, before block `index`; None if that prefix is not findable."""
@@ -176,6 +175,8 @@ class BlockManager:
             return sequence.cache_salt
         entry = self._entry_of[sequence.block_table[index - 1]]
         return None if entry is None else entry.prefix_id
+
+    _digest = staticmethod(xxhash.xxh3_128_digest)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         chain = sequence.block_hashes
@@ -188,38 +189,24 @@ class BlockManager:
             chain.append(self._digest(parent_hash + sequence.block_tokens(len(chain), self.block_size)))
         return chain[index]
 
-    @staticmethod
-    def _digest(data: bytes) -> bytes:
-        return xxhash.xxh3_128_digest(data)
-
-    def _forget_block(self, block: int) -> bool:
-        """Make one block unfindable; the entry dies with its last block. Returns whether it was findable."""
-        entry = self._entry_of[block]
-        if entry is None:
-            return False
+    def _forget_block(self, block: int, entry: PrefixEntry) -> None:
+        """Make one block unfindable; its entry dies with its last block. If it is free, it is the next to be taken."""
         self._entry_of[block] = None
         self.num_findable_blocks -= 1
         del entry.blocks[block]
         if not entry.blocks:
             del self._entries[entry.block_hash]
-        return True
+        if self._ref_counts[block] == 0:
+            self._free.move_to_end(block, last=False)
 
     def forget(self, sequence: Sequence) -> None:
         """Make the content of the sequence's full blocks unfindable, and all that was computed behind it."""
-        dead: set[int] = set()
-        parent: int | str = sequence.cache_salt
-        for index in range(len(sequence.token_ids) // self.block_size):
-            entry = self._entries.get(self._block_hash(sequence, index))
-            if entry is None or not self._matches(entry, parent, sequence, index):
-                break
-            dead.add(parent := entry.prefix_id)
+        dead = {entry.prefix_id for entry in self._find(sequence, 0, len(sequence.token_ids) // self.block_size)}
         for entry in list(self._entries.values()):  # in order of registration, so parents come before children
             if entry.prefix_id in dead or entry.parent in dead:
                 dead.add(entry.prefix_id)
                 for block in list(entry.blocks):
-                    self._forget_block(block)
-                    if self._ref_counts[block] == 0:
-                        self._free.move_to_end(block, last=False)
+                    self._forget_block(block, entry)
 
     def reset_prefix_cache(self) -> None:
         """Make every block unfindable. Blocks in use stay with their sequences."""
@@ -239,25 +226,23 @@ class BlockManager:
             raise RuntimeError(f"{num_blocks} blocks asked for, {len(self._free)} free: the scheduler must check first")
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
-            self.num_evictions += self._forget_block(block)
             self._ref_counts[block] = 1
+            if (entry := self._entry_of[block]) is not None:
+                self._forget_block(block, entry)
+                self.num_evictions += 1
             sequence.block_table.append(block)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back all blocks of the sequence; findable ones stay so until they are evicted."""
-        blocks, sequence.block_table = sequence.block_table, []
-        self._dereference(blocks)
+    def release(self, sequence: Sequence, num_kept: int = 0) -> None:
+        """Give back all but the first blocks of the sequence; findable ones stay so until they are evicted.
 
-    def truncate(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give back all but the first `num_blocks` blocks of the table.
-
-        In place: batches in flight that refer to this list only read the part that stays.
+        In place: batches in flight that refer to the table only read the part that stays. If none stays, the sequence
+        gets a new table.
         """
-        blocks = sequence.block_table[num_blocks:]
-        del sequence.block_table[num_blocks:]
-        self._dereference(blocks)
-
-    def _dereference(self, blocks: list[int]) -> None:
+        blocks = sequence.block_table[num_kept:]
+        if num_kept:
+            del sequence.block_table[num_kept:]
+        else:
+            sequence.block_table = []
         for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -274,8 +259,8 @@ class BlockManager:
     def withdraw(self, step_id: int) -> None:
         """Step `step_id` failed: the blocks that it made findable no longer are."""
         for block in self._uncommitted.pop(step_id, ()):
-            if self._forget_block(block) and self._ref_counts[block] == 0:
-                self._free.move_to_end(block, last=False)
+            if (entry := self._entry_of[block]) is not None:
+                self._forget_block(block, entry)
 
     # --------------------------------------------------------------------------------------------------- checks
 
@@ -286,11 +271,9 @@ class BlockManager:
             needed = self.num_blocks_for(sequence.num_computed_tokens)
             _check(len(sequence.block_table) == needed, f"{sequence} should hold {needed} blocks")
             _check(len(set(sequence.block_table)) == needed, f"{sequence} holds a block twice")
-            for block in sequence.block_table:
-                expected[block] += 1
             for index, block in enumerate(sequence.block_table):
-                entry = self._entry_of[block]
-                if entry is not None:
+                expected[block] += 1
+                if (entry := self._entry_of[block]) is not None:
                     tokens = sequence.block_tokens(index, self.block_size)
                     _check(entry.tokens == tokens, f"block {block} does not hold the tokens of {sequence}")
                     parent = self._parent_of(sequence, index)  # None once the blocks before became unfindable

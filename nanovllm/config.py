@@ -13,14 +13,13 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from nanovllm.validation import integer, real, truth
+
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FLAGS = (
-    "enable_prefix_caching", "enforce_eager", "overlap", "cuda_graphs", "record_itl", "trust_remote_code",
-    "allow_control_tokens_in_messages",
-)  # fmt: skip
+LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0}  # of the other whole numbers: 1
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
@@ -118,33 +117,30 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_cache_memory_bytes"):
-            self._check_integer(name, low=1)
-        self._check_integer("max_queue", low=0)
-        self._check_integer("num_kv_blocks", low=2)
-        for name in ("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"):
-            self._check_integer(name, low=1)
-        self._check_integer("seed", low=0, high=2**64 - 1, optional=False)
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if value is None and option.default is None:
+                continue
+            if option.type in ("int", "int | None"):
+                value = integer(name, value, LOWEST.get(name, 1), 2**64 - 1 if name == "seed" else None)
+                object.__setattr__(self, name, value)  # NumPy's integers overflow
+            elif option.type == "bool":
+                truth(name, value)
+        for name, choices in (("dtype", DTYPES), ("attention_backend", ATTENTION_BACKENDS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'.")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
         ageing = self.priority_ageing_s
-        if ageing is not None and (isinstance(ageing, bool) or not isinstance(ageing, numbers.Real)):
-            raise TypeError(f"priority_ageing_s must be a number of seconds or None, not {ageing!r}.")
-        if ageing is not None and not (ageing == 0.0 or MIN_AGEING_S <= ageing < math.inf):
+        if ageing is not None and 0.0 < real("priority_ageing_s", ageing, 0.0, math.inf) < MIN_AGEING_S:
             raise ValueError(
                 f"priority_ageing_s is {ageing}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing."
             )
-        for name in FLAGS:
-            may_be_unset = name in ("overlap", "cuda_graphs")
-            if not isinstance(getattr(self, name), bool) and not (may_be_unset and getattr(self, name) is None):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}.")
         if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
@@ -157,17 +153,6 @@ class EngineConfig:
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
             )
-
-    def _check_integer(self, name: str, *, low: int, high: int | None = None, optional: bool = True) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be a whole number, not {value!r}.")
-        value = int(value)  # NumPy's integers overflow
-        if value < low or (high is not None and value > high):
-            raise ValueError(f"{name} is {value}; it must be at least {low}{f' and at most {high}' if high else ''}.")
-        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass
 
     # ---------------------------------------------------------------------------------------------- resolution
 
@@ -187,10 +172,8 @@ class EngineConfig:
                 f"tokens. Set max_model_len to at most {max_position_embeddings}."
             )
         defaults = DEVICE_DEFAULTS[device_type]
-        config = self._resolve_budget(replace(defaults, block_size=block_size or defaults.block_size))
-        budget, block_size = config.max_num_batched_tokens, config.block_size
-
-        threshold = config.long_prefill_token_threshold
+        budget, num_seqs, block_size = self._resolve_budget(defaults, block_size or defaults.block_size)
+        threshold = self.long_prefill_token_threshold
         if threshold is None:
             threshold = max(block_size, budget // 2 // block_size * block_size)
         elif threshold < block_size:
@@ -198,14 +181,17 @@ class EngineConfig:
                 f"long_prefill_token_threshold is {threshold}, less than one block of {block_size} tokens, so a long "
                 f"prompt could never proceed. Set it to at least {block_size}, or set a smaller block_size."
             )
-        partial, long = config.max_num_partial_prefills, config.max_long_partial_prefills
+        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
         if partial is not None and long is not None and long > partial:
             raise ValueError(
                 f"max_long_partial_prefills is {long}, above max_num_partial_prefills ({partial}), which counts the "
                 "long ones too. Lower the first or raise the second."
             )
         return replace(
-            config,
+            self,
+            max_num_batched_tokens=budget,
+            max_num_seqs=num_seqs,
+            block_size=block_size,
             max_model_len=self.max_model_len or max_position_embeddings,
             long_prefill_token_threshold=threshold,
             max_num_partial_prefills=partial or max(4, long or 0),
@@ -213,14 +199,14 @@ class EngineConfig:
             overlap=defaults.overlap if self.overlap is None else self.overlap,
         )
 
-    def _resolve_budget(self, defaults: DeviceDefaults) -> EngineConfig:
-        """Resolve budget, max_num_seqs and block_size such that budget >= max_num_seqs + block_size.
+    def _resolve_budget(self, defaults: DeviceDefaults, block_size: int) -> tuple[int, int, int]:
+        """Budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
 
         A chunk of at least one block then fits beside max_num_seqs decodes, so prefills always proceed.
         """
         budget = self.max_num_batched_tokens or defaults.max_num_batched_tokens
         num_seqs = self.max_num_seqs or defaults.max_num_seqs
-        block_size = self.block_size or defaults.block_size
+        block_size = self.block_size or block_size
         if self.max_num_batched_tokens is None:
             budget = max(budget, num_seqs + block_size)
         elif budget < num_seqs + block_size:
@@ -236,7 +222,7 @@ class EngineConfig:
                 f"{block_size} prompt tokens must fit into a step. Set it to at least {num_seqs + block_size}, or "
                 f"lower max_num_seqs or block_size (smallest: {BLOCK_SIZES[0]})."
             )
-        return replace(self, max_num_batched_tokens=budget, max_num_seqs=num_seqs, block_size=block_size)
+        return budget, num_seqs, block_size
 
     def resolve_pool(self, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool) -> EngineConfig:
         """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
@@ -269,8 +255,3 @@ class EngineConfig:
                 )
             max_model_len = fitting
         return replace(self, num_kv_blocks=num_blocks, max_model_len=max_model_len)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")

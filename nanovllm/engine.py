@@ -260,8 +260,8 @@ class Engine:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
         with self._changing():
             self._in_flight.clear()
-            oldest = self.scheduler.oldest_in_flight
-            sequences = [] if oldest is None else self.scheduler.rollback(oldest)
+            in_flight = self.scheduler.in_flight
+            sequences = self.scheduler.rollback(in_flight[0]) if in_flight else []
             self._failed_steps.update(sequences)
         if isinstance(error, DeviceError):
             self._death = error
@@ -285,7 +285,7 @@ class Engine:
     def _discard_in_flight(self) -> None:
         """Forget what is launched and not read. The device finishes it before whatever is launched next."""
         if self._in_flight:
-            self.scheduler.discard(self._in_flight[0].batch)
+            self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
             self._in_flight.clear()
 
     # ---------------------------------------------------------------------------------------------------- state

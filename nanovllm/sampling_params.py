@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.validation import biases, functions, integer, items, real, strings, truth
+from nanovllm.validation import biases, functions, integer, real, strings, token_ids, truth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,33 @@ MAX_SAMPLES = 1024  # all samples of a request are queued at once
 # (token ids of prompt and output so far, logits [vocab_size] float32 on the model's device) -> logits of that shape.
 # It may modify the logits in place.
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
+
+# (name, value) -> the normalised value. None is left alone where it is the default.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "n": partial(integer, low=1, high=MAX_SAMPLES),
+    "truncate_prompt_tokens": partial(integer, low=1),
+    "allowed_token_ids": token_ids,
+    "bad_words": partial(strings, remedy="For token ids use logit_bias, with -100."),
+    "logit_bias": biases,
+    "repetition_penalty": partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
+    "frequency_penalty": partial(real, low=-2.0, high=2.0),
+    "presence_penalty": partial(real, low=-2.0, high=2.0),
+    "logits_processors": functions,
+    "temperature": partial(real, low=0.0, high=math.inf),
+    "top_k": partial(integer, low=-1),
+    "top_p": partial(real, low=0.0, high=1.0),
+    "min_p": partial(real, low=0.0, high=1.0),
+    "logprobs": partial(integer, low=0),
+    "prompt_logprobs": partial(integer, low=0),
+    "max_tokens": partial(integer, low=1),
+    "min_tokens": partial(integer, low=0),
+    "ignore_eos": truth,
+    "stop_token_ids": token_ids,
+    "stop": partial(strings, remedy="Token ids belong in stop_token_ids."),
+    "include_stop_str_in_output": truth,
+    "skip_special_tokens": truth,
+    "seed": partial(integer, low=0, high=MAX_SEED),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,61 +113,25 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_what_changes_logits()
-        self._check_temperature_and_filters()
-        self._check_ends()
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_count(name, 0)
-        self._check_count("truncate_prompt_tokens", 1)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            truth(name, getattr(self, name))
-        if self.seed is not None:
-            self._set("seed", integer("seed", self.seed, 0, MAX_SEED))
-        self._set("n", integer("n", self.n, 1, MAX_SAMPLES))
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(
-                f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
-            )
-
-    def _check_what_changes_logits(self) -> None:
-        allowed = items("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
-        self._set("allowed_token_ids", tuple(integer("allowed_token_ids", item, 0) for item in allowed))
-        self._set("bad_words", strings("bad_words", self.bad_words, "For token ids use logit_bias, with -100."))
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None or option.default is not None:
+                object.__setattr__(self, option.name, CHECKS[option.name](option.name, value))
         for word in self.bad_words:
             if not word.strip():
                 raise ValueError(f"bad_words holds {word!r}, which holds only whitespace. Remove it.")
-        self._set("logit_bias", biases(self.logit_bias))
-        for name in ("frequency_penalty", "presence_penalty"):
-            self._set(name, real(name, getattr(self, name), -2.0, 2.0))
-        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        self._set("repetition_penalty", real("repetition_penalty", self.repetition_penalty, low, high))
-        self._set("logits_processors", functions("logits_processors", self.logits_processors))
-
-    def _check_temperature_and_filters(self) -> None:
-        self._set("temperature", real("temperature", self.temperature, 0.0, math.inf))
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature}; the smallest above 0 is {MIN_TEMPERATURE}. Use 0 for greedy."
             )
-        self._set("top_k", integer("top_k", self.top_k, -1))
-        self._set("top_p", real("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; it must lie in (0, 1]. For the most probable token use temperature=0.")
-        self._set("min_p", real("min_p", self.min_p, 0.0, 1.0))
-
-    def _check_ends(self) -> None:
-        self._check_count("max_tokens", 1)
-        self._set("min_tokens", integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}).")
-        stop_token_ids = items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        self._set("stop_token_ids", tuple(integer("stop_token_ids", item, 0) for item in stop_token_ids))
-        self._set("stop", strings("stop", self.stop, "Token ids belong in stop_token_ids."))
-
-    def _check_count(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None:
-            self._set(name, integer(name, value, low))
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(
+                f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -175,6 +167,3 @@ class SamplingParams:
     def is_cold(self) -> bool:
         """Whether logits over the temperature are so large that float32 rounds the noise beside them away."""
         return 0.0 < self.temperature < COLD_TEMPERATURE
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass

@@ -35,16 +35,16 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
-def biases(values: Any) -> FrozenDict[int, float]:
-    if values is None:
+def biases(name: str, value: Any) -> FrozenDict[int, float]:
+    if value is None:
         return FrozenDict()
-    if not isinstance(values, Mapping):
-        raise TypeError(f"logit_bias must map token ids to numbers, not {values!r}.")
-    biases: dict[int, float] = {}
-    for key, value in values.items():
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must map token ids to numbers, not {value!r}.")
+    found: dict[int, float] = {}
+    for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON keys are strings
-        biases[integer("a token id of logit_bias", token_id, 0)] = real("logit_bias", value, -100.0, 100.0)
-    return FrozenDict(biases)
+        found[integer(f"a token id of {name}", token_id, 0)] = real(name, bias, -100.0, 100.0)
+    return FrozenDict(found)
 
 
 def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
@@ -53,6 +53,10 @@ def items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be {expected}, not {value!r}.")
     return tuple(value)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(integer(name, item, 0) for item in items(name, value, "a list of token ids"))
 
 
 def strings(name: str, value: Any, remedy: str) -> tuple[str, ...]:

@@ -39,13 +39,12 @@ RANKS = {
 }
 INTERFACES = ("server.openai.", "server.live.")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_TEST_LINES = 350, 50, 8, 600
-LONG_FILES = {"engine": "to be split", "scheduler": "to be split"}
+LONG_FILES = {"engine": "to be split"}
 LONG_FUNCTIONS = {
     "kernels.gumbel_draw._kernels": "Triton kernels, defined where Triton is imported",
     "kernels.paged_decode_triton.attend_pieces": "a kernel's parameters alone take half of it",
     "kernels.paged_decode_triton.cut_contexts": "a kernel's parameters alone take a quarter of it",
     "requests.input_processor.InputProcessor.process_each": "to be split",
-    "sequence.Sequence.__init__": "to be split",
 }
 MANY_PARAMETERS = {
     "kernels.gumbel_draw._kernels.best_of_parts": "a kernel takes numbers and pointers alone",

@@ -62,7 +62,7 @@ def test_sampling(benchmark: BenchmarkFixture, kind: str) -> None:
     logits = 5 * torch.randn(BATCH, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits = logits.to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
     sequences, sampler = requests(KINDS[kind]), Sampler(compiles=DEVICE.type == "cuda")
-    positions = [sequence.num_tokens for sequence in sequences]
+    positions = [len(sequence.token_ids) for sequence in sequences]
 
     def copy_of_logits() -> tuple[tuple[torch.Tensor], dict[str, Any]]:
         return (logits.clone(),), {}  # since sampling overwrites them

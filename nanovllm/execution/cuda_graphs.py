@@ -91,7 +91,7 @@ class GraphExecutor:
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
-        sequences, positions = batch.sampling, batch.sampled_positions
+        sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
         if needs_logits_only(sequences, positions):
             draws = DrawInputs.from_sequences(sequences, positions)

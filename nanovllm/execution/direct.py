@@ -43,7 +43,8 @@ class DirectExecutor:
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         with torch.no_grad():
             latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
-            self._sampled = self._sampler.sample(logits, batch.sampling, batch.sampled_positions, latest, report)
+            positions = layout.sampled_positions.tolist()
+            self._sampled = self._sampler.sample(logits, batch.sampling, positions, latest, report)
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:

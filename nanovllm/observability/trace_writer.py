@@ -27,7 +27,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.own_process import OwnProcess
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.sequence import Sequence
 
 WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
 
@@ -222,7 +222,7 @@ class TraceWriter(Observer):
             lane = lanes.get(sequence)
             if lane is None:
                 continue
-            state = STALLED if sequence.status is not SequenceStatus.WAITING else WAITING
+            state = STALLED if sequence.is_running else WAITING
             if state is WAITING and sequence.num_preemptions > lane.num_preemptions:
                 lane.num_preemptions, state = sequence.num_preemptions, PREEMPTED
             if state is STALLED:

@@ -58,7 +58,7 @@ def test_a_prompt_of_whole_blocks_run_twice_leaves_its_whole_chain_to_the_next_t
         sequence.token_ids.extend(A + B)
         manager.allocate(sequence, 2)
         manager.register(sequence, num_blocks, num_blocks + 2, STEP)
-        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.num_computed_tokens = len(sequence.token_ids)
         manager.check_integrity([sequence])
         release(manager, sequence)
     assert num_hits(manager, prompt + A + B + [9]) == num_blocks + 2

@@ -161,7 +161,7 @@ def test_truncate_keeps_the_head_and_frees_the_tail():
     manager = make_manager(4)
     sequence = computed(manager, A + B + C)
     launched = list(sequence.block_table)
-    manager.truncate(sequence, 1)
+    manager.release(sequence, 1)
     sequence.num_computed_tokens = SIZE
     assert sequence.block_table == launched[:1]
     assert manager.num_free_blocks == 3

@@ -201,7 +201,7 @@ def test_a_poisoned_request_stopped_half_way_through_its_prompt_harms_no_success
     with LLM(model=module, **EAGER, **TIGHT) as llm:
         engine = llm._engine
         engine.add(engine.input_processor.process_one("poisoned", poisoned_prompt(150), GREEDY))
-        while engine.scheduler.num_batches_in_flight or engine.stats().num_scheduled_tokens < 96:
+        while engine.scheduler.in_flight or engine.stats().num_scheduled_tokens < 96:
             engine.step()  # two chunks of 48: past the poisoned token at 75, before the end
         if how == "preempted":
             engine.drop_computed()

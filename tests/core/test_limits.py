@@ -222,7 +222,8 @@ def test_without_max_queue_there_is_no_limit(clock):
     [
         {"max_queue": -1}, {"max_queue": 1.5}, {"max_queue": True},
         {"priority_ageing_s": -1}, {"priority_ageing_s": 1e-9}, {"priority_ageing_s": math.nan},
-        {"priority_ageing_s": math.inf}, {"priority_ageing_s": "1"}, {"priority_ageing_s": True}, {"record_itl": 1},
+        {"priority_ageing_s": math.inf}, {"priority_ageing_s": "1"}, {"priority_ageing_s": True},
+        {"priority_ageing_s": False}, {"record_itl": 1},
     ],
     ids=str,
 )  # fmt: skip

@@ -37,7 +37,7 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[tuple[Any, ...]]:
 def assert_idle_and_whole(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert llm._engine.scheduler.num_batches_in_flight == len(llm._engine._in_flight) == 0
+    assert len(llm._engine.scheduler.in_flight) == len(llm._engine._in_flight) == 0
     llm._engine.check_integrity()
 
 
@@ -152,7 +152,7 @@ def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_i
         with pytest.raises(StepError, match="no"):
             while engine.has_unfinished:
                 engine.step()
-        assert not engine._in_flight and not engine.scheduler.num_batches_in_flight
+        assert not engine._in_flight and not engine.scheduler.in_flight
         engine.check_integrity()
         while engine.has_unfinished:  # its requests are queued still, and go on
             engine.step()

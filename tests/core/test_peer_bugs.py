@@ -47,10 +47,10 @@ def test_nothing_to_schedule_is_an_answer_and_no_endless_loop():
     loop.add(prompt(5), max_tokens=1)
     loop.launch()
     assert loop.launch() is None  # its last token is in flight
-    assert loop.scheduler.has_unfinished
+    assert loop.unfinished
     loop.read()
     assert loop.launch() is None
-    assert not loop.scheduler.has_unfinished
+    assert not loop.unfinished
 
 
 def test_the_only_running_request_never_preempts_itself():
@@ -93,7 +93,7 @@ def test_an_unfinished_chunk_samples_nothing():
 def test_a_preempted_request_with_output_is_computed_in_chunks_like_any_other():
     loop = make_loop(max_num_batched_tokens=8, enable_prefix_caching=False)
     sequence = loop.add(prompt(9), max_tokens=8)
-    while sequence.num_tokens < 13:
+    while len(sequence.token_ids) < 13:
         loop.step()
     loop.scheduler.preempt_all()
     steps = [loop.step() for _ in range(3)]
@@ -304,7 +304,7 @@ def test_no_position_lies_beyond_the_model_s_last(length: int):
     while loop.unfinished:
         entry = loop.step().entries[0]
         assert entry.start + entry.num_new_tokens <= 16
-    assert sequence.num_tokens == 16
+    assert len(sequence.token_ids) == 16
     loop.check_outputs()
 
 

@@ -27,7 +27,7 @@ def test_a_step_without_work_schedules_nothing():
     loop = make_loop()
     assert loop.launch() is None
     assert loop.scheduler.stats.num_steps == 0
-    assert not loop.scheduler.has_unfinished
+    assert not loop.unfinished
 
 
 def test_a_prompt_that_fits_is_computed_in_one_step_and_samples():

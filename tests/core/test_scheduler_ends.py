@@ -108,7 +108,7 @@ def test_an_abort_frees_everything_at_once(state: str):
     loop.abort(sequence)
     assert sequence.finish_reason == "abort"
     assert loop.manager.num_free_blocks == loop.manager.num_blocks - 1
-    assert not loop.scheduler.has_unfinished
+    assert not loop.unfinished
     assert loop.launch() is None
     while loop.in_flight:
         assert loop.read() == []

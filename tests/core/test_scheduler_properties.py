@@ -81,7 +81,7 @@ def end(loop: Loop, depth: int) -> None:
     loop.manager.reset_prefix_cache()
     loop.check()
     assert loop.launch() is None
-    assert not loop.scheduler.has_unfinished
+    assert not loop.unfinished
 
 
 # ------------------------------------------------------------------------------------------------------ hypothesis

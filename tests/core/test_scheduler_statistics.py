@@ -1,6 +1,5 @@
 """The scheduler: what its statistics count, and the states of a sequence."""
 
-from nanovllm.sequence import SequenceStatus
 from tests.support.scheduler_loops import make_loop, prompt, two_that_outgrow_the_pool, waiting
 
 
@@ -56,8 +55,8 @@ def test_tokens_found_in_the_middle_of_a_prompt_count_as_cached():
 def test_states_are_what_they_say():
     loop = make_loop()
     sequence = loop.add(prompt(5), max_tokens=1)
-    assert sequence.status is SequenceStatus.WAITING
+    assert (sequence.is_running, sequence.is_finished) == (False, False)
     loop.launch()
-    assert sequence.status is SequenceStatus.RUNNING
+    assert (sequence.is_running, sequence.is_finished) == (True, False)
     loop.read()
-    assert sequence.status is SequenceStatus.FINISHED
+    assert (sequence.is_running, sequence.is_finished) == (False, True)

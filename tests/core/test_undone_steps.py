@@ -2,7 +2,6 @@
 
 import pytest
 
-from nanovllm.sequence import SequenceStatus
 from tests.support.scheduler_loops import (
     make_loop,
     preempted_with_a_token_in_flight,
@@ -16,8 +15,8 @@ from tests.support.scheduling import Loop, chunks
 def snapshot(loop: Loop) -> list[tuple[object, ...]]:
     return [
         (
-            sequence.status,
-            sequence.num_tokens,
+            (sequence.is_running, sequence.is_finished),
+            len(sequence.token_ids),
             sequence.num_in_flight_tokens,
             sequence.num_computed_tokens,
             tuple(sequence.block_table),
@@ -116,7 +115,7 @@ def test_a_chunk_in_flight_is_undone_although_the_next_one_had_to_be_given_up():
     loop.launch()
     loop.fail(0)
     prefill = loop.sequences[4]
-    assert (prefill.status, prefill.num_computed_tokens) == (SequenceStatus.WAITING, 0)
+    assert (prefill.is_running, prefill.is_finished, prefill.num_computed_tokens) == (False, False, 0)
     loop.drain(depth=2)
     loop.check_outputs()
 

@@ -45,8 +45,8 @@ def test_an_unknown_option_like_no_other_lists_them_all():
         ({"dtype": "int8"}, ["int8", "bfloat16"]),
         ({"device": "tpu"}, ["tpu", "cuda"]),
         ({"device": "cuda:one"}, ["cuda:one", "cuda:N"]),
-        ({"seed": -1}, ["-1", "at least 0"]),
-        ({"seed": 2**64}, [2**64, "at most"]),
+        ({"seed": -1}, ["-1", "between 0 and"]),
+        ({"seed": 2**64}, [2**64, 2**64 - 1]),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from nanovllm.outputs import CompletionOutput, OutputKind
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.sample import Sample
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence, SequenceStatus
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 
@@ -238,7 +238,7 @@ def stream_of(token_ids: list[int], stop: list[str], kind: OutputKind, using: An
         sequence.token_ids.append(token_id)
         is_stopped = sample.advance(0.0) is not None
         if is_stopped or len(shown) == len(token_ids) - 1:
-            sequence.status = SequenceStatus.FINISHED
+            sequence.is_finished = True
         shown.append(sample.output(0.0).outputs[0])
         if is_stopped:
             break
@@ -297,7 +297,7 @@ def test_a_stop_string_whose_last_token_begins_a_character_ends_the_request_by_i
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
         stops.append(sample.advance(0.0))
-    sequence.status = SequenceStatus.FINISHED
+    sequence.is_finished = True
     assert stops == [None] * (len(token_ids) - 1) + ["caf"]
     assert sample.output(0.0).outputs[0].text == "the "
 

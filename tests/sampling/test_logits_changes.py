@@ -77,7 +77,7 @@ def test_a_newest_token_that_only_the_device_knows_counts_too():
     sequences = [request(history[:-1], WORDS) for history in HISTORIES if len(history) > 1]
     in_flight = torch.tensor([history[-1] for history in HISTORIES if len(history) > 1])
     latest = LatestTokens(-1 - np.arange(len(sequences))[::-1], in_flight.flip(0))
-    positions = [sequence.num_tokens + 1 for sequence in sequences]
+    positions = [len(sequence.token_ids) + 1 for sequence in sequences]
     ours = change_logits(logits[: len(sequences)].clone(), sequences, positions, latest)
     histories = [history for history in HISTORIES if len(history) > 1]
     for row, history in enumerate(histories):

@@ -29,7 +29,7 @@ def request(prompt: list[int], output: list[int], **params: Any) -> Sequence:
 
 def changed(logits: torch.Tensor, sequences: list[Sequence], latest: LatestTokens | None = None) -> torch.Tensor:
     waits = [0] * len(sequences) if latest is None else (latest.token_ids < 0).tolist()
-    positions = [sequence.num_tokens + int(waiting) for sequence, waiting in zip(sequences, waits, strict=True)]
+    positions = [len(sequence.token_ids) + int(waiting) for sequence, waiting in zip(sequences, waits, strict=True)]
     return change_logits(logits.clone(), sequences, positions, latest)
 
 

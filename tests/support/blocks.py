@@ -14,7 +14,7 @@ def make_manager(num_free: int, **options: object) -> BlockManager:
 
 def compute(manager: BlockManager, sequence: Sequence, num_tokens: int | None = None, *, step_id: int = STEP) -> int:
     """Compute the sequence up to `num_tokens` in one committed step, hits first; returns the number of blocks hit."""
-    num_tokens = sequence.num_tokens if num_tokens is None else num_tokens
+    num_tokens = len(sequence.token_ids) if num_tokens is None else num_tokens
     hits = manager.lookup(sequence)
     manager.claim(sequence, hits)
     first = len(sequence.block_table)

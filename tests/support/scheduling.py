@@ -16,7 +16,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence, SequenceStatus
+from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 8
 UNWRITTEN = None  # a slot that no successful step has written
@@ -314,7 +314,7 @@ class Loop:
         advanced, dropped = [], []
         for sequence in launched.batch.sampling:
             (dropped if sequence.is_finished else advanced).append(sequence)
-            self.seen["preempted in flight"] += sequence.status is SequenceStatus.WAITING
+            self.seen["preempted in flight"] += not sequence.is_running and not sequence.is_finished
         num_findable = self.manager.num_findable_blocks
         returned = self.scheduler.update(launched.batch, launched.sampled)
         check(returned == advanced, "update returns other sequences than those that advanced")
@@ -369,7 +369,7 @@ class Loop:
         scheduler = self.scheduler
         self.manager.check_integrity([*scheduler.running, *scheduler.waiting])
         check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
-        check(scheduler.num_batches_in_flight == len(self.in_flight), "batches in flight are lost")
+        check([item.batch for item in self.in_flight] == list(scheduler.in_flight), "batches in flight are lost")
         in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)
         for sequence in self.sequences:
             check(
@@ -377,8 +377,9 @@ class Loop:
                 f"{sequence} counts {sequence.num_in_flight_tokens} tokens in flight",
             )
             check(sequence.is_finished or sequence.num_computed_tokens <= sequence.num_known_tokens, f"{sequence}")
-        for queue, status in ((scheduler.running, SequenceStatus.RUNNING), (scheduler.waiting, SequenceStatus.WAITING)):
-            check(all(sequence.status is status for sequence in queue), f"a {status.name} queue holds another status")
+        for queue, is_running in ((scheduler.running, True), (scheduler.waiting, False)):
+            states = {(sequence.is_running, sequence.is_finished) for sequence in queue}
+            check(states <= {(is_running, False)}, f"the queue with is_running={is_running} holds others")
         check(len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished), "a request is in no queue")
         self._check_order()
         self._check_partial_prefills()
@@ -414,7 +415,7 @@ class Loop:
         check(num_partial <= config.max_num_partial_prefills, f"{num_partial} prefills in progress")
 
     def _check_preemptions(self, was_running: list[Sequence], batch: ScheduledBatch) -> None:
-        preempted = [sequence for sequence in was_running if sequence.status is SequenceStatus.WAITING]
+        preempted = [sequence for sequence in was_running if not sequence.is_running]
         if not preempted:
             return
         placed = {entry.sequence.request_id for entry in batch.entries}

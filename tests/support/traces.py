@@ -123,8 +123,8 @@ def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
     with TraceWriter(path) as trace:
         trace.begin(config)
         observers = StepObservers([trace])
-        while num_added < num_requests or scheduler.has_unfinished:
-            while num_added < num_requests and (next_arrival <= now or not scheduler.has_unfinished):
+        while num_added < num_requests or scheduler.waiting or scheduler.running:
+            while num_added < num_requests and (next_arrival <= now or not (scheduler.waiting or scheduler.running)):
                 prompt = shared * (rng.random() < 0.3) + [rng.randrange(50_000) for _ in range(rng.randrange(20, 700))]
                 params = SamplingParams(max_tokens=rng.randrange(50, 600), ignore_eos=True)
                 sequence = Sequence(

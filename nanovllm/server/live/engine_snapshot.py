@@ -16,7 +16,7 @@ import numpy as np
 
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.sequence import Sequence
 
 MAX_CELLS = 1024  # cells of the pool map; a cell covers several blocks of a larger pool
 MAX_ROWS = 32  # rows of running requests, and of waiting ones
@@ -84,7 +84,7 @@ def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
 
 def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
     lacking = sequence.num_known_tokens - sequence.num_computed_tokens
-    if sequence.status is SequenceStatus.WAITING:
+    if not sequence.is_running:
         state = "preempted" if sequence.num_preemptions else "waiting"
     else:
         state = "prefill" if lacking > 1 else "decode"

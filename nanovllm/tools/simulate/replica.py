@@ -155,7 +155,7 @@ class Replica:
                 del self._requests[sequence.request_id]
         self._observers.step_ended(self.scheduler, batch, times, now, advanced)
         if not self._requests and self._in_flight:
-            self.scheduler.discard(self._in_flight[0].batch)
+            self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
             self._in_flight.clear()
         return ended
 
