@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from contextlib import aclosing
 from functools import partial
@@ -33,6 +33,13 @@ from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream
 Result = TypeVar("Result")
 
 
+async def _relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator[RequestOutput, None]:
+    """Submit when first read; closing the generator closes the stream."""
+    async with aclosing(await submit()) as outputs:
+        async for output in outputs:
+            yield output
+
+
 class AsyncLLM:
     """A model with its engine in a thread, for asyncio.
 
@@ -40,12 +47,11 @@ class AsyncLLM:
         model, tokenizer, on_step, trace, **options: as for `LLM`, with the same errors. Loading takes seconds and
             blocks; where an event loop runs already, build it in a thread (`await asyncio.to_thread(AsyncLLM, ...)`).
         prepares_when_idle: on a GPU, capture the steps that usually come, one at a time, while there are no requests.
-            For processes in which nobody else uses that GPU: during a capture CUDA refuses to wait for the device
-            (`torch.cuda.synchronize`), and the capture fails too. A live module is left alone.
+            Only where no other code of the process uses that GPU: waiting for the device during a capture
+            (`torch.cuda.synchronize`) fails, and the capture with it. A live module is left alone.
 
     Use it in an `async with` block, or await `close`. After an error outside of a step, or of the device, it is dead:
-    every open stream and every later call raises EngineDeadError, whose cause is the error. docs/guide/async.md says
-    more.
+    every open stream and every later call raises EngineDeadError, caused by the error. See docs/guide/async.md.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class AsyncLLM:
         self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -89,17 +95,18 @@ class AsyncLLM:
         Args:
             prompt: a string or a list of token ids.
             sampling_params: None samples at temperature 1.
-            request_id: names it in its outputs and for `abort`; None takes one that nobody else has.
+            request_id: its name in outputs and for `abort`; None makes a unique one.
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
-            timeout: seconds, from when it is queued, after which it ends with finish_reason "timeout" and what it has.
-            output_kind: "cumulative", "delta" or "final", see `OutputKind`. Who reads slowly gets the newest cumulative
+            timeout: seconds from its arrival after which it ends with finish_reason "timeout" and its output so far.
+            output_kind: "cumulative", "delta" or "final", see `OutputKind`. A slow reader gets the newest cumulative
                 output, or one delta of several tokens.
 
         Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
         RuntimeError once it is closed.
         """
-        answer = await self.submit(
+        submit = partial(
+            self.submit,
             [prompt],
             sampling_params,
             request_ids=None if request_id is None else [request_id],
@@ -108,11 +115,9 @@ class AsyncLLM:
             cache_salt=cache_salt,
             timeout=timeout,
         )
-        async with aclosing(answer) as outputs:
-            async for output in outputs:
-                yield output
+        return _relay(submit)
 
-    async def chat(
+    def chat(
         self,
         messages: SequenceABC[Message],
         sampling_params: SamplingParams | None = None,
@@ -128,12 +133,8 @@ class AsyncLLM:
             template_options: variables of the template, such as {"enable_thinking": False}.
             sampling_params, **options: as in `generate`.
         """
-        answer = await self.submit_chat(
-            messages, sampling_params, tools=tools, template_options=template_options, **options
-        )
-        async with aclosing(answer) as outputs:
-            async for output in outputs:
-                yield output
+        submit = partial(self.submit_chat, messages, sampling_params, tools=tools, template_options=template_options)
+        return _relay(partial(submit, **options))
 
     async def submit(
         self,
@@ -147,7 +148,7 @@ class AsyncLLM:
         """Queue prompts, all of them together or none, and return once they are queued.
 
         Args:
-            request_ids: one for each prompt, by which its outputs are known; None takes new ones.
+            request_ids: one for each prompt, its name in outputs; None makes new ones.
             sampling_params, output_kind, **options: as in `generate`, for all of them.
 
         Raises what `generate` does before its first output; QueueFullError if not all of them have room.
@@ -215,9 +216,8 @@ class AsyncLLM:
             if request_id in self._preparing or request_id in seen:
                 raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
             seen.add(request_id)
-        kinds = [str(kind) for kind in OutputKind]
-        if output_kind not in kinds:
-            raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(kinds)}.")
+        if output_kind not in list(OutputKind):
+            raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(OutputKind)}.")
         kind = OutputKind(output_kind)
         stream = Stream(kind)
 
@@ -255,8 +255,9 @@ class AsyncLLM:
                 await self._run(lambda engine: engine.check_queue(count))
 
     async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
-        """The result of `prepare`, which tokenises `texts`."""
-        self._engine_thread.process.check()
+        """The result of `prepare`, which tokenises `texts`, in a preparation thread."""
+        if self._engine_thread.is_elsewhere:
+            raise self._engine_thread.refusal()
         try:
             future = self._preparation.submit(prepare, text_size(texts))
         except RuntimeError:  # it is shut down
@@ -264,8 +265,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(future)
 
     def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
-        """Abort requests that nobody reads any more, before the next step; without waiting, since this may be a
-        cancellation."""
+        """Abort requests without a reader before the next step; does not wait, since this may be a cancellation."""
 
         def abort(engine: Engine) -> None:
             for request_id in request_ids:
@@ -284,7 +284,7 @@ class AsyncLLM:
     # ---------------------------------------------------------------------------------------------------- requests
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now; its stream ends with finish_reason "abort" and what it had got. False if none runs."""
+        """End a request now; its stream ends with finish_reason "abort" and the output so far. False if none runs."""
 
         def abort(engine: Engine) -> bool:
             if self._abort_in(engine, request_id):
@@ -314,13 +314,13 @@ class AsyncLLM:
         return await self._run(Engine.stats)
 
     def heartbeat(self) -> Heartbeat:
-        """The statistics as of the last moment between two steps, and their age; it never waits."""
+        """Statistics between the last two steps, and their age; never waits."""
         return self._engine_thread.heartbeat()
 
     async def inspect(self, look: Callable[[Engine], Result]) -> Result:
-        """What look(engine) returns; called between two steps in the engine's thread, which waits for it meanwhile.
+        """The result of look(engine), called in the engine's thread between two steps; it must change nothing.
 
-        It must change nothing. Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
+        Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
         """
         return await self._run(look)
 
@@ -337,7 +337,7 @@ class AsyncLLM:
 
         A live module is its owner's again. Waits for the step that runs; does nothing again, or in a forked child.
         """
-        if self._engine_thread.process.is_elsewhere:
+        if self._engine_thread.is_elsewhere:
             return
         self._preparation.shutdown()
         self._engine_thread.stop()

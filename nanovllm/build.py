@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
+from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.errors import UnsupportedModelError
@@ -23,8 +24,8 @@ from nanovllm.model.guard import check_row_counted_scales
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.requests.checks import RequestLimits
-from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
 
@@ -56,13 +57,19 @@ def build_engine(
         has_base_model=binding.has_base_model,
         allow_control_tokens=config.allow_control_tokens_in_messages,
     )
+    block_manager = BlockManager(
+        model_runner.config.num_kv_blocks,
+        model_runner.config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        hash_seed=f"{loaded.identity}:{binding.dtype}",  # whatever the KV of a token depends on besides its prefix
+    )
     return Engine(
         model_runner,
+        Scheduler(model_runner.config, block_manager),
         InputProcessor(loaded.tokenizer, limits, clock),
         tokenizer=loaded.tokenizer,
         # A config may name an EOS that embedding or head do not have; it can never be sampled.
         eos_token_ids=tuple(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < binding.vocab_size),
-        hash_seed=f"{loaded.identity}:{binding.dtype}",
         observers=observers,
         clock=clock,
     )

@@ -8,9 +8,11 @@ With overlap, a step is read while the next one runs::
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +20,13 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from nanovllm.batch import ScheduledBatch
-from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.errors import DeviceError, EngineDeadError, QueueFullError, StepError
+from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.outputs import EngineStats, ErrorKind, RequestOutput
-from nanovllm.own_process import OwnProcess
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.output_processor import OutputProcessor
-from nanovllm.requests.request import Request
+from nanovllm.requests.output_processor import OutputProcessor, Request
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
 
@@ -38,29 +37,7 @@ class LaunchedStep:
 
     batch: ScheduledBatch
     pending: PendingTokens
-    clock: Callable[[], float]
     times: StepTimes
-
-    @classmethod
-    def launch(
-        cls, model_runner: ModelRunner, batch: ScheduledBatch, clock: Callable[[], float], start_time: float
-    ) -> LaunchedStep:
-        """Execute a batch whose scheduling began at `start_time`."""
-        scheduled = clock()
-        pending = model_runner.execute(batch)
-        times = StepTimes(start_time, scheduled - start_time, clock() - scheduled)
-        for entry in batch.prefills:
-            if entry.sequence.scheduled_time is None:
-                entry.sequence.scheduled_time = start_time
-        return cls(batch, pending, clock, times)
-
-    def wait(self) -> list[int]:
-        """The sampled tokens in the order of `batch.sampling`; from then on `pending.report` is complete."""
-        begin = self.clock()
-        token_ids = self.pending.result()
-        self.times.read_time = self.clock()
-        self.times.wait_time = self.times.read_time - begin
-        return token_ids
 
 
 class Engine:
@@ -71,25 +48,22 @@ class Engine:
 
     Args:
         model_runner: ready to execute; its config is fully resolved.
+        scheduler: of the same config, without sequences.
         input_processor: makes the requests that `add` takes.
         tokenizer: decodes outputs; None leaves their text empty.
         eos_token_ids: end a request unless it ignores them.
-        hash_seed: what the prefix hashes begin with: whatever else the KV depends on.
-        observers: hear of every request and step.
+        observers: follow every request and step.
         clock: the time in seconds; never goes back.
-
-    Attributes:
-        outputs: what steps gave and nobody has taken yet.
     """
 
     def __init__(
         self,
         model_runner: ModelRunner,
+        scheduler: Scheduler,
         input_processor: InputProcessor,
         *,
         tokenizer: Any,
         eos_token_ids: tuple[int, ...],
-        hash_seed: str,
         observers: StepObservers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,22 +73,17 @@ class Engine:
         self.tokenizer = tokenizer
         self.observers = observers
         self.clock = clock
-        self.outputs: deque[RequestOutput] = deque()
-        self.block_manager = BlockManager(
-            self.config.num_kv_blocks,
-            self.config.block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            hash_seed=hash_seed,
-        )
-        self.scheduler = Scheduler(self.config, self.block_manager)
+        self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
+        self.scheduler = scheduler
+        self.block_manager = scheduler.block_manager
         self._eos_token_ids = eos_token_ids
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # those that run or wait, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
-        self._num_requests = self._num_sequences = 0  # ever added
-        self._output_processor = OutputProcessor(self._requests)
+        self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
+        self._output_processor = OutputProcessor(self.requests)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, and not read yet
         self._failed_steps: Counter[Sequence] = Counter()  # in a row
-        self._process = OwnProcess("Engine")
+        self._process_id = os.getpid()
         self._death: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -139,7 +108,7 @@ class Engine:
         self.check_queue(sum(request.params.n for request in requests))
         ids = Counter(request.request_id for request in requests)
         for request_id, count in ids.items():
-            if count > 1 or request_id in self._requests:
+            if count > 1 or request_id in self.requests:
                 raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         with self._changing():
             for new in requests:
@@ -148,77 +117,64 @@ class Engine:
                     self.config,
                     tokenizer=self.tokenizer,
                     eos_token_ids=self._eos_token_ids,
-                    number=self._num_requests,
-                    first_arrival=self._num_sequences,
+                    number=next(self._numbers),
+                    arrivals=self._arrivals,
                 )
-                self._num_requests += 1
-                self._num_sequences += new.params.n
-                self._requests[new.request_id] = request
+                self.requests[new.request_id] = request
                 if request.deadline is not None:
                     self._deadlines.add((request.deadline, new.request_id))
                 for sequence in request.sequences:
                     self.scheduler.add(sequence)
-                self.observers.request_added(request.sequences)
+                self.observers.notify("request_added", request.sequences)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks free at once; returns its output so far, or None if no such request runs."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return None
         with self._changing():
-            now = self.clock()
-            self._finish(request, "abort", now)
-            self._forget(request_id)
-            return request.output(now)
+            return self._end(request, "abort", self.clock())
 
     def fail(self, failure: StepError, num_failed_steps: int) -> None:
-        """End with finish_reason "error" requests of a failed step for which so many in a row have failed.
+        """End requests of a failed step, after so many failed steps in a row, with finish_reason "error".
 
-        Those without a token are suspected first; only if there are none, the others end.
+        Those without a token are suspected first; the others end only if there are none.
         """
         with self._changing():
-            requests = [self._requests[request_id] for request_id in failure.request_ids]
+            requests = [self.requests[request_id] for request_id in failure.request_ids]
             hopeless = [
                 r for r in requests if any(self._failed_steps[sequence] >= num_failed_steps for sequence in r.sequences)
             ]
-            suspects = [r for r in hopeless if not any(sequence.num_output_tokens for sequence in r.sequences)]
+            suspects = [r for r in hopeless if not r.has_token]
             for request in suspects or hopeless:
-                self._end(request, "error", self.clock(), str(failure))
+                self.outputs.append(self._end(request, "error", self.clock(), str(failure)))
 
     def _end_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            self._end(self._requests[self._deadlines[0][1]], "timeout", now)
+            self.outputs.append(self._end(self.requests[self._deadlines[0][1]], "timeout", now))
 
-    def _end(self, request: Request, reason: str, now: float, error: str | None = None) -> None:
-        self._finish(request, reason, now, error)
-        self._forget(request.request_id)
-        self.outputs.append(request.output(now))
-
-    def _finish(self, request: Request, reason: str, now: float, error: str | None = None) -> None:
+    def _end(self, request: Request, reason: str, now: float, error: str | None = None) -> RequestOutput:
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self.scheduler.finish(sequence, reason)
                 sequence.error, sequence.error_kind = error, None if error is None else ErrorKind.INTERNAL
-                self.observers.request_ended(sequence, now)
+                self.observers.notify("request_ended", sequence, now)
+        self._forget(request.request_id)
+        return request.output(now)
 
     def _forget(self, request_id: str) -> None:
-        request = self._requests.pop(request_id)
+        request = self.requests.pop(request_id)
         if request.deadline is not None:
             self._deadlines.remove((request.deadline, request_id))
         if self._failed_steps:
             for sequence in request.sequences:
                 self._failed_steps.pop(sequence, None)
-        if not self._requests:
+        if self._in_flight and not self.requests:
             self._discard_in_flight()
 
     @property
-    def request_ids(self) -> Iterable[str]:
-        """Of the requests that run or wait."""
-        return self._requests.keys()
-
-    @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self.requests)
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -229,16 +185,17 @@ class Engine:
         that failed and was undone, with those launched after it; its requests stay queued.
         """
         with self._changing():
-            self._drop_stale_kv()
+            if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
+                self._drop_computed()  # the owner of a live module edited it
             start = self.clock()
             self._end_overdue(start)
             batch = self.scheduler.schedule()
         try:
             if batch is not None:
-                self._in_flight.append(LaunchedStep.launch(self.model_runner, batch, self.clock, start))
+                self._in_flight.append(self._launch(batch, start))
             if (step := self._next_to_read(batch)) is None:
                 return
-            token_ids = step.wait()
+            token_ids = self._wait(step)
         except BaseException as error:
             failure = self._undo(error)
             if isinstance(error, Exception):
@@ -249,6 +206,24 @@ class Engine:
             advanced = self.scheduler.update(step.batch, token_ids)
             self._deliver(step, advanced)
         self.observers.step_ended(self.scheduler, step.batch, step.times, self.clock(), advanced)
+
+    def _launch(self, batch: ScheduledBatch, start: float) -> LaunchedStep:
+        """Execute a batch whose scheduling began at the time `start`."""
+        scheduled = self.clock()
+        pending = self.model_runner.execute(batch)
+        times = StepTimes(start, scheduled - start, self.clock() - scheduled)
+        for entry in batch.prefills:
+            if entry.sequence.scheduled_time is None:
+                entry.sequence.scheduled_time = start
+        return LaunchedStep(batch, pending, times)
+
+    def _wait(self, step: LaunchedStep) -> list[int]:
+        """A step's sampled tokens in the order of `batch.sampling`; from then on `pending.report` is complete."""
+        begin = self.clock()
+        token_ids = step.pending.result()
+        step.times.read_time = self.clock()
+        step.times.wait_time = step.times.read_time - begin
+        return token_ids
 
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:
         """The oldest step in flight; None if there is none, or with overlap only the one just launched."""
@@ -283,10 +258,9 @@ class Engine:
                 self._forget(output.request_id)
 
     def _discard_in_flight(self) -> None:
-        """Forget what is launched and not read. The device finishes it before whatever is launched next."""
-        if self._in_flight:
-            self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
-            self._in_flight.clear()
+        """Drop the steps in flight unread. The device finishes them before whatever is launched next."""
+        self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
+        self._in_flight.clear()
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -296,14 +270,12 @@ class Engine:
         self.check_alive()
         try:
             yield
+        except GeneratorExit:  # an interrupt came between this generator and its `with` statement
+            self._death = KeyboardInterrupt()
+            raise
         except BaseException as error:
             self._death = error
             raise
-
-    def _drop_stale_kv(self) -> None:
-        """Drop the KV of a live module whose owner changed its weights since the last step."""
-        if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
-            self._drop_computed()
 
     def drop_computed(self) -> None:
         """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
@@ -312,7 +284,8 @@ class Engine:
             self._drop_computed()
 
     def _drop_computed(self) -> None:
-        self._discard_in_flight()
+        if self._in_flight:
+            self._discard_in_flight()
         self.scheduler.preempt_all()
         self.block_manager.reset_prefix_cache()
 
@@ -322,7 +295,8 @@ class Engine:
             self.block_manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        self._process.check()
+        if os.getpid() != self._process_id:
+            raise ForkedChildError("Engine", self._process_id)
         return self.observers.stats(self.scheduler)
 
     def check_integrity(self) -> None:
@@ -334,8 +308,9 @@ class Engine:
         return self._death is not None
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if an error has left no usable state, RuntimeError in a forked child."""
-        self._process.check()
+        """Raise EngineDeadError if an error has left no usable state, ForkedChildError in a forked child."""
+        if os.getpid() != self._process_id:
+            raise ForkedChildError("Engine", self._process_id)
         if self._death is not None:
             what = "a device error" if isinstance(self._death, DeviceError) else "an error in its bookkeeping"
             raise EngineDeadError(
@@ -344,10 +319,10 @@ class Engine:
 
     def close(self) -> None:
         """Abort every request and free the caches; a live module is its owner's again. Nothing in a forked child."""
-        if self._process.is_elsewhere:
+        if os.getpid() != self._process_id:
             return
         self._in_flight.clear()
-        self._requests.clear()
+        self.requests.clear()
         self._deadlines.clear()
         self.outputs.clear()
         self.model_runner.close()

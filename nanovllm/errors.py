@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class ModelLoadError(ValueError):
     """The model or its tokenizer could not be found or read; the message names what is missing and where."""
@@ -37,6 +39,20 @@ class EngineDeadError(RuntimeError):
 
 class EngineClosedError(RuntimeError):
     """The engine was closed."""
+
+
+class ForkedChildError(RuntimeError):
+    """A call in a forked child, which has the engine's memory, but neither its threads nor their locks.
+
+    A lock may be held there for ever by a thread that does not exist, so the process is compared before any is taken.
+    """
+
+    def __init__(self, owner: str, process_id: int) -> None:
+        super().__init__(
+            f"this {owner} lives in process {process_id}, and a forked child (process {os.getpid()}) cannot "
+            "use it; build one there. PyTorch's threads do not survive a fork either: start such a process by "
+            'multiprocessing\'s "spawn" method, or call torch.set_num_threads(1) in it first.'
+        )
 
 
 class PromptTooLongError(ValueError):

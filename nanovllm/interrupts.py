@@ -16,48 +16,44 @@ from typing import Any, ClassVar
 
 
 class InterruptsHeld:
-    """Within it the first SIGINT is noted; `check` or the end passes it to the handler that was there before.
+    """Within it the first SIGINT is noted; `pass_on` or the end passes it to the handler that was there before.
 
-    It does nothing in other threads than the main one, or where SIGINT has no handler of Python's. It may be entered
-    again after its end.
+    It does nothing in other threads than the main one, or where SIGINT has no Python handler. It may be entered again
+    after its end.
     """
 
+    noted: tuple[int, FrameType | None] | None = None  # arguments for the handler
+    _handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
+    _lets_through = False
     _holder: ClassVar[InterruptsHeld | None] = None  # of the main thread, the innermost
 
-    def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
-        self._noted: tuple[int, FrameType | None] | None = None
-        self._lets_through = False
-
     def __enter__(self) -> InterruptsHeld:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler, self._outer = handler, InterruptsHeld._holder
-                InterruptsHeld._holder = self
-                signal.signal(signal.SIGINT, self._note)
+        is_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT) if is_main else None
+        self._handler = handler if callable(handler) else None
+        if self._handler is not None:
+            self._outer, InterruptsHeld._holder = InterruptsHeld._holder, self
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+        if self._handler is not None:
             InterruptsHeld._holder = self._outer
-            if self._noted is not None:
-                noted, self._noted = self._noted, None
-                handler(*noted)
+            signal.signal(signal.SIGINT, self._handler)
+            if self.noted:
+                self.pass_on()
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt, or do what else the handler before does, if a SIGINT came."""
-        if self._noted is not None and self._handler is not None:
-            noted, self._noted = self._noted, None
+    def pass_on(self) -> None:
+        """Raise KeyboardInterrupt, or do what else the handler before does, if a SIGINT was noted."""
+        if self.noted is not None and self._handler is not None:
+            noted, self.noted = self.noted, None
             self._handler(*noted)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        is_second = self._noted is not None
-        self._noted = (signum, frame)
+        is_second = self.noted is not None
+        self.noted = (signum, frame)
         if is_second or self._lets_through:
-            self.check()
+            self.pass_on()
 
 
 @contextmanager
@@ -67,7 +63,7 @@ def interrupts_let_through() -> Iterator[None]:
     if holder is None:
         yield
         return
-    holder.check()
+    holder.pass_on()
     holder._lets_through = True
     try:
         yield

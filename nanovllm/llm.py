@@ -18,16 +18,16 @@ from tqdm import tqdm
 from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import EngineClosedError, ForkedChildError
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.interrupts import InterruptsHeld
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.own_process import OwnProcess
 from nanovllm.requests.input_processor import Message, Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import SchedulerStats
 from nanovllm.sequence import NewRequest
 
 
@@ -62,7 +62,7 @@ class LLM:
     ) -> None:
         engine = build_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
-        self._process = OwnProcess("LLM")
+        self._process_id = os.getpid()
         self._engine: Engine | None = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
@@ -86,14 +86,14 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, or a list that mixes both.
-            sampling_params: one for all, or one each; None samples at temperature 1.
-            priority: lower runs first; one for all, or one each.
-            cache_salt: prompts share cached prefixes only within one salt; one for all, or one each.
-            timeout: seconds after which a request ends with finish_reason "timeout" and what it has got; one for all,
-                or one each.
+            sampling_params: None samples at temperature 1.
+            priority: lower runs first.
+            cache_salt: prompts share cached prefixes only within one salt.
+            timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
             use_tqdm: show a progress bar on stderr.
 
-        A bad prompt or parameter raises before any work starts, and so do more prompts than `max_queue` has room for
+        Each of the other options is one value for all prompts, or a list with one for each. A bad
+        prompt or option raises before any work starts, and so do more prompts than `max_queue` has room for
         (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
         them all and raises.
         """
@@ -108,7 +108,7 @@ class LLM:
         )
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        show_rate = _rate_display(bar, engine) if use_tqdm else None
+        show_rate = _rate_display(bar, engine.scheduler.stats) if use_tqdm else None
         reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
         with bar, OldObjectsFrozen(keeps_results=reports), InterruptsHeld() as interrupts:
             for output in self._run(requests, interrupts, after_step=show_rate):
@@ -139,7 +139,7 @@ class LLM:
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what there is after each token; closing the iterator ends the request.
+        """Complete one prompt, yielding the output so far after each token; closing the iterator ends the request.
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
@@ -166,7 +166,7 @@ class LLM:
 
     @staticmethod
     def _held(outputs: Generator[RequestOutput], interrupts: InterruptsHeld) -> Iterator[RequestOutput]:
-        """Hold Ctrl-C back while an iterator works, not while its reader does."""
+        """The same outputs, with Ctrl-C held back while they are made, but not while they are read."""
         try:
             while True:
                 with interrupts:
@@ -183,7 +183,7 @@ class LLM:
         requests: list[NewRequest],
         interrupts: InterruptsHeld,
         *,
-        after_step: Callable[[Engine], None] | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> Generator[RequestOutput]:
         """Queue requests and yield their outputs; leaving early, or by an exception, ends them.
 
@@ -196,31 +196,32 @@ class LLM:
                 engine.add(*requests)
                 self._inboxes |= dict.fromkeys(unfinished, inbox)
             while unfinished:
-                interrupts.check()
+                if interrupts.noted:
+                    interrupts.pass_on()
                 with self._turn() as engine:
                     if not inbox:
                         self._step(engine)
                         if after_step is not None:
-                            after_step(engine)
+                            after_step()
                 while inbox:
                     output = inbox.popleft()
                     if output.finished:
                         unfinished.discard(output.request_id)
                     yield output
         finally:
-            # A forgotten iterator is closed by the garbage collector at any moment, maybe within somebody's step: then
-            # the lock is taken, and whoever takes it next aborts. In a forked child it is nobody's request.
+            # The garbage collector closes a forgotten iterator at any moment, maybe within another call's step: then
+            # the lock is taken, and its next holder aborts. A forked child aborts nothing: the parent goes on.
             self._abandoned.extend(unfinished)
-            if unfinished and not self._process.is_elsewhere and self._lock.acquire(blocking=False):
+            if unfinished and os.getpid() == self._process_id and self._lock.acquire(blocking=False):
                 try:
                     self._abort_abandoned()
                 finally:
                     self._lock.release()
 
     def _step(self, engine: Engine) -> None:
-        """One step for everybody's requests; each output goes to the call that waits for it."""
+        """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
-            if not engine.has_unfinished:
+            if not engine.requests:
                 raise RuntimeError("the engine has lost a request that a call still waits for; please report this.")
             engine.step()
         while engine.outputs:
@@ -236,8 +237,8 @@ class LLM:
         engine = self._open_engine()
         if self._owner == threading.get_ident():
             raise RuntimeError(
-                "this LLM was called from within one of its own steps, by on_step or a logits processor, and would "
-                "wait for itself for ever. Take note of what is wanted there, and call it after the step."
+                "this LLM was called from within one of its own steps, by on_step or a logits processor, which "
+                "would be a deadlock. Call it after the step."
             )
         with self._lock:
             self._owner = threading.get_ident()
@@ -275,18 +276,17 @@ class LLM:
             engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """Forget all KV, and what was captured of the model, after an edit that nothing tells the engine.
+        """Forget all KV and captured graphs after an edit of the model that the engine cannot detect.
 
-        Such are edits of weights that leave no trace in a parameter's version or storage, and edits of anything else of
-        a module (its functions, flags, submodules) while requests run; between calls the engine sees those itself, as
-        far as they replace an attribute.
+        Those are edits of weights that change neither a parameter's version nor its storage, and edits of a module's
+        functions, flags or submodules while requests run; between calls the engine detects replaced attributes.
         """
         with InterruptsHeld(), self._turn() as engine:
             engine.drop_computed()
 
     def close(self) -> None:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
-        if self._process.is_elsewhere:
+        if os.getpid() != self._process_id:
             return
         with suppress(EngineClosedError), InterruptsHeld(), self._turn() as engine:
             engine.close()
@@ -299,23 +299,23 @@ class LLM:
         self.close()
 
     def _open_engine(self) -> Engine:
-        self._process.check()
+        if os.getpid() != self._process_id:
+            raise ForkedChildError("LLM", self._process_id)
         if self._engine is None:
             raise EngineClosedError("this LLM is closed; build a new one.")
         return self._engine
 
 
-def _rate_display(bar: tqdm, engine: Engine) -> Callable[[Engine], None]:
-    """Shows tokens/s beside a bar over requests, with the tokens of those that run still, a few times a second."""
+def _rate_display(bar: tqdm, counters: SchedulerStats) -> Callable[[], None]:
+    """Shows the tokens/s of all steps beside a bar over requests, four times a second."""
     start = shown = time.monotonic()
-    num_before = engine.scheduler.stats.num_output_tokens
+    num_before = counters.num_output_tokens
 
-    def after_step(engine: Engine) -> None:
+    def after_step() -> None:
         nonlocal shown
-        if not bar.disable:
-            now, num_tokens = time.monotonic(), engine.scheduler.stats.num_output_tokens - num_before
-            is_due = now - shown > 0.25
-            bar.set_postfix_str(f"{num_tokens / (now - start):.0f} tokens/s", refresh=is_due)
-            shown = now if is_due else shown
+        now = time.monotonic()
+        is_due = now - shown > 0.25
+        bar.set_postfix_str(f"{(counters.num_output_tokens - num_before) / (now - start):.0f} tokens/s", refresh=is_due)
+        shown = now if is_due else shown
 
     return after_step

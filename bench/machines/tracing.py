@@ -36,7 +36,7 @@ def steady(path: Path, num_running: int, *, rounds: int = 5, num_steps: int = 10
     with TraceWriter(path) as trace:
         trace.begin(scheduler.config)
         observers = StepObservers([trace])
-        observers.request_added([*scheduler.running])
+        observers.notify("request_added", [*scheduler.running])
         batch = scheduler.schedule()
         for _ in range(rounds):
             start = time.process_time()

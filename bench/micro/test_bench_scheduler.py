@@ -68,7 +68,7 @@ def test_trace_of_a_step(benchmark: BenchmarkFixture, tmp_path: Path, num_runnin
     with TraceWriter(tmp_path / "out.json") as trace:
         trace.begin(scheduler.config)
         observers = StepObservers([trace])
-        observers.request_added([*scheduler.running, *scheduler.waiting])
+        observers.notify("request_added", [*scheduler.running, *scheduler.waiting])
         times = itertools.count(1)
 
         def prepare() -> tuple[tuple[ScheduledBatch, list[Sequence]], dict[str, object]]:

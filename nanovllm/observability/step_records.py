@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +23,14 @@ RECENT_STEPS = 1000
 class StepRecord:
     """One step that was read.
 
-    time, start_time: when it was read and all was done with it, and when its scheduling began, in seconds on the
-        engine's clock.
+    time, start_time: end of its update and begin of its scheduling, in seconds on the engine's clock.
     num_sequences: sequences in the step.
-    num_decode_tokens, num_prefill_tokens: the tokens that it computed, one for each decode, and of chunks.
-    num_cached_tokens: tokens that it found in the prefix cache instead.
-    num_running, num_waiting, num_used_blocks: once it was read.
-    ttfts: of the sequences that got their first token from it, the seconds since their arrival.
-    schedule_time, execute_time, update_time: seconds. Executing is launching and then waiting for the tokens; with
-        overlap, what the host does in between is not counted.
+    num_decode_tokens, num_prefill_tokens: computed tokens, one for each decode, and those of chunks.
+    num_cached_tokens: tokens found in the prefix cache instead.
+    num_running, num_waiting, num_used_blocks: after its update.
+    ttfts: seconds since their arrival, of the sequences that got their first token from it.
+    schedule_time, execute_time, update_time: seconds. Executing is launching and waiting for the tokens, without
+        what the host does in between with overlap.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
     request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
     """
@@ -73,7 +71,7 @@ class StepTimes:
 
 
 class Observer:
-    """Follows an engine, called in the thread that steps it; a subclass overrides what it wants to hear of."""
+    """Follows an engine, called in the thread that steps it; a subclass overrides the events that it needs."""
 
     def request_added(self, sequences: list[Sequence]) -> None:
         """A request was queued; its samples' sequences."""
@@ -101,8 +99,8 @@ class OnStep(Observer):
 class StepObservers:
     """The observers of one engine, and the counters of its recent steps.
 
-    An observer that raises is logged with its traceback and dropped, since a tool that watches must not end the
-    requests that it watches; `EngineStats.hook_error` goes on naming the error.
+    An observer that raises is logged with its traceback and dropped, since it must not end the requests that it
+    watches; `EngineStats.hook_error` keeps the error.
     """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
@@ -111,22 +109,9 @@ class StepObservers:
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
-    def __len__(self) -> int:
-        return len(self._observers)
-
     def append(self, observer: Observer) -> None:
         """Add an observer, from any thread."""
         self._observers.append(observer)
-
-    def remove(self, observer: Observer) -> None:
-        """Drop an observer, from any thread."""
-        self._observers.remove(observer)
-
-    def request_added(self, sequences: list[Sequence]) -> None:
-        self._notify("request_added", sequences)
-
-    def request_ended(self, sequence: Sequence, time: float) -> None:
-        self._notify("request_ended", sequence, time)
 
     def step_ended(
         self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
@@ -163,18 +148,18 @@ class StepObservers:
             tuple(tokens.request_ttfts),
             tuple(tokens.itls.items()),
         )
-        self._notify("step_ended", record, batch)
+        self.notify("step_ended", record, batch)
         for sequence in advanced:
             if sequence.is_finished:
-                self._notify("request_ended", sequence, times.delivered_time)
+                self.notify("request_ended", sequence, times.delivered_time)
 
-    def _notify(self, event: str, *arguments: Any) -> None:
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Call a method of every observer, by its name in `Observer`."""
         for observer in tuple(self._observers):
             try:
                 getattr(observer, event)(*arguments)
             except Exception as error:
-                with suppress(ValueError):  # removed meanwhile, from another thread
-                    self._observers.remove(observer)
+                self._observers.remove(observer)
                 self._error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)
 

@@ -26,7 +26,6 @@ from typing import Any
 from nanovllm.batch import ScheduledBatch
 from nanovllm.config import EngineConfig
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.own_process import OwnProcess
 from nanovllm.sequence import Sequence
 
 WAITING, PREFILL, DECODE, PREEMPTED, STALLED = STATES = ("waiting", "prefill", "decode", "preempted", "stalled")
@@ -92,7 +91,7 @@ class TraceWriter(Observer):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file = self.path.open("wb", buffering=0)
-        self._process = OwnProcess("TraceWriter")
+        self._process_id = os.getpid()
         self._lock = threading.Lock()  # `close` may be called in another thread than the engine's
         self._items: list[_Events | _Step] = []  # not yet written
         self._is_begun = False  # whether the first event was written
@@ -145,7 +144,7 @@ class TraceWriter(Observer):
 
     def close(self) -> None:
         """End open spans and close the file; idempotent, and a no-op in a forked child, which shares the file."""
-        if self._process.is_elsewhere:
+        if os.getpid() != self._process_id:  # a forked child
             return
         with self._lock:
             if self._file.closed:

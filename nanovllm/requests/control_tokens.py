@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-# Digits, since templates trim, change case, and escape what is not ASCII; random, since nobody may foresee them.
+# Digits, since templates trim, change case, and escape what is not ASCII; random, so that no message can contain them.
 MARKER_DIGITS = 20
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,6 @@ from jinja2 import TemplateError
 
 from nanovllm.errors import PromptTooLongError
 from nanovllm.outputs import OutputKind
-from nanovllm.requests.checks import RequestLimits, check_params, check_prompt, truncated
 from nanovllm.requests.control_tokens import ChatEncoder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
@@ -23,6 +23,33 @@ from nanovllm.validation import MAX_PRIORITY, text, texts
 Prompt = str | SequenceABC[int]
 Message = Mapping[str, Any]
 Spellings = tuple[tuple[int, ...], ...]
+
+OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
+    ("sampling_params", SamplingParams, "SamplingParams"),
+    ("priority", numbers.Integral, "a whole number"),
+    ("cache_salt", str, "a string"),
+    ("timeout", numbers.Real | None, "a number of seconds or None"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a model and its engine can serve.
+
+    vocab_size: a prompt's token ids lie below it: the rows of the embedding.
+    num_logits: the tokens that can be sampled, those of both embedding and head.
+    max_model_len: tokens of prompt and answer together.
+    model_name: in errors.
+    has_base_model: whether the head is a module apart, which prompt_logprobs needs.
+    allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
+    """
+
+    vocab_size: int
+    num_logits: int
+    max_model_len: int
+    model_name: str
+    has_base_model: bool = True
+    allow_control_tokens: bool = False
 
 
 class InputProcessor:
@@ -72,36 +99,23 @@ class InputProcessor:
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        count = len(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        each = zip(
-            prompts,
-            islice(request_ids, count),
-            _one_each("sampling_params", sampling_params, SamplingParams, count),
-            _one_each("priority", priority, numbers.Integral, count),
-            _one_each("cache_salt", cache_salt, str, count),
-            _one_each("timeout", timeout, numbers.Real | None, count),
-            strict=True,
-        )
+        params, count = SamplingParams() if sampling_params is None else sampling_params, len(prompts)
+        options = _one_each(count, sampling_params=params, priority=priority, cache_salt=cache_salt, timeout=timeout)
+        each = zip(prompts, islice(request_ids, count), options, strict=True)
         requests: list[NewRequest] = []
         spellings: dict[int, Spellings] = {}  # by the id of parameters, which prompts may share
-        for number, (prompt, request_id, params, own_priority, salt, own_timeout) in enumerate(each):
+        for number, (prompt, request_id, (params, own_priority, salt, own_timeout)) in enumerate(each):
             try:
-                _check_priority(own_priority)
-                _check_timeout(own_timeout)
-                token_ids = truncated(self.tokenize(prompt), params)
+                _check_options(params, own_priority, salt, own_timeout)
+                token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
                 check_prompt(token_ids, params, self.limits)
                 if id(params) not in spellings:
                     check_params(params, self.limits, has_tokenizer=self._tokenizer is not None)
-                    spellings[id(params)] = spellings_of(params.bad_words, self._tokenizer)
+                    spellings[id(params)] = spellings_of(params.bad_words, self._tokenizer) if params.bad_words else ()
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
-                # Of a kind that takes a message alone, which not all subclasses do.
-                kinds = PromptTooLongError, TypeError, ValueError
-                kind = next(kind for kind in kinds if isinstance(error, kind))
-                raise kind(f"prompt {number}: {error}") from error
+                raise _error_of_prompt(number, error) from error
             requests.append(
                 NewRequest(
                     request_id,
@@ -128,7 +142,7 @@ class InputProcessor:
             raise ValueError("the prompt is an empty string; it needs at least one token.")
         text("the prompt", prompt)
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
-        return list(self._tokenizer(prompt, **options)["input_ids"])
+        return _as_token_ids(self._tokenizer(prompt, **options)["input_ids"])
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -183,7 +197,7 @@ def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
 
 
 def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
-    """The token ids of each word as it stands at the beginning of a text and behind a space, each sequence once.
+    """The token ids of each word at the beginning of a text and behind a space, without duplicates.
 
     Raises ValueError for a word that the tokenizer has no tokens for.
     """
@@ -211,46 +225,106 @@ def _as_prompts(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, SequenceABC) or isinstance(prompts, (bytes, bytearray)):
-        prompts = _as_token_ids(prompts)
-    if not prompts:
+    items = _as_list(prompts)
+    if not items:
         raise ValueError("the list of prompts is empty; give at least one prompt.")
-    if all(isinstance(item, numbers.Integral) for item in prompts):
-        return [prompts]
-    return list(prompts)
+    return [items] if all(isinstance(item, numbers.Integral) for item in items) else items
 
 
-def _as_token_ids(prompt: Any) -> list[Any]:
-    """A list from a list, tuple, array or one-dimensional tensor of token ids, with Python's own numbers."""
-    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
-        raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r}.")
+def _as_token_ids(prompt: Any) -> list[int]:
+    """Python's own numbers from a list, tuple, array or one-dimensional tensor of token ids."""
+    items = _as_list(prompt)
     if set(map(type, items)) <= {int}:  # a prompt may be long, and this is fast
-        return list(items)
-    is_number = [isinstance(item, numbers.Integral) and not isinstance(item, bool) for item in items]
-    return [int(item) if fits else item for item, fits in zip(items, is_number, strict=True)]
+        return items
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, numbers.Integral):
+            raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
+    return [int(item) for item in items]
 
 
-def _one_each(name: str, values: Any, kind: Any, count: int) -> list[Any]:
-    """`values` for each of `count` prompts: itself if it is one, else as many as there are prompts."""
-    kind_name = kind.__name__ if isinstance(kind, type) else "float or None"
-    if isinstance(values, kind) and not isinstance(values, bool):
-        return [values] * count
-    if not isinstance(values, SequenceABC) or isinstance(values, str):
-        raise TypeError(f"{name} must be of type {kind_name} or a list of them, not {values!r}.")
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one each.")
-    for value in values:
+def _as_list(values: Any) -> list[Any]:
+    items = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(items, SequenceABC) or isinstance(items, (str, bytes, bytearray)):
+        raise TypeError(f"a prompt is a string or a list of token ids, not {values!r}.")
+    return list(items)
+
+
+def _one_each(count: int, **options: Any) -> Iterator[tuple[Any, ...]]:
+    """The options of each of `count` prompts: of every option the one value given for all, or one each."""
+    for name, values in options.items():
+        if not isinstance(values, SequenceABC) or isinstance(values, str):
+            options[name] = [values] * count
+        elif len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one each.")
+    return zip(*options.values(), strict=True)
+
+
+def _error_of_prompt(number: int, error: Exception) -> Exception:
+    """The error of one of several prompts, of a kind that takes a message alone, which not all subclasses do."""
+    kind = next(kind for kind in (PromptTooLongError, TypeError, ValueError) if isinstance(error, kind))
+    return kind(f"prompt {number}: {error}")
+
+
+def _check_options(params: Any, priority: Any, cache_salt: Any, timeout: Any) -> None:
+    """Raise TypeError or ValueError for an option of one request."""
+    for (name, kind, kind_name), value in zip(OPTION_KINDS, (params, priority, cache_salt, timeout), strict=True):
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name} must hold {kind_name} only, not {value!r}.")
-    return list(values)
-
-
-def _check_priority(priority: int) -> None:
+            raise TypeError(f"{name} must be {kind_name}, or a list of one for each prompt, not {value!r}.")
     if abs(priority) > MAX_PRIORITY:
         raise ValueError(f"priority is {priority}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}.")
-
-
-def _check_timeout(timeout: float | None) -> None:
     if timeout is not None and not (0.0 < timeout < math.inf):  # NaN fails the comparison too
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds above 0, or None for no limit.")
+
+
+def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: RequestLimits) -> None:
+    """Raise ValueError for a prompt, truncated already, that cannot be served with these parameters."""
+    vocab_size, max_model_len = limits.vocab_size, limits.max_model_len
+    if not prompt_token_ids:
+        raise ValueError("the prompt is empty; it needs at least one token.")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"the prompt holds token id {low if low < 0 else high}, outside the vocabulary of {vocab_size} "
+            "tokens (0 to vocabulary - 1)."
+        )
+    length = len(prompt_token_ids)
+    if length >= max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len "
+            f"({max_model_len}). Shorten it to at most {max_model_len - 1} tokens (truncate_prompt_tokens does), or "
+            "raise max_model_len if the model and the KV cache allow."
+        )
+    if params.min_tokens > max_model_len - length:
+        raise ValueError(
+            f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len "
+            f"({max_model_len}) leaves room for {max_model_len - length}."
+        )
+
+
+def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer: bool) -> None:
+    """Raise ValueError for parameters that this model or tokenizer cannot serve."""
+    vocab_size = limits.num_logits
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token_id in getattr(params, name):
+            if token_id >= vocab_size:
+                raise ValueError(f"{name} holds {token_id}, outside the vocabulary of {vocab_size} tokens.")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab_size:
+            raise ValueError(f"{name} is {count}, more tokens than the vocabulary has; at most {vocab_size}.")
+    if params.prompt_logprobs is not None and not limits.has_base_model:
+        raise ValueError(
+            f"prompt_logprobs is {params.prompt_logprobs}, and {limits.model_name} has no base model apart "
+            "from its head, whose logits could be made in pieces. Leave it out."
+        )
+    if has_tokenizer:
+        return
+    for name, is_used in (
+        ("stop strings", bool(params.stop)),
+        ("bad_words", bool(params.bad_words)),
+        ("skip_special_tokens=False", not params.skip_special_tokens),
+    ):
+        if is_used:
+            raise ValueError(
+                f"{name} need a tokenizer, and the engine was built without one; pass tokenizer=... to LLM."
+            )

@@ -1,13 +1,17 @@
-"""Turns the tokens that a step gave into outputs: text, stop strings, and which requests have something to show."""
+"""Turns the tokens that steps give into outputs: text, stop strings, times, and one output of a request's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from nanovllm.outputs import RequestOutput
-from nanovllm.requests.request import Request
-from nanovllm.sequence import Sequence
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.seeds import request_seed, sample_seed
+from nanovllm.sequence import NewRequest, Sequence
 
 
 @dataclass(slots=True)
@@ -21,15 +25,229 @@ class TokenTimes:
 
     ttfts: list[float] = field(default_factory=list)
     request_ttfts: list[float] = field(default_factory=list)
-    itls: dict[float, int] = field(default_factory=dict)
+    itls: defaultdict[float, int] = field(default_factory=lambda: defaultdict(int))
 
-    def add_first(self, ttft: float, *, is_of_request: bool) -> None:
-        self.ttfts.append(ttft)
-        if is_of_request:
-            self.request_ttfts.append(ttft)
 
-    def add_next(self, itl: float) -> None:
-        self.itls[itl] = self.itls.get(itl, 0) + 1
+class Sample:
+    """One sampled continuation of a request: the sequence that computes it, its text, its times.
+
+    The text is detokenised as it grows if the request streams or has stop strings, else once at the end.
+
+    Args:
+        tokenizer: None leaves the text empty.
+        record_itl: keep the seconds between tokens, one by one.
+    """
+
+    def __init__(
+        self, request: NewRequest, sequence: Sequence, tokenizer: Any = None, *, record_itl: bool = False
+    ) -> None:
+        params = sequence.params
+        self.sequence = sequence
+        self.is_streamed = request.output_kind is not OutputKind.FINAL
+        self._request = request
+        self._tokenizer = tokenizer
+        self._incremental: IncrementalDetokenizer | None = None
+        if tokenizer is not None and (self.is_streamed or params.stop):
+            self._incremental = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        # Characters at the end of the text that may begin a stop string, which the next tokens complete.
+        self._hold_back = 0 if params.include_stop_str_in_output else max(map(len, params.stop), default=1) - 1
+        self._stopped_at: int | None = None
+        self._text_without_tokenizer = ""
+        self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
+        self.last_token_time: float | None = None
+        self._first_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._max_itl: float | None = None
+        self._itls: list[float] | None = [] if record_itl else None
+
+    def advance(self, now: float) -> str | None:
+        """Take the sequence's newest token; returns the stop string that it completes, if it does."""
+        if self.last_token_time is None:
+            self._first_token_time = now
+        else:
+            itl = now - self.last_token_time
+            if self._max_itl is None or itl > self._max_itl:
+                self._max_itl = itl
+            if self._itls is not None:
+                self._itls.append(itl)
+        self.last_token_time = now
+        if self._incremental is None:
+            return None
+        params, searched = self.sequence.params, len(self._incremental.text)
+        self._incremental.add(self.sequence.token_ids[-1])
+        if not params.stop or self.sequence.num_output_tokens < params.min_tokens:
+            return None
+        # A string that ended before was searched for then, and maybe passed over because of min_tokens.
+        text = self._incremental.text
+        found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in params.stop]
+        at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
+        if stop is not None:
+            self._stopped_at = at + len(stop) if params.include_stop_str_in_output else at
+        return stop
+
+    def fail_text(self, error: Exception) -> None:
+        """The tokenizer failed: the sample ends with all its tokens, and of its text with what was shown."""
+        if self._incremental is not None and self.is_streamed:
+            self._text_without_tokenizer = self._shown_text(self._incremental)
+        self._tokenizer = self._incremental = None
+        self.sequence.error_kind = ErrorKind.INTERNAL
+        self.sequence.error = (
+            f"request {self.sequence.request_id!r}: the tokenizer could not decode its tokens "
+            f"({type(error).__name__}: {error})"
+        )
+
+    def output(self, now: float) -> RequestOutput:
+        """The output at the time `now`; each delta is given once."""
+        sequence = self.sequence
+        is_finished = sequence.is_finished
+        if is_finished and self._finished_time is None:
+            self._finished_time = now
+        first = self._num_shown_tokens
+        text, token_ids = self._text(), sequence.token_ids[sequence.num_prompt_tokens + first :]
+        if self._request.output_kind is OutputKind.DELTA:
+            self._num_shown_tokens += len(token_ids)
+            text, self._num_shown_chars = text[self._num_shown_chars :], max(len(text), self._num_shown_chars)
+        completion = CompletionOutput(
+            index=sequence.index,
+            text=text,
+            token_ids=token_ids.tolist(),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[first:],
+        )
+        return RequestOutput(
+            request_id=sequence.request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=[completion],
+            finished=is_finished,
+            num_cached_tokens=sequence.num_cached_tokens,
+            metrics=self._metrics(),
+            error=sequence.error,
+            prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
+            error_kind=sequence.error_kind,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        sequence = self.sequence
+        first, last, num_tokens = self._first_token_time, self.last_token_time, sequence.num_output_tokens
+        gaps = None if first is None or last is None else last - first
+        return RequestMetrics(
+            arrival_time=sequence.arrival_time,
+            scheduled_time=sequence.scheduled_time,
+            first_token_time=first,
+            last_token_time=last,
+            finished_time=self._finished_time,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_output_tokens=num_tokens,
+            num_preemptions=sequence.num_preemptions,
+            mean_itl=None if gaps is None or num_tokens < 2 else gaps / (num_tokens - 1),
+            max_itl=self._max_itl,
+            itls=None if self._finished_time is None else self._itls,
+        )
+
+    def _text(self) -> str:
+        """The text so far; successive texts of a stream only grow at the end."""
+        if self._tokenizer is None:
+            return self._text_without_tokenizer
+        incremental, is_finished = self._incremental, self._finished_time is not None
+        if incremental is not None and self._stopped_at is not None:
+            return incremental.text[: self._stopped_at]
+        if incremental is None or (is_finished and not self.is_streamed):
+            token_ids, skips_special = self.sequence.output_token_ids, self.sequence.params.skip_special_tokens
+            return decode(self._tokenizer, token_ids, skip_special_tokens=skips_special)
+        return incremental.text + incremental.unfinished_text() if is_finished else self._shown_text(incremental)
+
+    def _shown_text(self, incremental: IncrementalDetokenizer) -> str:
+        return incremental.text[: max(0, len(incremental.text) - self._hold_back)]
+
+
+class Request:
+    """A request as its owner sees it: its id, its deadline, its samples in order of their index, a sequence each.
+
+    Args:
+        number: how many requests the engine has had before; unseeded ones draw by it.
+        arrivals: counts the engine's sequences.
+    """
+
+    def __init__(
+        self,
+        new: NewRequest,
+        config: EngineConfig,
+        *,
+        tokenizer: Any,
+        eos_token_ids: Iterable[int],
+        number: int,
+        arrivals: Iterator[int],
+    ) -> None:
+        self.request_id = new.request_id
+        self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
+        self.is_streamed = new.output_kind is not OutputKind.FINAL
+        self.has_token = False  # any of its samples
+        seed = request_seed(config.seed, number) if new.params.seed is None else new.params.seed
+        self.sequences = [
+            Sequence(
+                new,
+                arrival=next(arrivals),
+                max_model_len=config.max_model_len,
+                eos_token_ids=eos_token_ids,
+                seed=sample_seed(seed, index),
+                index=index,
+            )
+            for index in range(new.params.n)
+        ]
+        self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    def output(self, now: float) -> RequestOutput:
+        """The request's output at the time `now`."""
+        outputs = []
+        for sample in self.samples:
+            try:
+                outputs.append(sample.output(now))
+            except Exception as error:  # a tokenizer that cannot decode, of a finished sample
+                sample.fail_text(error)
+                sample.sequence.finish_reason = "error"
+                outputs.append(sample.output(now))
+        return outputs[0] if len(outputs) == 1 else _merged(outputs)
+
+
+def _merged(samples: list[RequestOutput]) -> RequestOutput:
+    """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
+    failed = next((sample for sample in samples if sample.error), samples[0])
+    return replace(
+        samples[0],
+        outputs=[completion for sample in samples for completion in sample.outputs],
+        finished=all(sample.finished for sample in samples),
+        metrics=_merged_metrics([sample.metrics for sample in samples]),
+        error=failed.error,
+        error_kind=failed.error_kind,
+    )
+
+
+def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
+    def known(name: str) -> list[Any]:
+        return [value for value in (getattr(sample, name) for sample in samples) if value is not None]
+
+    num_gaps = [max(0, sample.num_output_tokens - 1) for sample in samples]
+    in_gaps = sum(gaps * (sample.mean_itl or 0.0) for gaps, sample in zip(num_gaps, samples, strict=True))
+    ends, itls = known("finished_time"), known("itls")
+    return replace(
+        samples[0],
+        scheduled_time=min(known("scheduled_time"), default=None),
+        first_token_time=min(known("first_token_time"), default=None),
+        last_token_time=max(known("last_token_time"), default=None),
+        finished_time=max(ends) if len(ends) == len(samples) else None,
+        num_output_tokens=sum(sample.num_output_tokens for sample in samples),
+        num_preemptions=sum(sample.num_preemptions for sample in samples),
+        mean_itl=in_gaps / sum(num_gaps) if any(num_gaps) else None,
+        max_itl=max(known("max_itl"), default=None),
+        itls=[itl for of_sample in itls for itl in of_sample] if len(itls) == len(samples) else None,
+    )
 
 
 class OutputProcessor:
@@ -45,22 +263,21 @@ class OutputProcessor:
     def advance(self, sequences: Iterable[Sequence], now: float, times: TokenTimes) -> list[tuple[Sequence, str]]:
         """Detokenise the new tokens; returns the unfinished sequences that end by their text, with the reason.
 
-        Args:
-            times: takes how long each token was awaited.
+        Adds to `times` how long each token was awaited.
         """
         ended = []
         for sequence in sequences:
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            num_tokens = len(sequence.token_ids)
-            if sample.num_seen_tokens == num_tokens:  # it failed
+            if sequence.finish_reason == "error":  # instead of a token
                 continue
-            sample.num_seen_tokens = num_tokens
             if sample.last_token_time is None:
-                times.add_first(now - sequence.arrival_time, is_of_request=not request.has_token)
-                request.has_token = True
+                times.ttfts.append(now - sequence.arrival_time)
+                if not request.has_token:
+                    request.has_token = True
+                    times.request_ttfts.append(times.ttfts[-1])
             else:
-                times.add_next(now - sample.last_token_time)
+                times.itls[now - sample.last_token_time] += 1
             try:
                 stop = sample.advance(now)
             except Exception as error:  # it ends the sample that cannot be decoded, not its neighbours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -12,9 +13,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanovllm.engine import Engine
-from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, StepError
+from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
 from nanovllm.gc_control import OldObjectsFrozen
-from nanovllm.own_process import OwnProcess
 from nanovllm.streaming.heartbeat import Heartbeat
 from nanovllm.streaming.streams import OutputRouter
 
@@ -51,7 +51,7 @@ class EngineThread:
         self._stats = engine.stats()  # as of the end of the last step
         self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
         self._prepares = prepares_when_idle  # False once nothing is left to capture
-        self.process = OwnProcess("AsyncLLM")
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
         self._thread.start()
@@ -60,7 +60,8 @@ class EngineThread:
 
     def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
         """Run `call(engine)` before the next step; raises EngineDeadError or EngineClosedError after the last one."""
-        self.process.check()
+        if self.is_elsewhere:
+            raise self.refusal()
         future: Future[Result] = Future()
         with self._changes:
             if self._is_stopping or self._has_ended:
@@ -76,8 +77,15 @@ class EngineThread:
         stats, busy_since = self._stats, self._busy_since
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a forked child, which has no such thread."""
+        return os.getpid() != self._process_id
+
     def refusal(self) -> Exception:
-        """Build the exception for a call to a dead or closed engine, a new one per caller."""
+        """Build the exception for a call to a dead or closed engine or in a forked child, a new one per caller."""
+        if self.is_elsewhere:
+            return ForkedChildError("AsyncLLM", self._process_id)
         if self._cause is None:
             return EngineClosedError("this AsyncLLM is closed; build a new one.")
         error = EngineDeadError(f"the engine died ({type(self._cause).__name__}: {self._cause}); build a new one.")
@@ -90,7 +98,7 @@ class EngineThread:
 
     def stop(self) -> None:
         """Abort every request and end the thread after the running step; does nothing in a forked child."""
-        if self.process.is_elsewhere:
+        if self.is_elsewhere:
             return
         with self._changes:
             self._is_stopping = True
@@ -115,7 +123,7 @@ class EngineThread:
                             self._step()
                         self._look_for_clients()
             self._answer()
-            self._abort([*self._engine.request_ids])  # stopped
+            self._abort([*self._engine.requests])  # stopped
         except BaseException as error:
             # The engine wraps a device error; report the original.
             self._cause = error.__cause__ if isinstance(error, EngineDeadError) and error.__cause__ else error

@@ -74,11 +74,10 @@ FILES = {
         "engine.py",
         "scheduler.py",
         "block_manager.py",
-        "requests/request.py",
         "sequence.py",
         "observability/step_records.py",
     ),
-    "text": ("requests/output_processor.py", "requests/sample.py", "requests/detokenizer.py"),
+    "text": ("requests/output_processor.py", "requests/detokenizer.py"),
     "runner": ("model_runner.py", "execution/", "model/binding.py", "attention/", "sampling/"),
 }
 

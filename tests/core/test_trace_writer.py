@@ -120,7 +120,7 @@ def test_requests_that_end_early_say_why(path, overlap):
         for _ in range(10):
             engine.step()
         engine.abort("runs")
-        while "late" in engine.request_ids:
+        while "late" in engine.requests:
             engine.step()
         engine.abort("waits")
         engine.close()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm.outputs import CompletionOutput, OutputKind
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.requests.sample import Sample
+from nanovllm.requests.output_processor import Sample
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer

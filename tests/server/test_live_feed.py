@@ -347,7 +347,7 @@ def test_without_ui_there_is_neither_page_nor_feed():
     with serving({"ui": False}) as running, running.http() as http:
         assert http.get("/").status_code == 404
         assert refusal(http, "/ui/events")[0] == 404
-        assert len(running.engine.observers) == 1  # the metrics
+        assert len(running.engine.observers._observers) == 1  # the metrics
 
 
 def test_too_many_pages_are_refused_and_their_places_come_back():

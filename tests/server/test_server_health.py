@@ -27,14 +27,12 @@ def held_step(running: Serving) -> Iterator[None]:
         holds.set()
         may_go_on.wait(60.0)
 
-    observer = OnStep(hold)
-    running.engine.observers.append(observer)
+    running.engine.observers.append(OnStep(hold))
     connection = raw_stream(running, ENDLESS)
     try:
         assert holds.wait(60.0)
         yield
     finally:
-        running.engine.observers.remove(observer)
         may_go_on.set()
         connection.close()
 

@@ -133,7 +133,7 @@ def simulate(path: Path, num_requests: int, *, seed: int = 0) -> int:
                     max_model_len=2048,
                 )
                 scheduler.add(sequence)
-                observers.request_added([sequence])
+                observers.notify("request_added", [sequence])
                 num_added += 1
                 next_arrival = now + rng.expovariate(40)
             start = now

@@ -31,7 +31,7 @@ class NanoVLLM:
         self._engine.model_runner.binding.caches.take_memory()
 
     def prepare(self, workload: Workload) -> None:
-        from nanovllm.requests.checks import check_prompt
+        from nanovllm.requests.input_processor import check_prompt
         from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()

@@ -147,9 +147,10 @@ class Replica:
             request = self._requests[sequence.request_id]
             request.token_times.append(now)
             if len(request.token_times) == 1:
-                times.tokens.add_first(now - sequence.arrival_time, is_of_request=True)
+                times.tokens.ttfts.append(now - sequence.arrival_time)
+                times.tokens.request_ttfts.append(times.tokens.ttfts[-1])
             else:
-                times.tokens.add_next(now - request.token_times[-2])
+                times.tokens.itls[now - request.token_times[-2]] += 1
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]
