@@ -42,10 +42,13 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def find_kernel(file: str, name: str) -> Any | None:
-    """`name` of `kernels/<file>.py`; None without the `kernels` room. Call it at construction, not in a step."""
+    """`name` of `kernels/<file>.py`; None without the `kernels` room, or without Triton where that needs it.
+
+    Call it at construction, not in a step.
+    """
     try:
         return getattr(import_module(f"nanovllm.kernels.{file}"), name)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("nanovllm.kernels"):
+        if not (error.name or "").startswith(("nanovllm.kernels", "triton")):
             raise
         return None

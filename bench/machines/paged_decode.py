@@ -65,6 +65,7 @@ class Case:
             for keys, values in self.caches:
                 attend(self.query, keys, values)
 
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.no_grad(), torch.cuda.stream(stream):
             run()
@@ -100,16 +101,13 @@ class Case:
 
 
 def variants() -> Iterator[DecodeSizes]:
-    for tile, num_stages, num_warps in (
-        (32, 4, 2), (32, 4, 1), (32, 3, 2), (32, 6, 2), (32, 4, 4), (64, 3, 2), (64, 3, 4), (64, 2, 2), (64, 4, 4),
-        (16, 6, 1),
-    ):  # fmt: skip
+    for tile, num_stages, num_warps in ((32, 4, 2), (64, 3, 4), (64, 2, 4), (32, 4, 4), (32, 3, 2)):
         yield MEASURED._replace(tile=tile, num_stages=num_stages, num_warps=num_warps)
 
 
 def cuts(sizes: DecodeSizes) -> Iterator[DecodeSizes]:
-    for programs, least_tokens in itertools.product((1, 2, 3, 4, 6, 8), (64, 128, 256, 512)):
-        yield sizes._replace(programs=programs, least_tokens=least_tokens)
+    for least, most in itertools.combinations_with_replacement((1, 2, 3, 4, 6), 2):
+        yield sizes._replace(least_programs=least, most_programs=most)
 
 
 def main() -> None:
@@ -118,7 +116,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=3, default=[16, 8, 128], help="query heads, KV heads, head size")
     parser.add_argument("--rows", type=int, default=0, help="decodes of the step with padding")
     parser.add_argument("--variants", action="store_true", help="tiles, stages and warps")
-    parser.add_argument("--cuts", action="store_true", help="programs of a multiprocessor, least tokens of a piece")
+    parser.add_argument("--cuts", action="store_true", help="programs of a multiprocessor")
     parser.add_argument("--no-flex", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.cases:
@@ -126,19 +124,14 @@ def main() -> None:
 
         def show(label: str, micros: Any, case: Case = case, name: str = name) -> None:
             rate = case.num_bytes / micros / 1e6
-            print(f"{name:>16} {label:44} {micros:8.1f} us {rate:6.2f} TB/s", flush=True)
+            print(f"{name:>16} {label:74} {micros:8.1f} us {rate:6.2f} TB/s", flush=True)
 
         if not arguments.no_flex:
             show("flex", case.flex())
-        show("measured", case.kernel(MEASURED))
-        if arguments.cuts:
-            found = sorted((case.kernel(sizes), sizes) for sizes in cuts(MEASURED))
-            for micros, sizes in (*found[:4], found[-1]):
-                show(f"programs {sizes.programs} least {sizes.least_tokens}", micros)
-        if arguments.variants:
-            for sizes in variants():
-                label = f"tile {sizes.tile} stages {sizes.num_stages} warps {sizes.num_warps}"
-                show(label, case.kernel(sizes))
+        for variant in variants() if arguments.variants else (MEASURED,):
+            found = sorted((case.kernel(sizes), sizes) for sizes in (cuts(variant) if arguments.cuts else (variant,)))
+            for micros, sizes in found[:3]:
+                show(" ".join(f"{key} {size}" for key, size in sizes._asdict().items()), micros)
 
 
 if __name__ == "__main__":

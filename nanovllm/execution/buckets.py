@@ -64,6 +64,14 @@ def round_up(sizes: list[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
 
 
+class HeadShape(NamedTuple):
+    """What a captured head computes: logits of so many rows, and of them tokens, filters applied, if it draws."""
+
+    num_samples: int
+    draws: bool
+    has_filters: bool = False
+
+
 def spread(sizes: list[int], factor: float) -> set[int]:
     """The largest of the ascending sizes, and of the others those that are smaller than the next by this factor."""
     chosen = [sizes[-1]]
@@ -125,8 +133,13 @@ class Buckets:
         return GraphShape(num_decodes, num_rows, num_tiles, is_uneven)
 
     def num_samples(self, count: int) -> int:
-        """The number of sample rows, rounded up; 0 for none."""
-        return round_up(self.sample_counts, count) if count else 0
+        """The number of sample rows, rounded up."""
+        return round_up(self.sample_counts, count)
+
+    def heads(self) -> list[HeadShape]:
+        """Every head that steps may need, those of the most samples first."""
+        counts = reversed(self.sample_counts)
+        return [HeadShape(n, *kind) for n in counts for kind in ((True, False), (True, True), (False, False))]
 
     @staticmethod
     def stand_in(shape: GraphShape, captured: Iterable[GraphShape], *, at_any_cost: bool = False) -> GraphShape | None:

@@ -8,7 +8,6 @@ another shape runs as a larger one, or without a graph.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -27,13 +26,14 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
 from nanovllm.device import DEVICE_LOCK, to_device
-from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.graph_inputs import StepInputs, StepPacking, with_sampled
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw_suffices
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.sampler import DrawInputs, Sampler, needs_logits_only
+from nanovllm.sampling.sampler import Sampler
 
 logger = logging.getLogger("nanovllm")
 
@@ -83,7 +83,7 @@ class GraphExecutor:
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._pool = GraphPool(binding.device)
         self._forwards: OrderedDict[GraphShape, torch.cuda.CUDAGraph] = OrderedDict()
-        self._heads: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by number of samples, and whether it draws
+        self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
         self._runs_as: dict[GraphShape, GraphShape] = {}  # of shapes that are not captured
         self._missed: dict[GraphShape, None] = {}  # the same ever since; captured when there is time
         self._usual = deque(self._buckets.usual())  # captured after those
@@ -93,8 +93,9 @@ class GraphExecutor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
-        if needs_logits_only(sequences, positions):
+        if draw_suffices(sequences, positions):
             draws = DrawInputs.from_sequences(sequences, positions)
+        head = HeadShape(self._buckets.num_samples(count), draws is not None, draws is not None and draws.has_filters())
         shape = self._buckets.shape(layout, len(tiles.blocks))
         # Prompt logits are read in pieces, and a hook is the owner's own code, to be called in each step.
         is_whole = report.prompt is not None or self._binding.has_hooks()
@@ -103,12 +104,11 @@ class GraphExecutor:
         self._upload(shape, layout, tiles, draws)
         if is_whole:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
-            self._take_logits(self._run_whole(shape, count, report), draws=draws is not None)
+            self._run_whole(shape, head, report)
         else:
             self._run(self._forwards.get(shape), partial(self._forward, shape))
             if count:
-                head = self._buckets.num_samples(count), draws is not None
-                self._run(self._head_graph(*head), partial(self._head, *head))
+                self._run(self._head_graph(head), partial(self._head, head))
         if draws is None and count:
             assert self._logits is not None
             with torch.no_grad():
@@ -158,23 +158,23 @@ class GraphExecutor:
         with torch.no_grad():
             self._states.copy_(states)
 
-    def _head(self, num_samples: int, draws: bool) -> None:
+    def _head(self, head: HeadShape) -> None:
         """Logits of the hidden states, and tokens if they are drawn here; captured by number of samples."""
         assert self._states is not None
-        states = self._states[:num_samples]
-        self._take_logits(self._binding.head(states) if self._splits_head else states, draws=draws)
+        states = self._states[: head.num_samples]
+        self._take_logits(self._binding.head(states) if self._splits_head else states, head)
 
-    def _run_whole(self, shape: GraphShape, count: int, report: StepLogprobs) -> Tensor:
-        """One forward pass from tokens to logits [num_samples, vocab_size], padding included."""
-        rows = self._draw_inputs.sample_rows[: self._buckets.num_samples(max(1, count))]
-        return self._binding.forward_step(*self._attention_step(shape), rows, report)
+    def _run_whole(self, shape: GraphShape, head: HeadShape, report: StepLogprobs) -> None:
+        """The step as one forward pass from tokens to logits."""
+        rows = self._draw_inputs.sample_rows[: head.num_samples]
+        self._take_logits(self._binding.forward_step(*self._attention_step(shape), rows, report), head)
 
-    def _take_logits(self, logits: Tensor, *, draws: bool) -> None:
-        inputs, count = self._draw_inputs, len(logits)
+    def _take_logits(self, logits: Tensor, head: HeadShape) -> None:
+        count = head.num_samples
         with torch.no_grad():
-            if draws:
-                parts = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales
-                self._sampled[:count] = self._sampler.draw(logits, *(part[:count] for part in parts))
+            if head.draws:
+                inputs = DrawTensors(*(values[:count] for values in self._draw_inputs.draws))
+                self._sampled[:count] = self._sampler.draw(logits, inputs, has_filters=head.has_filters)
                 return
             if self._logits is None:
                 with torch.inference_mode(False):
@@ -210,14 +210,14 @@ class GraphExecutor:
         self._runs_as.clear()
         logger.debug("captured %s", shape)
 
-    def _head_graph(self, num_samples: int, draws: bool) -> torch.cuda.CUDAGraph | None:
-        if self._captures and (num_samples, draws) not in self._heads:
+    def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
+        if self._captures and head not in self._heads:
             inputs, sampled = self._inputs.clone(), self._sampled.clone()  # of the step that waits for it
-            self._heads[num_samples, draws] = self._pool.capture(partial(self._head, num_samples, draws))
+            self._heads[head] = self._pool.capture(partial(self._head, head))
             self._inputs.copy_(inputs)
             self._sampled.copy_(sampled)
-            logger.debug("captured the head of %d samples, drawn: %s", num_samples, draws)
-        return self._heads.get((num_samples, draws))
+            logger.debug("captured %s", head)
+        return self._heads.get(head)
 
     def warm_up(self) -> None:
         """Compile what steps need and capture the shapes that usually come, the largest first.
@@ -231,9 +231,9 @@ class GraphExecutor:
                 self._inputs.zero_()
                 self._forward(shape)
             return
-        heads: list[tuple[int, bool]] = []
+        heads: list[HeadShape] = []
         if not self._binding.is_live:
-            heads = [*itertools.product(reversed(self._buckets.sample_counts), (True, False))]
+            heads = self._buckets.heads()
             if not self.backend.compiles_each_size:
                 shapes |= dict.fromkeys(self._buckets.coarse())
         with tqdm(total=len(shapes) + len(heads), desc="Capturing CUDA graphs", leave=False, disable=None) as progress:
@@ -241,7 +241,7 @@ class GraphExecutor:
                 self._capture_forward(shape)
                 progress.update()
             for head in heads:
-                self._head_graph(*head)
+                self._head_graph(head)
                 progress.update()
 
     def capture_ahead(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.sampling.sampler import DrawInputs
+from nanovllm.sampling.draw import DrawInputs, DrawTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,14 @@ class StepInputs:
     """The parts of a packed step, as tensors on the device or arrays on the host; see `StepTables` and `DrawInputs`.
 
     sample_rows: [max_samples] int64, rows of the flat batch whose logits are wanted.
-    noise_keys: [max_samples] int64.
-    inverse_temperatures, noise_scales: [max_samples] float32.
+    draws: `DrawTensors` of [max_samples] each.
     token_ids: [num_rows] int64; -1 - i for the i-th token that the previous step samples.
     positions, slot_mapping: [num_rows] int64; the padding's are 0.
     Those of attention are int32.
     """
 
     sample_rows: Any
-    noise_keys: Any
-    inverse_temperatures: Any
-    noise_scales: Any
+    draws: Any
     token_ids: Any
     positions: Any
     slot_mapping: Any
@@ -55,6 +52,10 @@ _DRAW_PARTS = (
     ("noise_keys", _INT64),
     ("inverse_temperatures", _FLOAT32),
     ("noise_scales", _FLOAT32),
+    ("top_k", _INT32),
+    ("top_p", _FLOAT32),
+    ("min_p", _FLOAT32),
+    ("is_cold", _INT32),
 )
 _SHAPE_PARTS: tuple[tuple[str, Callable[[GraphShape, int], int], tuple[Any, torch.dtype]], ...] = (
     ("token_ids", lambda shape, _: shape.num_rows, _INT64),
@@ -93,7 +94,8 @@ class StepPacking:
             name: buffer[start:end].view(device_dtype if isinstance(buffer, Tensor) else host_dtype)
             for name, (start, end, host_dtype, device_dtype) in self._spans.items()
         }
-        return StepInputs(**parts, tables=buffer[self.num_words :])
+        draws = DrawTensors(*(parts.pop(name) for name in DrawTensors._fields))
+        return StepInputs(**parts, draws=draws, tables=buffer[self.num_words :])
 
     def pack(self, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None, buffer: NDArray[np.int32]) -> None:
         """Write a step into `buffer` [num_words + num_table_words] int32."""
@@ -109,10 +111,8 @@ class StepPacking:
             rows[padded : padded + num_tokens - real] = values[real:]
         to.sample_rows[: len(layout.sample_rows)] = layout.sample_rows + (padded - real) * (layout.sample_rows >= real)
         if draws is not None:
-            count = len(draws.noise_keys)
-            to.noise_keys[:count] = draws.noise_keys
-            to.inverse_temperatures[:count] = draws.inverse_temperatures
-            to.noise_scales[:count] = draws.noise_scales
+            for part, drawn in zip(to.draws, draws, strict=True):
+                part[: len(draws.noise_keys)] = drawn
         lengths = layout.table_lengths
         to.tables[:] = np.fromiter(
             itertools.chain.from_iterable(entry.block_table for entry in layout.entries), np.int32, len(to.tables)

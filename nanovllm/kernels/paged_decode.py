@@ -25,17 +25,18 @@ class DecodeSizes(NamedTuple):
 
     tile: tokens that are read together, at most; a smaller block has one tile.
     num_stages: one more than tiles on their way at once, at most.
-    programs: that one multiprocessor shall have, where there is work for so many.
-    least_tokens: below which a piece is not made shorter.
+    least_programs, most_programs: for each multiprocessor; as many pieces as decodes lie in between.
     """
 
     tile: int = 32
     num_stages: int = 4
     num_warps: int = 2
-    programs: int = 4
-    least_tokens: int = 128
+    least_programs: int = 2
+    most_programs: int = 4
 
 
+# On an H200 (sm_90; bfloat16, heads of 128). Other GPUs take the same in proportion to their multiprocessors, and tiles
+# and stages as shared memory holds them.
 MEASURED = DecodeSizes()
 
 
@@ -68,17 +69,22 @@ class PagedDecode:
         self._num_kv_heads, self._num_groups, head_bytes = heads
         num_multiprocessors, shared_memory = gpu
         self._block_size = block_size
-        self._most_pieces = _most_pieces(num_multiprocessors, self._num_kv_heads, sizes)
+        self._least_pieces, self._most_pieces = _bounds(num_multiprocessors, self._num_kv_heads, sizes)
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
-        self._least_tiles = max(1, sizes.least_tokens // self._sizes.tile)
+        # Hopper and later start a kernel while the one before ends.
+        self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         slots = self.most_splits(num_multiprocessors, self._num_kv_heads, sizes) * self._num_kv_heads
         entry = _kernels().ENTRY
         with torch.inference_mode(False):
-            self._pieces = torch.zeros(1 + self._most_pieces + max_decodes, entry, dtype=torch.int32, device=device)
-            self._outputs = torch.empty(slots * self._num_groups * (head_bytes // 2), device=device)
-            self._logarithms = torch.empty(slots * self._num_groups, device=device)
-            self._arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
+            num_pieces = max(self._least_pieces, min(max_decodes, self._most_pieces)) + max_decodes
+            self._pieces = torch.zeros(1 + num_pieces, entry, dtype=torch.int32, device=device)
+            self._splits = torch.zeros(max_decodes, 2, dtype=torch.int32, device=device)
             self._tables = self._pieces  # of the step, once there is one
+            # The workspace: what pieces of split decodes leave, and how many of each decode have done so.
+            num_values = slots * self._num_groups * (head_bytes // 2)  # of two bytes each, at least
+            self._outputs = torch.empty(num_values, dtype=torch.float32, device=device)
+            self._logarithms = torch.empty(slots * self._num_groups, dtype=torch.float32, device=device)
+            self._arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
 
     @staticmethod
     def suits(head_dim: int, dtype: torch.dtype) -> bool:
@@ -87,7 +93,7 @@ class PagedDecode:
     @staticmethod
     def most_splits(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes = MEASURED) -> int:
         """Upper bound of the pieces of all decodes of a step together that have more than one."""
-        return 2 * _most_pieces(num_multiprocessors, num_kv_heads, sizes)
+        return 2 * _bounds(num_multiprocessors, num_kv_heads, sizes)[1]
 
     def fill(self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor) -> None:
         """Cut a step's contexts into pieces; see `StepTables` for the arguments."""
@@ -96,8 +102,9 @@ class PagedDecode:
         kernels = _kernels()
         with torch.cuda.device_of(block_counts):
             kernels.cut_contexts[(-(-num_rows // _CUT_AT_ONCE),)](
-                table_starts, block_counts, positions, self._pieces, num_rows, self._most_pieces, self._least_tiles,
-                TILE=self._sizes.tile, ENTRY=kernels.ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
+                tables, table_starts, block_counts, positions, self._pieces, self._splits, num_rows,
+                self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
+                ENTRY=kernels.ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
             )  # fmt: skip
 
     def attend(
@@ -114,26 +121,36 @@ class PagedDecode:
         """
         if output is None:
             output = torch.empty_like(query)
-        num_rows, _, head_dim = query.shape
-        sizes, groups = self._sizes, self._num_groups
-        dims, merged_rows = _power_of_two(head_dim), _power_of_two(groups)
+        num_rows, num_heads, head_dim = query.shape
+        sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
         rows = max(16, merged_rows)  # the smallest that tensor cores take
         is_large = rows * dims > 8192 or query.dtype == torch.float32  # for the registers of two warps
+        num_pieces = min(max(num_rows, self._least_pieces), self._most_pieces) + num_rows
+        # The last program of a decode takes longer to merge than a kernel of its own, which many decodes do without.
+        merges_apart = 4 * num_rows < 3 * self._least_pieces
         kernels = _kernels()
         with torch.cuda.device_of(query):
-            kernels.attend_pieces[((self._most_pieces + num_rows) * self._num_kv_heads,)](
+            kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
                 query, key_cache, value_cache, self._tables, self._pieces, output, self._outputs, self._logarithms,
-                self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=groups, HEAD_DIM=head_dim,
+                self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups, HEAD_DIM=head_dim,
                 BLOCK_SIZE=self._block_size, ENTRY=kernels.ENTRY, TILE=sizes.tile, ROWS=rows,
                 MERGED_ROWS=merged_rows, DIMS=dims, AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * dims)),
+                MERGES=not merges_apart, OVERLAPS=self._overlaps, launch_pdl=self._overlaps,
                 num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
             )  # fmt: skip
+            if merges_apart:
+                kernels.merge_pieces[(num_rows * num_heads,)](
+                    self._splits, self._outputs, self._logarithms, output, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+                    DIMS=dims, AT_ONCE=max(16, 2 * _MERGED_ELEMENTS // dims), OVERLAPS=self._overlaps,
+                    launch_pdl=self._overlaps, num_warps=4,
+                )  # fmt: skip
         return output
 
 
-def _most_pieces(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> int:
-    """A step is cut into so many pieces, and at most one more for each of its decodes."""
-    return max(1, sizes.programs * num_multiprocessors // num_kv_heads)
+def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> tuple[int, int]:
+    """A step is cut into so many pieces, at least and at most, and at most one more for each of its decodes."""
+    least, most = sizes.least_programs * num_multiprocessors, sizes.most_programs * num_multiprocessors
+    return max(1, least // num_kv_heads), max(1, most // num_kv_heads)
 
 
 def fitting(sizes: DecodeSizes, block_size: int, head_bytes: int, shared_memory: int) -> DecodeSizes:

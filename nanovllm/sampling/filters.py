@@ -1,13 +1,14 @@
-"""Top-k, top-p and min-p: the logits of unlikely tokens set to -inf."""
+"""Top-k, top-p and min-p: the logits of unlikely tokens set to -inf; in kernels, `filter_floors.py`."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanovllm.device import to_device
 
 NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
-FILTERED_AT_ONCE = 128  # rows on a GPU: sorting a vocabulary takes 20 bytes of memory a token
+FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes of memory a token
 
 
 def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
@@ -19,7 +20,7 @@ def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: lis
     Args:
         logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
         top_k: per row; all tokens if it is below 1.
-        top_p, min_p: per row.
+        top_p, min_p: per row; all tokens if it is 0, or top_p is 1.
     """
     vocab_size, device = logits.shape[1], logits.device
     rows = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
@@ -27,7 +28,7 @@ def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: lis
         counts = to_device([top_k[row] for row in rows], device)
         largest = logits[to_device(rows, device)].topk(max(top_k[row] for row in rows)).values
         _drop_below(logits, rows, largest.gather(1, counts[:, None] - 1))
-    rows = [row for row, p in enumerate(top_p) if p < 1.0]
+    rows = [row for row, p in enumerate(top_p) if 0.0 < p < 1.0]
     if rows:
         shares = to_device([top_p[row] for row in rows], device)
         _drop_below(logits, rows, _nucleus_floor(logits[to_device(rows, device)], shares))
@@ -36,6 +37,25 @@ def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: lis
         shares = to_device([min_p[row] for row in rows], device)[:, None]
         _drop_below(logits, rows, logits[to_device(rows, device)].amax(dim=-1, keepdim=True) + shares.log())
     return logits
+
+
+def keep_likely_by_sort(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`keep_likely` for all rows alike: nothing depends on values on the host, so a CUDA graph can capture it.
+
+    Args:
+        logits: as there.
+        top_k: [num_rows] int32; all tokens if it is 0, or vocab_size and more.
+        top_p, min_p: [num_rows] float32; all tokens if it is 0.
+    """
+    last = logits.shape[1] - 1
+    ordered = logits.sort(dim=-1, descending=True).values
+    floor = ordered.gather(1, torch.where(top_k > 0, top_k - 1, last).clamp(max=last).long()[:, None])
+    masses = (ordered - ordered[:, :1]).exp_().masked_fill_(ordered < floor, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    num_before = (masses < masses[:, -1:] * top_p[:, None]).sum(dim=-1, keepdim=True)
+    crossing = ordered.gather(1, num_before.clamp_(max=last))
+    floor = torch.where(top_p[:, None] > 0, crossing.maximum(floor), floor)
+    floor = floor.maximum(ordered[:, :1] + min_p.log()[:, None])
+    return logits.masked_fill_(logits < floor, float("-inf"))
 
 
 def _drop_below(logits: Tensor, rows: list[int], floor: Tensor) -> None:

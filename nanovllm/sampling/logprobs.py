@@ -6,9 +6,10 @@ penalties and filters. A prompt's token without a logit (a head smaller than the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.batch_layout import BatchLayout
-from nanovllm.device import to_device, to_host
+from nanovllm.device import find_kernel, to_device, to_host
 from nanovllm.outputs import Logprob, TokenLogprobs
 from nanovllm.sequence import Sequence
 
+MOST_BY_KERNEL = 32  # most probable tokens of a row; for more, a GPU sorts
 ROWS_AT_ONCE = 64  # a piece of a prompt takes this many rows of logits, in float32 and in the model's own dtype
 
 
@@ -41,6 +43,8 @@ class Measured:
         """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
         from vocab_size on for tokens without a logit.
         """
+        if logits.is_cuda and num_top <= MOST_BY_KERNEL and (kernel := _kernel()) is not None:
+            return cls(*kernel(logits, token_ids, num_top))
         parts = [
             _measure(rows.float(), chosen, num_top)
             for rows, chosen in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
@@ -59,6 +63,11 @@ class Measured:
             for place in range(1, count + 1):
                 report.setdefault(token_ids[place], Logprob(logprobs[place], place))
             yield report
+
+
+@cache
+def _kernel() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None:
+    return find_kernel("logprobs", "measure")
 
 
 def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.device import to_device
+from nanovllm.device import find_kernel, to_device
 from nanovllm.sequence import Sequence
 
 
@@ -43,8 +44,7 @@ def change_logits(
     each occurrence of a token in the output, presence once.
 
     Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
-    and undone steps need no care. That costs a copy of their tokens and two passes over their rows' vocabulary. A bad
-    word costs a comparison on the host.
+    and undone steps need no care. That costs a copy of their tokens. A bad word costs a comparison on the host.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; overwritten if it is float32.
@@ -76,15 +76,25 @@ class _Step:
     errors: dict[Sequence, str]
 
 
+@cache
+def _kernel(name: str) -> Callable[..., None] | None:
+    """A function of `kernels/penalties.py`, for logits on a GPU."""
+    return find_kernel("penalties", name)
+
+
 def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
-    allowed = [step.sequences[row].params.allowed_token_ids for row in rows]
-    logits[to_device(rows, logits.device)] += _mask_of(allowed, logits)
-
-
-def _mask_of(allowed: list[tuple[int, ...]], logits: Tensor) -> Tensor:
-    """[num_rows, vocab_size]: 0 for allowed tokens, else -inf (to be added, so that NaN stays NaN)."""
-    mask = logits.new_full((len(allowed), logits.shape[1]), -torch.inf)
-    return mask.view(-1).index_fill_(0, _flat_places(allowed, logits), 0.0).view(mask.shape)
+    lists = [step.sequences[row].params.allowed_token_ids for row in rows]
+    arrays = {id(token_ids): np.asarray(token_ids, np.int64) for token_ids in lists}  # requests may share long ones
+    allowed = _flat_places([arrays[id(token_ids)] for token_ids in lists], logits)
+    indices = to_device(rows, logits.device)
+    if logits.is_cuda and (kernel := _kernel("keep_allowed")) is not None:
+        is_allowed = torch.zeros(len(rows), logits.shape[1], dtype=torch.int8, device=logits.device)
+        is_allowed.view(-1).index_fill_(0, allowed, 1)
+        kernel(logits, indices, is_allowed)
+        return
+    mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # to be added, so that NaN stays NaN
+    mask.view(-1).index_fill_(0, allowed, 0.0)
+    logits[indices] += mask
 
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
@@ -176,6 +186,36 @@ def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor
 
 
 def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
+    if logits.is_cuda and (kernel := _kernel("penalise")) is not None:
+        _penalise_by(kernel, logits, rows, step)
+    else:
+        _penalise_by_counts(logits, rows, step)
+
+
+def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], step: _Step) -> None:
+    """Send the tokens of the rows in one copy; the kernel describes the entries before them."""
+    entries, floats = np.full((len(rows), 8), -1, np.int32), np.empty((len(rows), 3), np.float32)
+    tokens, start = [], 0
+    for place, row in enumerate(rows):
+        sequence, params = step.sequences[row], step.sequences[row].params
+        first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others count the output alone
+        own = np.asarray(sequence.token_ids[first : step.positions[row]], np.int32)
+        entries[place, :4] = row, start, len(own), sequence.num_prompt_tokens - first
+        floats[place] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        tokens.append(own)
+        start += len(own)
+    previous = None if step.latest is None else step.latest.previous
+    if step.latest is not None and previous is not None:
+        latest = step.latest.token_ids[rows]
+        entries[:, 4] = np.where(latest < 0, -1 - latest, -1)
+    entries[:, 5:] = floats.view(np.int32)
+    packed = to_device(np.concatenate([entries.ravel(), *tokens]), logits.device)
+    if previous is None:
+        previous = packed.new_empty(1, dtype=torch.int64)  # no entry points into it
+    kernel(logits, packed[: entries.size].view(-1, 8), packed[entries.size :], previous, max(map(len, tokens)) + 1)
+
+
+def _penalise_by_counts(logits: Tensor, rows: list[int], step: _Step) -> None:
     places = to_device(rows, logits.device)
     sequences = [step.sequences[row] for row in rows]
     ends = [step.positions[row] for row in rows]

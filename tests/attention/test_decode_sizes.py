@@ -40,8 +40,7 @@ def test_split_decodes_have_no_more_pieces_than_the_workspace_holds():
         most = PagedDecode.most_splits(H200.num_multiprocessors, num_kv_heads)
         for contexts in ([1] * 300 + [100_000], [500] * 40, [4096], [33] * 1000, [5000, 5000, 1]):
             tiles = -(-np.array(contexts) // MEASURED.tile)
-            length = max(-(-tiles.sum() // (most // 2)), MEASURED.least_tokens // MEASURED.tile)
-            counts = -(-tiles // length)
+            counts = -(-tiles // -(-tiles.sum() // (most // 2)))
             assert counts[counts > 1].sum() <= most and counts.sum() <= most // 2 + len(contexts)
 
 

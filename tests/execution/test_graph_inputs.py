@@ -18,8 +18,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.cuda_graphs import MAX_GRAPHS
 from nanovllm.execution.graph_inputs import StepPacking, with_sampled
+from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
-from nanovllm.sampling.sampler import DrawInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 from nanovllm.tools.simulate.cost_model import StepWork as StepCosts
@@ -327,8 +327,8 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                 assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
             for place, entry in enumerate(sampling):
                 assert int(inputs.sample_rows[place]) == last_row[entry.sequence]
-                assert int(inputs.noise_keys[place]) == int(draws.noise_keys[place])
-                assert float(inputs.noise_scales[place]) == 1.0
+                assert int(inputs.draws.noise_keys[place]) == int(draws.noise_keys[place])
+                assert float(inputs.draws.noise_scales[place]) == 1.0
             num_steps += 1
     assert num_steps > 200
 

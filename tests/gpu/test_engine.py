@@ -144,7 +144,7 @@ def test_every_number_of_requests_finds_a_graph_that_holds_it():
         executor = llm._engine.model_runner._executor
         assert max(shape.num_decodes for shape in executor._forwards) >= 21
         assert any(shape.num_decodes == 21 and not shape.num_tiles for shape in executor._forwards)
-        assert {num_samples for num_samples, _ in executor._heads} <= set(executor._buckets.sample_counts)
+        assert {head.num_samples for head in executor._heads} <= set(executor._buckets.sample_counts)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 300])

@@ -25,6 +25,7 @@ from nanovllm.execution.graph_inputs import StepPacking
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
+from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
@@ -229,6 +230,12 @@ class _Reader:
         return key_cache[self.slots] + value_cache[self.slots]
 
 
+def drawn_with(keys, inverse_temperatures, noise_scales):
+    """Without filters."""
+    off = torch.zeros_like(noise_scales)
+    return DrawTensors(keys, inverse_temperatures, noise_scales, off.int(), off, off, off.int())
+
+
 @pytest.mark.parametrize("vocab_size", [512, 49_152, 50_257, 151_936])
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_rows):
@@ -240,13 +247,13 @@ def test_compiled_draws_take_the_token_that_the_formula_takes(vocab_size, num_ro
         keys = torch.from_numpy(noise_keys(range(num_rows), [7] * num_rows)).cuda()
         temperatures = torch.linspace(0.5, 1.5, num_rows, device="cuda")
         scales = (torch.arange(num_rows, device="cuda") % 3 != 1).float()  # some rows are greedy
-        tokens = sampler.draw(logits, keys, 1 / temperatures, scales)
+        tokens = sampler.draw(logits, drawn_with(keys, 1 / temperatures, scales))
         noise = gumbel_noise(keys, token_counters(vocab_size, logits.device))
         scores = logits.double() / temperatures[:, None] + scales[:, None] * noise
         best, expected = scores.topk(2)
         clear = best[:, 0] - best[:, 1] > 1e-4
         assert torch.equal(tokens[clear], expected[clear, 0])
-        greedy = sampler.draw(logits, keys, torch.ones_like(scales), torch.zeros_like(scales))
+        greedy = sampler.draw(logits, drawn_with(keys, torch.ones_like(scales), torch.zeros_like(scales)))
         assert torch.equal(logits.gather(1, greedy[:, None])[:, 0], logits.amax(dim=-1))
 
 
@@ -259,5 +266,6 @@ def test_rows_that_are_not_finite_give_no_token():
     logits[3, :511] = -torch.inf  # one token is left
     keys, inverse = torch.from_numpy(noise_keys(range(5), range(5))).cuda(), torch.full((5,), 1.25, device="cuda")
     for scale in (1.0, 0.0):
-        drawn = sampler.draw(logits, keys, inverse, torch.full((5,), scale, device="cuda")).tolist()
+        inputs = drawn_with(keys, inverse, torch.full((5,), scale, device="cuda"))
+        drawn = sampler.draw(logits, inputs).tolist()
         assert drawn[:4] == [NON_FINITE] * 3 + [511] and drawn[4] >= 0

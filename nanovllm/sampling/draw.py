@@ -1,0 +1,126 @@
+"""One token per row of logits, by the Gumbel-max rule: the inputs of the draw, and its form in torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.batch import NON_FINITE
+from nanovllm.device import to_device
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely_by_sort
+from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
+from nanovllm.sampling_params import COLD_TEMPERATURE
+from nanovllm.sequence import Sequence
+
+_MAX_TOP_K = 2**31 - 1
+# The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
+_MAX_TEMPERATURE = float(2**126)
+
+
+class DrawTensors(NamedTuple):
+    """The inputs of `draw` besides the logits, on their device. A row of zeros is a greedy one.
+
+    noise_keys: [num_rows] int64, from `noise.noise_keys`.
+    inverse_temperatures: [num_rows] float32; unused in greedy rows.
+    noise_scales: [num_rows] float32: 1, or 0 for greedy rows.
+    top_k: [num_rows] int32; 0, or vocab_size and more, for no filter.
+    top_p, min_p: [num_rows] float32; 0 for no filter.
+    is_cold: [num_rows] int32; 1 where logits count from the row's largest one, so that the noise is not rounded away.
+    """
+
+    noise_keys: Tensor
+    inverse_temperatures: Tensor
+    noise_scales: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    is_cold: Tensor
+
+
+class DrawInputs(NamedTuple):
+    """The same on the host, as arrays."""
+
+    noise_keys: NDArray[np.int64]
+    inverse_temperatures: NDArray[np.float32]
+    noise_scales: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    is_cold: NDArray[np.int32]
+
+    @classmethod
+    def from_sequences(cls, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs:
+        """The arguments are those of `Sampler.sample`."""
+        # Every step comes here: a flat iterator of plain attributes is the fastest way into an array.
+        values = itertools.chain.from_iterable(
+            (p.temperature, p.top_k if p.top_k < _MAX_TOP_K else 0, p.top_p, p.min_p)
+            for p in [sequence.params for sequence in sequences]
+        )
+        temperatures, top_k, top_p, min_p = np.fromiter(values, np.float64, 4 * len(sequences)).reshape(-1, 4).T
+        has_noise = temperatures > 0
+        inverse = np.reciprocal(np.where(has_noise, temperatures, 1.0).clip(max=_MAX_TEMPERATURE).astype(np.float32))
+        top_p = top_p.astype(np.float32)
+        return cls(
+            noise_keys([sequence.seed for sequence in sequences], positions),
+            inverse,
+            has_noise.astype(np.float32),
+            (np.maximum(top_k, 0) * has_noise).astype(np.int32),
+            np.where(top_p < 1, top_p, np.float32(0)) * has_noise.astype(np.float32),
+            (min_p * has_noise).astype(np.float32),
+            (has_noise & (temperatures < COLD_TEMPERATURE)).astype(np.int32),
+        )
+
+    def has_filters(self) -> bool:
+        """Whether any row needs more than its logits over its temperature."""
+        return any(values.any() for values in (self.top_k, self.top_p, self.min_p, self.is_cold))
+
+    def to_device(self, device: torch.device) -> DrawTensors:
+        """One copy, for which the host does not wait."""
+        words = to_device(np.concatenate([values.view(np.int32) for values in self]), device)
+        keys, *others = words.split([2 * len(self.noise_keys)] + [len(self.noise_keys)] * 6)
+        dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.float32, torch.int32)
+        return DrawTensors(keys.view(torch.int64), *(o.view(dtype) for o, dtype in zip(others, dtypes, strict=True)))
+
+
+def draw(logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True) -> Tensor:
+    """One token per row of logits [num_rows, vocab_size] by the Gumbel-max rule, of those that the filters leave.
+
+    The host does not wait and no shape depends on values, so a graph can capture it.
+
+    Args:
+        has_filters: False where no row has any, and none is cold: spares a sort.
+
+    Returns [num_rows] int64; NON_FINITE where a row holds NaN or infinity.
+    """
+    pieces = zip(*(tensor.split(FILTERED_AT_ONCE) for tensor in (logits, *inputs)), strict=True)
+    return torch.cat([_draw_piece(rows, DrawTensors(*own), has_filters) for rows, *own in pieces])
+
+
+def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tensor:
+    scores = logits.float()
+    has_noise = inputs.noise_scales > 0
+    if has_filters:
+        is_relative = (inputs.top_k > 0) | (inputs.top_p > 0) | (inputs.min_p > 0) | (inputs.is_cold > 0)
+        scores = scores - scores.amax(dim=-1).masked_fill(~is_relative, 0.0)[:, None]
+    scores = scores * inputs.inverse_temperatures.where(has_noise, 1.0)[:, None]
+    if has_filters:
+        scores = keep_likely_by_sort(scores, inputs.top_k, inputs.top_p, inputs.min_p)
+    noise = gumbel_noise(inputs.noise_keys, token_counters(logits.shape[1], logits.device))
+    best, token_ids = (scores + inputs.noise_scales[:, None] * noise).max(dim=-1)
+    return torch.where(best.isfinite(), token_ids, NON_FINITE)
+
+
+def draw_suffices(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> bool:
+    """Whether `draw` alone samples these rows, as within a captured graph; else they need `Sampler.sample`."""
+    return not any(
+        sequence.params.changes_logits
+        or sequence.params.logprobs is not None
+        or position - sequence.num_prompt_tokens < sequence.params.min_tokens
+        for sequence, position in zip(sequences, positions, strict=True)
+    )

@@ -1,0 +1,96 @@
+"""The draw that a graph captures: its inputs, and its form in torch against the form for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.batch import NON_FINITE
+from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw, draw_suffices
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.sequence import NewRequest, Sequence
+
+CPU = torch.device("cpu")
+WAYS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.0}, {"temperature": 0.001}, {"top_k": 1}, {"top_k": 10}, {"top_k": 10**30}, {"top_p": 0.5},
+    {"top_p": 0.9999}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.05, "temperature": 1.8},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.02}, {"temperature": 0.0, "top_k": 3, "top_p": 0.2},
+    {"temperature": 1e300, "top_k": 7},
+]  # fmt: skip
+
+
+def request(seed: int = 0, **params: Any) -> Sequence:
+    return Sequence(NewRequest("r", [1, 2], SamplingParams(**params)), arrival=0, max_model_len=1000, seed=seed)
+
+
+def requests_of(count: int) -> list[Sequence]:
+    return [request(seed, **WAYS[seed % len(WAYS)]) for seed in range(count)]
+
+
+def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_sort_keeps_what_the_form_for_cpus_keeps():
+    logits = random_logits(len(WAYS), 300)
+    logits[3:6] = logits[3:6].round()  # ties
+    logits[7, :250] = -torch.inf
+    inputs = DrawInputs.from_sequences(requests_of(len(WAYS)), [5] * len(WAYS))
+    filters = inputs.top_k, inputs.top_p, inputs.min_p
+    by_sort = keep_likely_by_sort(logits.clone(), *map(torch.from_numpy, filters))
+    assert torch.equal(by_sort, keep_likely(logits.clone(), *(values.tolist() for values in filters)))
+    assert (by_sort == -torch.inf).any(dim=-1).sum() > 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_captured_draw_takes_the_tokens_that_a_cpu_takes(dtype):
+    count = FILTERED_AT_ONCE + 30
+    logits, requests, positions = random_logits(count, 500).to(dtype), requests_of(count), list(range(2, count + 2))
+    logits[5, 3], logits[6, 3], logits[7] = torch.nan, torch.inf, -torch.inf
+    drawn = draw(logits, DrawInputs.from_sequences(requests, positions).to_device(CPU)).tolist()
+    assert drawn == Sampler().sample(logits, requests, positions).tolist()
+    assert drawn[5:8] == [NON_FINITE] * 3 and min(drawn[8:]) >= 0
+
+
+def test_without_filters_the_draw_needs_no_sort():
+    logits, requests = random_logits(9, 500), [request(n, temperature=n % 3) for n in range(9)]
+    inputs = DrawInputs.from_sequences(requests, [5] * 9)
+    assert not inputs.has_filters()
+    tensors = inputs.to_device(CPU)
+    assert torch.equal(draw(logits, tensors, has_filters=False), draw(logits, tensors))
+
+
+def test_a_row_of_zeros_is_a_greedy_one():
+    logits = random_logits(3, 100)
+    inputs = DrawInputs.from_sequences(requests_of(3), [5] * 3).to_device(CPU)
+    zeros = DrawTensors(*(torch.zeros_like(tensor) for tensor in inputs))
+    for has_filters in (False, True):
+        assert torch.equal(draw(logits, zeros, has_filters=has_filters), logits.argmax(dim=-1))
+
+
+def test_inputs_say_zero_for_what_is_off():
+    inputs = DrawInputs.from_sequences(requests_of(len(WAYS)), [5] * len(WAYS))
+    row_of = {str(way): row for row, way in enumerate(WAYS)}
+    assert [int(v[0]) for v in inputs[2:]] == [1, 0, 0, 0, 0]
+    assert [int(v[row_of[str(WAYS[12])]]) for v in inputs[2:]] == [0] * 5  # a greedy row has no filters
+    assert inputs.top_k.tolist() == [0, 0, 0, 1, 10, 0, 0, 0, 0, 20, 0, 50, 0, 7]
+    assert inputs.is_cold.tolist() == [0, 0, 1] + [0] * 11
+    assert (inputs.inverse_temperatures > 0).all()
+    tensors = inputs.to_device(CPU)
+    for array, tensor in zip(inputs, tensors, strict=True):
+        assert torch.equal(torch.from_numpy(array), tensor)
+
+
+@pytest.mark.parametrize("option", [
+    {"logprobs": 0}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3]},
+    {"logits_processors": lambda ids, row: row}, {"min_tokens": 3},
+], ids=str)  # fmt: skip
+def test_what_needs_more_than_the_draw(option):
+    plain, asking = requests_of(len(WAYS)), request(**option)
+    assert draw_suffices(plain, [2] * len(plain))
+    assert not draw_suffices([*plain, asking], [2] * len(plain) + [4])
+    assert draw_suffices([asking], [5]) == ("min_tokens" in option)
