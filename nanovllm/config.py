@@ -69,7 +69,7 @@ class EngineConfig:
         or "auto".
     enforce_eager: disable compilation.
     overlap: schedule and launch a step while the previous one runs. Default: on a GPU.
-    cuda_graphs: launch a step as one captured CUDA graph; requires compiled layers on a GPU and
+    cuda_graphs: launch a step as captured CUDA graphs; requires compiled layers on a GPU and
         attention_backend="flex" or "flash". Default: wherever it is supported.
     allow_control_tokens_in_messages: parse control tokens spelled out in messages, which lets a message end its turn or
         open one of another role; otherwise such text is encoded as plain text.

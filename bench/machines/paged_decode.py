@@ -85,11 +85,9 @@ class Case:
         return 1e3 * sorted(times[2:])[5] / len(self.caches)
 
     def flex(self) -> float:
-        import numpy as np
-
         rows = len(self.query)
         flex = FlexDecodes(self.options, max_decodes=rows, max_blocks=-(-max(self.contexts) // BLOCK_SIZE), device=CUDA)
-        flex.fill(*self.step, is_uneven=self.options.is_uneven(rows, np.array(self.contexts)))
+        flex.fill(*self.step)
         return self.micros(lambda query, keys, values: flex.attend(query, keys, values, query.shape[2] ** -0.5))
 
     def kernel(self, sizes: DecodeSizes) -> float:

@@ -45,15 +45,13 @@ class FlexDecodes:
             self._tables = DecodeTables(
                 table(max_decodes, 1, 1), table(max_decodes, 1, 1, kv_tiles), table(max_decodes), table(max_decodes)
             )
-        self._calls: dict[tuple[int, bool], DecodeCall] = {}
+        self._calls: dict[int, DecodeCall] = {}
         self._call: DecodeCall | None = None  # of this step
         self._fill = torch.compile(own_code(fill_decodes), fullgraph=True, dynamic=True)
 
-    def fill(
-        self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor, *, is_uneven: bool
-    ) -> None:
+    def fill(self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor) -> None:
         """Fill the block mask's tables for a step; see `StepTables` for the arguments."""
-        self._call = self._call_for(len(block_counts), is_uneven)
+        self._call = self._call_for(len(block_counts))
         self._fill(
             self._tables.parts(), tables, table_starts, block_counts, positions, self._options.block_size,
             self._call.kv_tile,
@@ -70,12 +68,12 @@ class FlexDecodes:
         )
         return attended if output is None else output.copy_(attended)
 
-    def _call_for(self, num_rows: int, is_uneven: bool) -> DecodeCall:
+    def _call_for(self, num_rows: int) -> DecodeCall:
         """The decode kernel wants a fixed batch, so each has a compiled function of its own."""
-        call = self._calls.get((num_rows, is_uneven))
+        call = self._calls.get(num_rows)
         if call is None:
-            options = self._options.for_decodes(num_rows, is_uneven=is_uneven)
-            call = self._calls[num_rows, is_uneven] = DecodeCall(self._options.num_kv_heads, options)
+            options = self._options.for_decodes(num_rows)
+            call = self._calls[num_rows] = DecodeCall(self._options.num_kv_heads, options)
         return call
 
 

@@ -88,7 +88,7 @@ class GpuFlexAttention:
             if self._flex is None:
                 self._kernel.fill(*decodes)
             else:
-                self._flex.fill(*decodes, is_uneven=step.is_uneven)
+                self._flex.fill(*decodes)
         if len(step.tile_blocks):
             self._fill_tiles(
                 self._chunk.parts(),
@@ -128,7 +128,6 @@ class StepTables:
     decode_tables: [num_decodes], start of each one's block table.
     decode_blocks: [num_decodes], blocks that it sees; 0 for padding.
     decode_positions: [num_decodes] int64, of its token.
-    is_uneven: whether one decode's context is much longer than the others'; see `KernelOptions.is_uneven`.
     tile_tables: [num_tiles], start of the block table of each one's sequence.
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.
@@ -140,7 +139,6 @@ class StepTables:
     decode_tables: Tensor
     decode_blocks: Tensor
     decode_positions: Tensor
-    is_uneven: bool
     tile_tables: Tensor
     tile_blocks: Tensor
     tile_is_used: Tensor

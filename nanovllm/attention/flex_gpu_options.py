@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.device import find_kernel
@@ -27,23 +25,18 @@ class DecodeEntry(NamedTuple):
     batch: int
     kv_tile: int  # slots of a block that are read or left out together, at most
     splits: int  # programs a sequence and KV head
-    uneven_splits: int  # the same, where one sequence would keep them waiting
     num_stages: int
     num_warps: int
 
 
 _DECODES = (
-    DecodeEntry(2, 64, 16, 16, 3, 2), DecodeEntry(8, 64, 8, 16, 3, 2), DecodeEntry(16, 32, 4, 16, 4, 2),
-    DecodeEntry(40, 32, 2, 8, 4, 1), DecodeEntry(80, 64, 2, 8, 2, 2), DecodeEntry(128, 64, 1, 6, 3, 2),
-    DecodeEntry(1 << 30, 64, 1, 4, 3, 2),
+    DecodeEntry(2, 64, 16, 3, 2), DecodeEntry(8, 64, 8, 3, 2), DecodeEntry(16, 32, 4, 4, 2),
+    DecodeEntry(40, 32, 2, 4, 1), DecodeEntry(80, 64, 2, 2, 2), DecodeEntry(1 << 30, 64, 1, 3, 2),
 )  # fmt: skip
 MIN_KV_TILE = min(entry.kv_tile for entry in _DECODES)
-MAX_SPLITS = max(entry.uneven_splits for entry in _DECODES)
+MAX_SPLITS = max(entry.splits for entry in _DECODES)
 # Of the GPU that it was measured on: a program serves one sequence and KV head.
 _PROGRAMS_PER_BATCH, _MULTIPROCESSORS = 8, 132
-# A program reads so many tokens of its KV head (of 256 bytes) in a microsecond on that GPU, and as many programs as
-# there are multiprocessors read at that rate together. The finer splits take some microseconds more to put together.
-_TOKENS_PER_US, _FINER_US = 64, 4.0
 
 
 class Gpu(NamedTuple):
@@ -97,30 +90,14 @@ class KernelOptions:
         """Decodes take groups of a power of two of query heads; the kernel fills them up to 16 anyway."""
         return 1 << (self.num_groups - 1).bit_length()
 
-    def is_uneven(self, num_decodes: int, contexts: NDArray[np.int64]) -> bool:
-        """Whether reading the longest context, in tokens, takes longer than reading all of them together.
-
-        Then a step waits for the programs of one sequence, and FlexAttention splits it finer. `num_decodes` counts
-        padding too.
-        """
-        if self.paged_decode is not None:  # its programs read pieces of nearly equal length
-            return False
-        entry = self._entry_for(num_decodes)
-        if entry.splits == entry.uneven_splits or not len(contexts):
-            return False
-        alone = contexts.max() / entry.splits / _TOKENS_PER_US
-        together = contexts.sum() * self.num_kv_heads / self.gpu.num_multiprocessors / _TOKENS_PER_US
-        return bool(alone > together + _FINER_US)
-
-    def for_decodes(self, num_decodes: int, *, is_uneven: bool) -> DecodeOptions:
+    def for_decodes(self, num_decodes: int) -> DecodeOptions:
         """For a fixed number of decodes."""
         block_m = max(16, self.padded_groups)
         entry = self._entry_for(num_decodes)
-        splits = entry.uneven_splits if is_uneven else entry.splits
         kv_tile = min(entry.kv_tile, self.block_size)
         num_warps = entry.num_warps if kv_tile >= 32 else 1
         sizes = self._fitting(entry.num_stages, block_m, kv_tile)
-        return DecodeOptions(kv_tile, {"SPLIT_KV": splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
+        return DecodeOptions(kv_tile, {"SPLIT_KV": entry.splits, "num_warps": num_warps, "IS_DIVISIBLE": True, **sizes})
 
     def for_chunks(self) -> dict[str, Any]:
         """For tiles of `block_size` rows."""
@@ -134,7 +111,7 @@ class KernelOptions:
         if self.paged_decode is not None:
             most: int = self.paged_decode.most_splits(self.gpu.num_multiprocessors, self.num_kv_heads)
             return most
-        return max(min(max_decodes, self._most_decodes(entry)) * entry.uneven_splits for entry in _DECODES)
+        return max(min(max_decodes, self._most_decodes(entry)) * entry.splits for entry in _DECODES)
 
     def _entry_for(self, num_decodes: int) -> DecodeEntry:
         return next(entry for entry in _DECODES if num_decodes <= self._most_decodes(entry))

@@ -5,15 +5,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
-
-if TYPE_CHECKING:
-    from nanovllm.attention.flex_gpu_options import KernelOptions
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 STAND_IN_ROWS = 2048  # a graph of so many rows is replayed in less time than the host takes to launch a step by itself
@@ -85,13 +80,11 @@ class GraphShape(NamedTuple):
     """Sizes of a captured forward pass, padding included: first the decodes, padded, then the chunks, padded.
 
     num_rows: of the flat batch.
-    is_uneven: whether one decode's context is much longer than the others'; see `KernelOptions.is_uneven`.
     """
 
     num_decodes: int
     num_rows: int
     num_tiles: int
-    is_uneven: bool = False
 
     @property
     def num_chunk_rows(self) -> int:
@@ -112,13 +105,12 @@ class Buckets:
     Tiles are the one size that `usual` does not list in full: many short chunks in one step need more than it has.
     """
 
-    def __init__(self, config: EngineConfig, options: KernelOptions) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._block_size = config.block_size
-        self._options = options
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two.
-        self._more = up_to(max(16, 2 * config.max_num_seqs), [16 << 2 * n for n in range(7)])
+        self._more = up_to(max(8, 2 * config.max_num_seqs), [8 << 2 * n for n in range(7)])
         self.sample_counts = self._sizes.decodes
         self.max_decodes = self._sizes.decodes[-1]
         self.max_rows = self._sizes.mixed_rows[-1]
@@ -127,10 +119,9 @@ class Buckets:
     def shape(self, layout: BatchLayout, num_tiles: int) -> GraphShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
         num_decodes, num_rows = self._sizes.padded(layout.num_decodes, layout.num_tokens - layout.num_decodes)
-        is_uneven = self._options.is_uneven(num_decodes, layout.positions[: layout.num_decodes] + 1)
         if num_tiles:
             num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
-        return GraphShape(num_decodes, num_rows, num_tiles, is_uneven)
+        return GraphShape(num_decodes, num_rows, num_tiles)
 
     def num_samples(self, count: int) -> int:
         """The number of sample rows, rounded up."""
@@ -178,7 +169,7 @@ class Buckets:
 
         def is_coarse(shape: GraphShape) -> bool:
             if not shape.num_tiles:
-                return shape.num_decodes in decodes and not shape.is_uneven
+                return shape.num_decodes in decodes
             return shape.num_rows >= budget or (shape.num_decodes in counts and shape.num_rows in rows)
 
         return [shape for shape in self.usual() if is_coarse(shape)]
@@ -187,9 +178,6 @@ class Buckets:
         """Shapes worth capturing while idle: decodes of any number, alone and beside chunks of a few prompts."""
         sizes = self._sizes
         shapes = [GraphShape(size, size, 0) for size in sizes.decodes]
-        far = np.array([10**9])  # one token decoded behind a very long context
-        few = (size for size in sizes.decodes if size <= 96 and self._options.is_uneven(size, far))
-        shapes += [GraphShape(size, size, 0, is_uneven=True) for size in few]
         rows = sizes.mixed_rows[: sizes.mixed_rows.index(self._budget) + 2]  # a full step, with the decodes' padding
         return shapes + [
             GraphShape(count, size, self._tiles(size, self._more[0]))

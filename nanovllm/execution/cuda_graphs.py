@@ -42,7 +42,7 @@ GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the 
 
 
 class GraphExecutor:
-    """Runs the `flex` and `flash` backends on a GPU, a captured graph for each shape.
+    """Runs the `flex` and `flash` backends on a GPU.
 
     Args:
         binding: with compiled layers and its caches allocated.
@@ -57,7 +57,7 @@ class GraphExecutor:
         self._sampler = sampler
         self._block_size = block_size
         self._captures = config.cuda_graphs
-        self._buckets = Buckets(config, options)
+        self._buckets = Buckets(config)
         max_blocks = -(-config.max_model_len // block_size)
         self.backend = GpuFlexAttention(
             options=options,
@@ -203,8 +203,9 @@ class GraphExecutor:
         if not self._forwards:
             self._addresses = self._binding.weight_addresses()
         while len(self._forwards) >= MAX_GRAPHS:
-            torch.cuda.synchronize(self._binding.device)
-            self._forwards.popitem(last=False)
+            with DEVICE_LOCK:
+                torch.cuda.synchronize(self._binding.device)
+                self._forwards.popitem(last=False)
         self._inputs.zero_()  # a step of padding alone
         self._forwards[shape] = self._pool.capture(partial(self._forward, shape))
         self._runs_as.clear()
@@ -278,6 +279,6 @@ class GraphExecutor:
 def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
     return StepTables(
         inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
-        shape.is_uneven, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows,
+        inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows,
         inputs.chunk_rows,
     )  # fmt: skip

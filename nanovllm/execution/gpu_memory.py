@@ -54,7 +54,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     Attention and its tables, logits for the host's sampler (twice, for log-probabilities) and the graphs themselves.
     """
     layer, options = binding.layers[0], KernelOptions.for_layer(binding.layers[0], binding.device, config.block_size)
-    buckets = Buckets(config, options)
+    buckets = Buckets(config)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
     sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize

@@ -58,9 +58,14 @@ def best_of_parts(
     for first in range(start, tl.minimum(start + part_size, vocab_size), BLOCK):
         token = first + lanes
         score = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        if has_noise:  # it takes longer than reading the logits
+        if has_noise:
             score = (score - offset) * inverse
-            score = tl.where(score < floor, float("-inf"), score + noise_of(token, key, gamma))
+            score = tl.where(score < floor, float("-inf"), score)
+            is_left = floor == float("-inf")
+            if floor > float("-inf"):
+                is_left = tl.max(score, axis=0) > float("-inf")
+            if is_left:  # noise takes longer than reading the logits
+                score += noise_of(token, key, gamma)
         score = tl.where(score != score, float("inf"), score)  # NaN, which comparisons would pass over
         is_better = score > best
         best = tl.where(is_better, score, best)

@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = tl.constexpr(1024)  # occurrences
+_BLOCK = tl.constexpr(2048)  # occurrences that are looked at in one go
 _PART = tl.constexpr(4096)  # logits
 _FIELDS = tl.constexpr(8)
 
 
 @triton.jit
-def occurrences(entry, tokens, previous, vocab_size):
-    """(tokens, whether there is one with a logit, whether it is of the output): a block of an entry's tokens."""
+def occurrences(entry, tokens, previous, first, vocab_size):
+    """(tokens, whether there is one with a logit, whether it is of the output): an entry's from the first one on."""
     start, length, num_prompt = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     in_flight = tl.load(entry + 4)
-    places = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    places = first + tl.arange(0, _BLOCK)
     token = tl.load(tokens + start + places, mask=places < length, other=0)
     # A row whose logits were not finite ends when the step is read; until then any token will do.
     latest = tl.maximum(tl.load(previous + in_flight, mask=in_flight >= 0, other=0), 0).to(tl.int32)
@@ -31,31 +31,32 @@ def occurrences(entry, tokens, previous, vocab_size):
 
 
 @triton.jit
-def count_tokens(entries, tokens, previous, counts, vocab_size):
-    """Add 2 to a row's count of a token for each time in its output, and set the lowest bit if the prompt has it."""
-    entry = tl.program_id(0).to(tl.int64)
-    token, is_there, is_output = occurrences(entries + entry * _FIELDS, tokens, previous, vocab_size)
-    tl.atomic_add(counts + entry * vocab_size + token, 2, mask=is_there & is_output)
-    tl.atomic_or(counts + entry * vocab_size + token, 1, mask=is_there & (is_output == 0))
-
-
-@triton.jit
-def penalise_tokens(logits, entries, tokens, previous, counts, stride, vocab_size):
-    """Change the logit of each token that was counted, once."""
+def penalise_rows(logits, entries, tokens, previous, counts, stride, vocab_size):
+    """Count an entry's tokens: 2 for each time in its output, and the lowest bit if the prompt has it. Then change the
+    logit of each token once, and leave its count 0.
+    """
     entry = tl.program_id(0).to(tl.int64)
     at = entries + entry * _FIELDS
-    token, is_there, _ = occurrences(at, tokens, previous, vocab_size)
-    found = tl.atomic_xchg(counts + entry * vocab_size + token, 0, mask=is_there)
-    is_first = is_there & (found != 0)
+    counts += entry * vocab_size
+    length = tl.load(at + 2)
+    for first in range(0, length + 1, _BLOCK):
+        token, is_there, is_output = occurrences(at, tokens, previous, first, vocab_size)
+        tl.atomic_add(counts + token, 2, mask=is_there & is_output, sem="relaxed")
+        tl.atomic_or(counts + token, 1, mask=is_there & (is_output == 0), sem="relaxed")
+    tl.debug_barrier()  # the counts of all of the program's threads are there
     repetition = tl.load(at + 5).to(tl.float32, bitcast=True)
     frequency = tl.load(at + 6).to(tl.float32, bitcast=True)
     presence = tl.load(at + 7).to(tl.float32, bitcast=True)
-    to = logits + tl.load(at).to(tl.int64) * stride + token
-    value = tl.load(to, mask=is_first, other=0.0)
-    value = tl.where(value > 0, tl.div_rn(value, tl.zeros_like(value) + repetition), value * repetition)
-    value -= frequency * (found >> 1).to(tl.float32)
-    value -= tl.where(found > 1, presence, 0.0)
-    tl.store(to, value, mask=is_first)
+    logits += tl.load(at).to(tl.int64) * stride
+    for first in range(0, length + 1, _BLOCK):
+        token, is_there, _ = occurrences(at, tokens, previous, first, vocab_size)
+        found = tl.atomic_xchg(counts + token, 0, mask=is_there, sem="relaxed")
+        is_first = is_there & (found != 0)
+        value = tl.load(logits + token, mask=is_first, other=0.0)
+        value = tl.where(value > 0, tl.div_rn(value, tl.zeros_like(value) + repetition), value * repetition)
+        value -= frequency * (found >> 1).to(tl.float32)
+        value -= tl.where(found > 1, presence, 0.0)
+        tl.store(logits + token, value, mask=is_first)
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def forbid_others(logits, rows, is_allowed, stride, vocab_size):
     tl.store(to, value, mask=is_there & (allowed == 0))
 
 
-def penalise(logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor, max_length: int) -> None:
+def penalise(logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor) -> None:
     """Penalise rows of logits [num_rows, vocab_size] float32 in place.
 
     Args:
@@ -80,14 +81,11 @@ def penalise(logits: Tensor, entries: Tensor, tokens: Tensor, previous: Tensor, 
             bits of its repetition, frequency and presence penalties, float32.
         tokens: flat, int32.
         previous: [num_sampled] int64.
-        max_length: tokens of an entry at most, with those of `previous`.
     """
     vocab_size, stride = logits.shape[1], logits.stride(0)
     counts = torch.zeros(len(entries), vocab_size, dtype=torch.int32, device=logits.device)
-    grid = (len(entries), -(-max_length // _BLOCK.value))
     with torch.cuda.device(logits.device):
-        count_tokens[grid](entries, tokens, previous, counts, vocab_size)
-        penalise_tokens[grid](logits, entries, tokens, previous, counts, stride, vocab_size)
+        penalise_rows[len(entries),](logits, entries, tokens, previous, counts, stride, vocab_size, num_warps=8)
 
 
 def keep_allowed(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:

@@ -212,7 +212,7 @@ def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], s
     packed = to_device(np.concatenate([entries.ravel(), *tokens]), logits.device)
     if previous is None:
         previous = packed.new_empty(1, dtype=torch.int64)  # no entry points into it
-    kernel(logits, packed[: entries.size].view(-1, 8), packed[entries.size :], previous, max(map(len, tokens)) + 1)
+    kernel(logits, packed[: entries.size].view(-1, 8), packed[entries.size :], previous)
 
 
 def _penalise_by_counts(logits: Tensor, rows: list[int], step: _Step) -> None:

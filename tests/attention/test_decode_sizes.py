@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.flex_gpu_options import Gpu
 from nanovllm.kernels.paged_decode import MEASURED, PagedDecode, fitting
 
 A100, H200, SMALL = Gpu(108, 166_912), Gpu(132, 232_448), Gpu(36, 101_376)
@@ -25,13 +25,6 @@ def test_tiles_divide_a_block_and_fit_into_shared_memory(gpu, block_size, head_b
 
 def test_an_h200_takes_what_was_measured_on_it():
     assert fitting(MEASURED, 64, 256, H200.shared_memory) == MEASURED
-
-
-def test_no_step_is_uneven_where_the_kernel_serves():
-    heads = 8, 2, 256, 64
-    contexts = np.array([100_000])
-    assert KernelOptions(H200, *heads).is_uneven(4, contexts)
-    assert not KernelOptions(H200, *heads, PagedDecode).is_uneven(4, contexts)
 
 
 def test_split_decodes_have_no_more_pieces_than_the_workspace_holds():

@@ -60,10 +60,6 @@ def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: in
     )
 
 
-def options_of(block_size: int, num_kv_heads: int = 8) -> KernelOptions:
-    return KernelOptions(H200, num_kv_heads, 2, 256, block_size)
-
-
 def assert_fits(shape: GraphShape, buckets: Buckets, block_size: int) -> None:
     largest = buckets.largest()
     assert all(size <= bound for size, bound in zip(shape[:3], largest[:3], strict=True)), (shape, largest)
@@ -79,7 +75,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
     for budget in (max_num_seqs + block_size, max_num_seqs + block_size + 1, 8192, 12_345):
         if budget < max_num_seqs + block_size:
             continue
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size), options_of(block_size))
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size))
         for shape in buckets.common():
             assert_fits(shape, buckets, block_size)
         for _ in range(12):
@@ -99,7 +95,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
         choice = random.Random(seed)
         limits = {"max_num_seqs": choice.choice([3, 8, 30]), "max_num_batched_tokens": choice.choice([40, 64, 200])}
         loop = Loop(make_scheduler(block_size=16, **limits))
-        sizes, buckets = RowSizes(*limits.values()), Buckets(config_of(*limits.values(), 16), options_of(16))
+        sizes, buckets = RowSizes(*limits.values()), Buckets(config_of(*limits.values(), 16))
         for _ in range(40):
             for _ in range(choice.choice([0, 0, 1, 4])):
                 loop.add(choice.choices(range(8), k=choice.choice([1, 5, choice.randint(1, 50)])), max_tokens=6)
@@ -111,7 +107,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
 
 
 def test_padding_stays_moderate():
-    buckets = Buckets(config_of(1024, 8192, 64), options_of(64))
+    buckets = Buckets(config_of(1024, 8192, 64))
     entry = ScheduledSequence(
         Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, True, [1], 5
     )
@@ -137,7 +133,6 @@ def test_a_step_of_a_missing_shape_runs_as_the_smallest_captured_one_that_holds_
         return Buckets.stand_in(GraphShape(*shape), captured, **options)
 
     assert stand_in(24, 24, 0) == captured[1]
-    assert stand_in(16, 16, 0, True) == captured[0]  # an uneven step, whose longest context is read slower
     assert stand_in(16, 192, 17) == captured[3]
     assert stand_in(0, 160, 8) == captured[3]  # decodes' rows are padding
     assert stand_in(64, 256, 24) == captured[5]
@@ -152,7 +147,7 @@ def test_a_step_of_a_missing_shape_runs_as_the_smallest_captured_one_that_holds_
 def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, captures):
     """At start-up, and while idle: with padding, but fast enough to beat a step without a graph."""
     choice = random.Random(max_num_seqs)
-    buckets = Buckets(config_of(max_num_seqs, 2048, 64), options_of(64))
+    buckets = Buckets(config_of(max_num_seqs, 2048, 64))
     captured = [*buckets.common(), *getattr(buckets, captures)()]
     for _ in range(300):
         entries, in_flight = random_entries(
@@ -171,7 +166,7 @@ def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, ca
 def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block_size):
     """All of them fit among the graphs that are kept, and need few kernels that are compiled for a size."""
     budget = max(budget, max_num_seqs + block_size)
-    buckets = Buckets(config_of(max_num_seqs, budget, block_size, 10**6), options_of(block_size))
+    buckets = Buckets(config_of(max_num_seqs, budget, block_size, 10**6))
     usual = buckets.usual()
     assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
     assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
@@ -191,41 +186,12 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
         if shape.num_tiles:
             assert shape_of(shape.num_decodes, shape.num_rows - shape.num_decodes) == shape
         else:
-            assert shape_of(shape.num_decodes, 0, 900_000 if shape.is_uneven else 6) == shape
+            assert shape_of(shape.num_decodes, 0) == shape
     for num_decodes in range(min(65, max_num_seqs)):
         for length in (2, block_size, budget // 2, budget - num_decodes):
             assert shape_of(num_decodes, length) in usual
         for context in (6, 8192, 100_000):
             assert not num_decodes or shape_of(num_decodes, 0, context) in usual
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
-def test_decodes_are_split_finer_where_one_would_keep_the_others_waiting(num_kv_heads):
-    buckets = Buckets(config_of(1024, 2048, 64, 200_000), options_of(64, num_kv_heads))
-
-    def is_uneven(*contexts: int, chunk: int = 0) -> bool:
-        entries = [
-            ScheduledSequence(
-                Sequence(NewRequest(str(n), [1] * context, SamplingParams()), arrival=n, max_model_len=10**6),
-                context - 1, 1, True, [1] * -(-context // 64), context - 1,
-            )
-            for n, context in enumerate(contexts)
-        ]  # fmt: skip
-        if chunk:
-            prompt = Sequence(NewRequest("chunk", [1] * chunk, SamplingParams()), arrival=0, max_model_len=10**6)
-            entries.append(ScheduledSequence(prompt, 0, chunk, True, list(range(1, 2 + chunk // 64)), 0))
-        layout = build_layout(entries, 64)
-        return buckets.shape(layout, len(Tiles.from_layout(layout, 64).blocks)).is_uneven
-
-    for count in range(1, 1025, 7):
-        assert not is_uneven(*[500] * count)
-    for chunk in (0, 900):
-        assert is_uneven(*[600] * 300, 190_000, chunk=chunk)
-    assert not is_uneven(chunk=900)
-    if num_kv_heads == 8:
-        assert is_uneven(30_000) and not is_uneven(2000)
-        assert is_uneven(8200, *[640] * 64) and is_uneven(8200, *[640] * 15)
-        assert not is_uneven(2048, *[900] * 255)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +201,11 @@ def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
     of_gpu, of_h200 = (KernelOptions(each, 8, 2, 256, 64) for each in (gpu, H200))
     for count in range(4, 1025, 4):
         alike = -(-count * H200.num_multiprocessors // gpu.num_multiprocessors)
-        for is_uneven in (False, True):
-            options, measured = (
-                of.for_decodes(n, is_uneven=is_uneven) for of, n in ((of_gpu, count), (of_h200, alike))
-            )
-            assert (options.kv_tile, options.kernel["SPLIT_KV"]) == (measured.kv_tile, measured.kernel["SPLIT_KV"])
-            tiles = 16 + 2 * options.kernel["num_stages"] * options.kernel["BLOCK_N"]
-            assert 256 * tiles <= gpu.shared_memory
-        assert of_gpu.most_splits(count) >= count * of_gpu.for_decodes(count, is_uneven=True).kernel["SPLIT_KV"]
+        options, measured = (of.for_decodes(n) for of, n in ((of_gpu, count), (of_h200, alike)))
+        assert (options.kv_tile, options.kernel["SPLIT_KV"]) == (measured.kv_tile, measured.kernel["SPLIT_KV"])
+        tiles = 16 + 2 * options.kernel["num_stages"] * options.kernel["BLOCK_N"]
+        assert 256 * tiles <= gpu.shared_memory
+        assert of_gpu.most_splits(count) >= count * options.kernel["SPLIT_KV"]
     chunks = of_gpu.for_chunks()
     assert 256 * (chunks["BLOCK_M"] + 2 * chunks["num_stages"] * chunks["BLOCK_N"]) <= gpu.shared_memory
 
@@ -255,7 +218,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         block_size, max_num_seqs = choice.choice([16, 32, 64, 256]), choice.choice([1, 3, 8, 21, 40])
         longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
         budget = max_num_seqs + block_size + choice.randint(0, 200)
-        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest), options_of(block_size))
+        buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest))
         width = -(-longest // block_size) + 1
         decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
         piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
@@ -355,7 +318,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16), options_of(16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
+    shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
     assert shape.num_decodes > layout.num_decodes
     packing = StepPacking(shape, 16, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)

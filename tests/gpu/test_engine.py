@@ -123,7 +123,7 @@ def test_bfloat16_logits_are_within_its_rounding_of_float32(backend):
         sampler = llm._engine.model_runner.sampler
         captured, sample = [], sampler.sample
         sampler.sample = lambda logits, *rest: captured.append(logits.float().clone()) or sample(logits, *rest)
-        params = SamplingParams(top_p=0.5, max_tokens=1)  # filters make the host's sampler see the logits
+        params = SamplingParams(logprobs=0, max_tokens=1)  # makes the host's sampler see the logits
         for prompt in long_prompts():
             llm.generate([prompt], params, use_tqdm=False)
             with torch.no_grad():

@@ -45,7 +45,7 @@ def backend_of(
         options = KernelOptions(Gpu.from_device(torch.device("cuda")), *heads, case.block_size)
         if by_kernel:
             options = replace(options, paged_decode=PagedDecode)
-        buckets = Buckets(config, options)
+        buckets = Buckets(config)
         backend = GpuFlexAttention(
             options=options,
             max_decodes=buckets.max_decodes,
@@ -59,12 +59,12 @@ def backend_of(
     return _backends[key]
 
 
-def run(case: PagedCase, *, uses_flash: bool = False, is_uneven: bool = False, by_kernel: bool = False) -> torch.Tensor:
+def run(case: PagedCase, *, uses_flash: bool = False, by_kernel: bool = False) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
     backend, buckets = backend_of(case, uses_flash=uses_flash, by_kernel=by_kernel)
     layout, block_size = case.layout, case.block_size
     tiles = Tiles.from_layout(layout, block_size)
-    shape = buckets.shape(layout, len(tiles.blocks))._replace(is_uneven=is_uneven)
+    shape = buckets.shape(layout, len(tiles.blocks))
     packing = StepPacking(shape, block_size, buckets.max_decodes)
     packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, tiles, None, packed)
@@ -106,18 +106,6 @@ def test_any_split_of_any_sequences_equals_dense_attention(block_size, by_kernel
             spans.append((start, choice.choice([1, 1, choice.randint(1, 60)])))
         case = PagedCase(spans, seed=seed, block_size=block_size)
         case.check(run(case, by_kernel=by_kernel))
-
-
-@pytest.mark.parametrize("num_kv_heads", [8, 16, 40, 80, 96])
-def test_decodes_that_are_split_finer_equal_dense_attention(num_kv_heads):
-    """As many KV heads stand for as many more decodes: all entries of the options' table that are split finer."""
-    spans = [(900, 1), (0, 1), (64, 1), (33, 1), (63, 1), (130, 1), (5, 1), (15, 1)]
-    case = PagedCase(spans, num_kv_heads=num_kv_heads, groups=1, block_size=64, dtype=torch.bfloat16)
-    options = backend_of(case)[0]._options
-    splits = [options.for_decodes(8, is_uneven=is_uneven).kernel["SPLIT_KV"] for is_uneven in (False, True)]
-    assert splits[0] < splits[1]
-    case.check(run(case))
-    case.check(run(case, is_uneven=True))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 6, 7, 8, 16])

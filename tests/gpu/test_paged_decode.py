@@ -160,7 +160,7 @@ def test_the_kernel_and_flex_attention_agree(dtype):
     case = Decodes([*RAGGED, 3000], heads=(4, 2, 128), dtype=dtype)
     flex = FlexDecodes(case.options, max_decodes=MAX_DECODES, max_blocks=50, device=CUDA)
     case.caches = case.caches.nan_to_num()  # FlexAttention reads whole blocks
-    flex.fill(*case.step, is_uneven=False)
+    flex.fill(*case.step)
     of_flex = flex.attend(case.query, *case.caches, case.scaling)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(case.run(case.kernel()), of_flex, atol=tolerance, rtol=tolerance)

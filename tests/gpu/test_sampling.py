@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm import SamplingParams
 from nanovllm.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
-from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured
+from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import NewRequest, Sequence
@@ -221,3 +221,32 @@ def test_penalties_and_allowed_tokens_equal_those_of_the_host():
     expected = change_logits(logits.clone(), requests, [len(r.token_ids) for r in requests], None)
     ours = change_logits(logits.cuda(), requests, [len(r.token_ids) for r in requests], None)
     torch.testing.assert_close(ours.cpu(), expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["kernels", "torch"])
+def test_no_option_makes_the_host_wait(compiles):
+    """Torch raises for every operation that would."""
+    options: list[dict[str, Any]] = [
+        {}, {"temperature": 0.0}, {"temperature": 1e-3}, *FILTERS, {"logprobs": 0}, {"logprobs": 20, "top_p": 0.9},
+        {"logprobs": 40}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "logprobs": 1},
+        {"allowed_token_ids": [3, 9, 2999]}, {"logit_bias": {5: 3.0}}, {"min_tokens": 9, "stop_token_ids": [4]},
+    ]  # fmt: skip
+    requests = [request(n, (1, 2, 3), 1, **own) for n, own in enumerate(options)]
+    sampler, latest = Sampler(compiles=compiles), LatestTokens(-1 - np.arange(len(options)), torch.arange(50).cuda())
+    logits = torch.randn(len(options), 3000, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
+
+    def sample() -> tuple[Tensor, StepLogprobs]:
+        report = StepLogprobs()
+        return sampler.sample(logits.clone(), requests, [4] * len(requests), latest, report), report.to_host()
+
+    expected, _ = sample()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens, report = sample()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(tokens, expected)
+    report.record(requests, tokens.tolist())
+    for own in requests:
+        if own.logprobs is not None:
+            assert len(own.logprobs) == 1 and len(own.logprobs[0]) in (own.params.logprobs, own.params.logprobs + 1)
