@@ -22,8 +22,9 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.requests.input_processor import Message, Prompt, num_samples, words_of
-from nanovllm.requests.preparation import Preparation, text_size
+from nanovllm.requests.chat import Message
+from nanovllm.requests.input_processor import Prompt
+from nanovllm.requests.preparation import Preparation, num_samples, text_size, words_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
@@ -177,7 +178,7 @@ class AsyncLLM:
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
 
         def prepare(**given: Any) -> list[NewRequest]:
-            token_ids = self._input_processor.apply_chat_template_to(messages, tools=tools, **(template_options or {}))
+            token_ids = self._input_processor.chat.apply_to(messages, tools=tools, **(template_options or {}))
             return self._input_processor.process_each([token_ids], sampling_params, **given, **options)
 
         request_ids = [uuid.uuid4().hex if request_id is None else request_id]
@@ -192,7 +193,7 @@ class AsyncLLM:
         self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
-        work = partial(self._input_processor.apply_chat_template_to, messages, tools=tools, **template_options)
+        work = partial(self._input_processor.chat.apply_to, messages, tools=tools, **template_options)
         return await self._prepare(work, (messages, tools))
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
@@ -230,8 +231,7 @@ class AsyncLLM:
 
         self._preparing |= dict.fromkeys(request_ids, False)
         try:
-            count = num_samples(sampling_params, len(request_ids))
-            await self._check_queue(count)
+            await self._check_queue(num_samples(sampling_params, len(request_ids)))
             given = {"request_ids": request_ids, "output_kind": kind, "arrival_time": arrival_time}
             requests = await self._prepare(partial(prepare, **given), (texts, words_of(sampling_params)))
             await self._run(add)

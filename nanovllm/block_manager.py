@@ -18,12 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import is_not
 
 import xxhash
 
-from nanovllm.batch import NULL_BLOCK
 from nanovllm.sequence import Sequence
 
 
@@ -66,10 +63,11 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
         self._hash_seed = hash_seed
-        self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
-        self._entries: dict[bytes, PrefixEntry] = {}  # by block hash
-        self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
+        # The books, which only this class changes; `block_checks` and the live view read them.
+        self.ref_counts = [0] * num_blocks
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
+        self.entries: dict[bytes, PrefixEntry] = {}  # by block hash
+        self.entry_of: list[PrefixEntry | None] = [None] * num_blocks
         self.num_findable_blocks = 0  # a counter, since it is read after every step and pools are large
         self._last_prefix_id = 0
         self._uncommitted: dict[int, list[int]] = {}  # step id -> blocks that it made findable
@@ -78,23 +76,14 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
-
-    def usage(self) -> tuple[bytes, bytes]:
-        """Bytes per block, the null block included: its holders (255: that many or more), and 1 if it is findable."""
-        # Without a loop in Python, since pools may have 100,000 blocks.
-        try:
-            num_holders = bytes(self._ref_counts)
-        except ValueError:  # a count that no byte can hold
-            num_holders = bytes(map(min, self._ref_counts, repeat(255)))
-        return num_holders, bytes(map(is_not, self._entry_of, repeat(None)))
+        return len(self.free_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free: a claim takes them."""
-        return sum(self._ref_counts[block] == 0 for block in blocks)
+        return sum(self.ref_counts[block] == 0 for block in blocks)
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
@@ -113,26 +102,26 @@ class BlockManager:
     def may_hold(self, sequence: Sequence, index: int) -> bool:
         """False if `lookup` would end before block `index`; one hash lookup instead of one per block."""
         end = (len(sequence.token_ids) - 1) // self.block_size
-        return index < end and self._block_hash(sequence, index) in self._entries
+        return index < end and self._block_hash(sequence, index) in self.entries
 
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                del self._free[block]
-            self._ref_counts[block] += 1
+            if self.ref_counts[block] == 0:
+                del self.free_blocks[block]
+            self.ref_counts[block] += 1
         sequence.block_table.extend(blocks)
 
     def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
         """Make the sequence's blocks first..end-1 findable; `step_id` computes the last of their tokens, or follows."""
         if not self.enable_prefix_caching:
             return
-        parent = self._parent_of(sequence, first)
+        parent = self.parent_of(sequence, first)
         for index in range(first, end):
             if parent is None:  # a collision or a reset cut the chain; what follows cannot be found
                 return
             block = sequence.block_table[index]
-            held = self._entry_of[block]
+            held = self.entry_of[block]
             if held is None:
                 held = self._add(sequence, index, block, parent)
                 if held is None:
@@ -142,15 +131,15 @@ class BlockManager:
 
     def _add(self, sequence: Sequence, index: int, block: int, parent: int | str) -> PrefixEntry | None:
         block_hash = self._block_hash(sequence, index)
-        entry = self._entries.get(block_hash)
+        entry = self.entries.get(block_hash)
         if entry is None:
             self._last_prefix_id += 1
             tokens = sequence.block_tokens(index, self.block_size)
-            entry = self._entries[block_hash] = PrefixEntry(self._last_prefix_id, block_hash, parent, tokens)
+            entry = self.entries[block_hash] = PrefixEntry(self._last_prefix_id, block_hash, parent, tokens)
         elif not self._matches(entry, parent, sequence, index):
             return None  # another content has this hash: it keeps it
         entry.blocks[block] = None
-        self._entry_of[block] = entry
+        self.entry_of[block] = entry
         self.num_findable_blocks += 1
         return entry
 
@@ -160,20 +149,20 @@ class BlockManager:
     def _find(self, sequence: Sequence, first: int, end: int) -> list[PrefixEntry]:
         """The entries of the sequence's full blocks first..end-1, up to the first that has none."""
         found: list[PrefixEntry] = []
-        parent = self._parent_of(sequence, first)
+        parent = self.parent_of(sequence, first)
         for index in range(first, end):
-            entry = self._entries.get(self._block_hash(sequence, index))
+            entry = self.entries.get(self._block_hash(sequence, index))
             if entry is None or not self._matches(entry, parent, sequence, index):
                 break
             found.append(entry)
             parent = entry.prefix_id
         return found
 
-    def _parent_of(self, sequence: Sequence, index: int) -> int | str | None:
+    def parent_of(self, sequence: Sequence, index: int) -> int | str | None:
         """The prefix id, or cache salt, before block `index`; None if that prefix is not findable."""
         if index == 0:
             return sequence.cache_salt
-        entry = self._entry_of[sequence.block_table[index - 1]]
+        entry = self.entry_of[sequence.block_table[index - 1]]
         return None if entry is None else entry.prefix_id
 
     _digest = staticmethod(xxhash.xxh3_128_digest)
@@ -191,18 +180,18 @@ class BlockManager:
 
     def _forget_block(self, block: int, entry: PrefixEntry) -> None:
         """Make one block unfindable; its entry dies with its last block. If it is free, it is the next to be taken."""
-        self._entry_of[block] = None
+        self.entry_of[block] = None
         self.num_findable_blocks -= 1
         del entry.blocks[block]
         if not entry.blocks:
-            del self._entries[entry.block_hash]
-        if self._ref_counts[block] == 0:
-            self._free.move_to_end(block, last=False)
+            del self.entries[entry.block_hash]
+        if self.ref_counts[block] == 0:
+            self.free_blocks.move_to_end(block, last=False)
 
     def forget(self, sequence: Sequence) -> None:
         """Make the content of the sequence's full blocks unfindable, and all that was computed behind it."""
         dead = {entry.prefix_id for entry in self._find(sequence, 0, len(sequence.token_ids) // self.block_size)}
-        for entry in list(self._entries.values()):  # in order of registration, so parents come before children
+        for entry in list(self.entries.values()):  # in order of registration, so parents come before children
             if entry.prefix_id in dead or entry.parent in dead:
                 dead.add(entry.prefix_id)
                 for block in list(entry.blocks):
@@ -210,8 +199,8 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Make every block unfindable. Blocks in use stay with their sequences."""
-        self._entries.clear()
-        self._entry_of = [None] * self.num_blocks
+        self.entries.clear()
+        self.entry_of = [None] * self.num_blocks
         self.num_findable_blocks = 0
         self._uncommitted.clear()
 
@@ -222,12 +211,14 @@ class BlockManager:
 
         The caller has checked that enough are free.
         """
-        if num_blocks > len(self._free):
-            raise RuntimeError(f"{num_blocks} blocks asked for, {len(self._free)} free: the scheduler must check first")
+        if num_blocks > len(self.free_blocks):
+            raise RuntimeError(
+                f"{num_blocks} blocks asked for, {len(self.free_blocks)} free: the scheduler must check first"
+            )
         for _ in range(num_blocks):
-            block, _ = self._free.popitem(last=False)
-            self._ref_counts[block] = 1
-            if (entry := self._entry_of[block]) is not None:
+            block, _ = self.free_blocks.popitem(last=False)
+            self.ref_counts[block] = 1
+            if (entry := self.entry_of[block]) is not None:
                 self._forget_block(block, entry)
                 self.num_evictions += 1
             sequence.block_table.append(block)
@@ -244,11 +235,11 @@ class BlockManager:
         else:
             sequence.block_table = []
         for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if self._entry_of[block] is None:
-                    self._free.move_to_end(block, last=False)  # nothing to lose: the next to be taken
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self.free_blocks[block] = None
+                if self.entry_of[block] is None:
+                    self.free_blocks.move_to_end(block, last=False)  # nothing to lose: the next to be taken
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
@@ -259,43 +250,5 @@ class BlockManager:
     def withdraw(self, step_id: int) -> None:
         """Step `step_id` failed: the blocks that it made findable no longer are."""
         for block in self._uncommitted.pop(step_id, ()):
-            if (entry := self._entry_of[block]) is not None:
+            if (entry := self.entry_of[block]) is not None:
                 self._forget_block(block, entry)
-
-    # --------------------------------------------------------------------------------------------------- checks
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Verify every invariant against all live sequences; raises RuntimeError naming the first that is broken."""
-        expected = [0] * self.num_blocks
-        for sequence in sequences:
-            needed = self.num_blocks_for(sequence.num_computed_tokens)
-            _check(len(sequence.block_table) == needed, f"{sequence} should hold {needed} blocks")
-            _check(len(set(sequence.block_table)) == needed, f"{sequence} holds a block twice")
-            for index, block in enumerate(sequence.block_table):
-                expected[block] += 1
-                if (entry := self._entry_of[block]) is not None:
-                    tokens = sequence.block_tokens(index, self.block_size)
-                    _check(entry.tokens == tokens, f"block {block} does not hold the tokens of {sequence}")
-                    parent = self._parent_of(sequence, index)  # None once the blocks before became unfindable
-                    _check(parent in (None, entry.parent), f"block {block} hangs on another prefix")
-        _check(expected == self._ref_counts, "reference counts differ from the block tables")
-        _check(expected[NULL_BLOCK] == 0, "the null block was given out")
-        referenced = sum(count > 0 for count in expected)
-        _check(len(self._free) + referenced == self.num_blocks - 1, "free and referenced blocks are not all blocks")
-        _check(NULL_BLOCK not in self._free, "the null block is among the free ones")
-        _check(all(expected[block] == 0 for block in self._free), "a block is free and referenced")
-        findable = 0
-        for block_hash, entry in self._entries.items():
-            _check(bool(entry.blocks), "an entry without blocks")
-            _check(entry.block_hash == block_hash, "an entry under another hash")
-            _check(all(self._entry_of[block] is entry for block in entry.blocks), "an entry names a stranger's block")
-            findable += len(entry.blocks)
-        named = sum(entry is not None for entry in self._entry_of)
-        _check(findable == named == self.num_findable_blocks, "a findable block that no entry names")
-        prefix_ids = {entry.prefix_id for entry in self._entries.values()}
-        _check(len(prefix_ids) == len(self._entries), "two entries share a prefix id")
-
-
-def _check(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise RuntimeError(f"block manager: {otherwise}")

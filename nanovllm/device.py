@@ -1,7 +1,8 @@
-"""Errors of the device, copies to and from it, the lock for captures, and kernels by name."""
+"""Errors of the device, copies to and from it, its memory, the lock for captures, and kernels by name."""
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from importlib import import_module
@@ -39,6 +40,14 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Give the memory that nothing uses back to a GPU, for other processes too."""
+    if device.type == "cuda":
+        with DEVICE_LOCK:
+            gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
+            torch.cuda.empty_cache()
 
 
 def find_kernel(file: str, name: str) -> Any | None:

@@ -20,6 +20,7 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from nanovllm.batch import ScheduledBatch
+from nanovllm.block_checks import check_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.model_runner import ModelRunner, PendingTokens
@@ -184,23 +185,25 @@ class Engine:
         Appends to `outputs` the requests that ended, and those that stream and advanced. Raises StepError for a step
         that failed and was undone, with those launched after it; its requests stay queued.
         """
-        with self._changing():
-            if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
-                self._drop_computed()  # the owner of a live module edited it
-            start = self.clock()
-            self._end_overdue(start)
-            batch = self.scheduler.schedule()
         try:
+            with self._changing():
+                if self.model_runner.model_changed(was_idle=not (self.scheduler.running or self._in_flight)):
+                    self._drop_computed()  # the owner of a live module edited it
+                start = self.clock()
+                self._end_overdue(start)
+                batch = self.scheduler.schedule()
             if batch is not None:
                 self._in_flight.append(self._launch(batch, start))
             if (step := self._next_to_read(batch)) is None:
                 return
             token_ids = self._wait(step)
         except BaseException as error:
+            if self.is_dead:  # the books themselves were cut short
+                raise
             failure = self._undo(error)
             if isinstance(error, Exception):
                 raise failure from error
-            raise  # Ctrl-C, while a graph was captured
+            raise  # Ctrl-C, while a graph was captured or a second time
         with self._changing():
             step.pending.report.record(step.batch.sampling, token_ids)
             advanced = self.scheduler.update(step.batch, token_ids)
@@ -301,7 +304,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Verify the block manager's invariants against every live sequence; RuntimeError names a broken one."""
-        self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+        check_blocks(self.block_manager, [*self.scheduler.running, *self.scheduler.waiting])
 
     @property
     def is_dead(self) -> bool:

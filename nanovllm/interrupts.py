@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
 
 
 class InterruptsHeld:
@@ -48,6 +50,19 @@ class InterruptsHeld:
         if self.noted is not None and self._handler is not None:
             noted, self.noted = self.noted, None
             self._handler(*noted)
+
+    def held_in(self, items: Generator[T]) -> Iterator[T]:
+        """The same items; the first SIGINT is held back while the generator runs, but not while its items are read."""
+        try:
+            while True:
+                with self:
+                    item = next(items, None)
+                if item is None:
+                    return
+                yield item
+        finally:
+            with self:
+                items.close()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         is_second = self.noted is not None

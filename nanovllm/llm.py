@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceABC
@@ -22,12 +21,13 @@ from nanovllm.errors import EngineClosedError, ForkedChildError
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.interrupts import InterruptsHeld
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
 from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
-from nanovllm.requests.input_processor import Message, Prompt
+from nanovllm.requests.chat import Message
+from nanovllm.requests.input_processor import Prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import SchedulerStats
 from nanovllm.sequence import NewRequest
 
 
@@ -92,10 +92,9 @@ class LLM:
             timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
             use_tqdm: show a progress bar on stderr.
 
-        Each of the other options is one value for all prompts, or a list with one for each. A bad
-        prompt or option raises before any work starts, and so do more prompts than `max_queue` has room for
-        (QueueFullError). A request whose logits are not finite ends with finish_reason "error"; any other failure ends
-        them all and raises.
+        Options but use_tqdm are one value for all prompts, or a list with one for each. A bad prompt or option raises
+        before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request whose
+        logits are not finite ends with finish_reason "error"; any other failure ends them all and raises.
         """
         engine = self._open_engine()
         requests = engine.input_processor.process(
@@ -108,7 +107,7 @@ class LLM:
         )
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        show_rate = _rate_display(bar, engine.scheduler.stats) if use_tqdm else None
+        show_rate = rate_display(bar, engine.scheduler.stats) if use_tqdm else None
         reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
         with bar, OldObjectsFrozen(keeps_results=reports), InterruptsHeld() as interrupts:
             for output in self._run(requests, interrupts, after_step=show_rate):
@@ -153,7 +152,7 @@ class LLM:
             timeout=timeout,
         )
         interrupts = InterruptsHeld()
-        return self._held(self._run([request], interrupts), interrupts)
+        return interrupts.held_in(self._run([request], interrupts))
 
     def apply_chat_template(
         self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
@@ -162,21 +161,7 @@ class LLM:
 
         Texts that spell a control token are encoded as plain text, see `allow_control_tokens_in_messages`.
         """
-        return self._open_engine().input_processor.apply_chat_template(messages)
-
-    @staticmethod
-    def _held(outputs: Generator[RequestOutput], interrupts: InterruptsHeld) -> Iterator[RequestOutput]:
-        """The same outputs, with Ctrl-C held back while they are made, but not while they are read."""
-        try:
-            while True:
-                with interrupts:
-                    output = next(outputs, None)
-                if output is None:
-                    return
-                yield output
-        finally:
-            with interrupts:
-                outputs.close()
+        return self._open_engine().input_processor.chat.apply(messages)
 
     def _run(
         self,
@@ -234,7 +219,7 @@ class LLM:
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
         """The engine for this thread alone."""
-        engine = self._open_engine()
+        self._open_engine()  # before the lock, which another thread may have held when this process was forked
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "this LLM was called from within one of its own steps, by on_step or a logits processor, which "
@@ -243,8 +228,7 @@ class LLM:
         with self._lock:
             self._owner = threading.get_ident()
             try:
-                if engine is not self._engine:  # closed meanwhile
-                    self._open_engine()
+                engine = self._open_engine()
                 if self._abandoned:
                     self._abort_abandoned()
                 yield engine
@@ -304,18 +288,3 @@ class LLM:
         if self._engine is None:
             raise EngineClosedError("this LLM is closed; build a new one.")
         return self._engine
-
-
-def _rate_display(bar: tqdm, counters: SchedulerStats) -> Callable[[], None]:
-    """Shows the tokens/s of all steps beside a bar over requests, four times a second."""
-    start = shown = time.monotonic()
-    num_before = counters.num_output_tokens
-
-    def after_step() -> None:
-        nonlocal shown
-        now = time.monotonic()
-        is_due = now - shown > 0.25
-        bar.set_postfix_str(f"{(counters.num_output_tokens - num_before) / (now - start):.0f} tokens/s", refresh=is_due)
-        shown = now if is_due else shown
-
-    return after_step

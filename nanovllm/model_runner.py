@@ -6,9 +6,10 @@ read holds NaN of another request (where a backend reads more than a sequence's 
 
 from __future__ import annotations
 
-import gc
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.device import DEVICE_LOCK, raise_device_error, to_host
+from nanovllm.device import give_memory_back, raise_device_error, to_host
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor
-from nanovllm.execution.dummy_batches import dummy_batch
+from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
@@ -87,9 +88,14 @@ class ModelRunner:
         if choice.compiles and choice.kernels is None:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
-            self.warm_up()
-        elif self.device.type == "cpu" and not binding.is_live:
-            self._pack_weights()
+            if isinstance(self._executor, GraphExecutor):
+                self._executor.warm_up()
+            else:
+                self._execute_dummies(warm_up_spans(config))
+        elif self.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
+            kernels = None if choice.kernels is None or choice.kernels.has_matrix_tiles else choice.kernels
+            run_batches = partial(self._execute_dummies, comparison_spans(config))
+            binding.pack_weights(kernels, config.max_num_batched_tokens, run_batches)
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, num_slots - config.block_size, binding.caches.num_bytes(num_slots) / 2**30,
@@ -126,37 +132,11 @@ class ModelRunner:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 
-    # ---------------------------------------------------------------------------------------------------- start-up
+    # ------------------------------------------------------------------------------------------ start-up and idle
 
-    def _pack_weights(self) -> None:
-        """What a CPU does instead of compiling the layers: faster, and ready at once."""
-        kernels = self._choice.kernels
-        if kernels is not None and kernels.has_matrix_tiles:
-            kernels = None
-        # At both ends of the positions, since a layer may compute something else far from the beginning.
-        longest = self.config.max_model_len
-        num_tokens = max(1, min(8, longest - 1))
-        starts = {0, max(0, longest - 1 - num_tokens)}
-
-        def run_batches() -> None:
-            for start in starts:
-                self._execute_dummies((start, num_tokens))
-
-        self.binding.pack_weights(kernels, self.config.max_num_batched_tokens, run_batches)
-
-    def warm_up(self) -> None:
-        """Compile what steps need, in a step with a chunk and one of decodes, so that no request waits for it."""
-        if isinstance(self._executor, GraphExecutor):
-            return self._executor.warm_up()
-        config = self.config
-        longest = min(config.max_model_len - 1, config.max_num_batched_tokens - config.max_num_seqs)
-        num_tokens = min(config.block_size + 5, longest)
-        if num_tokens >= 2:
-            self._execute_dummies((0, num_tokens))
-            self._execute_dummies(*[(num_tokens - 1, 1)] * min(2, config.max_num_seqs))
-
-    def _execute_dummies(self, *spans: tuple[int, int]) -> None:
-        self.execute(dummy_batch(self.binding, self.config, spans)).result()
+    def _execute_dummies(self, batches: Iterable[Spans]) -> None:
+        for spans in batches:
+            self.execute(dummy_batch(self.binding, self.config, spans)).result()
 
     def capture_ahead(self) -> bool:
         """Capture one more of the usual shapes while idle; False if none is left, or for a live module."""
@@ -193,7 +173,4 @@ class ModelRunner:
             self._executor.close()
         finally:
             self.binding.close()
-        if self.device.type == "cuda":  # give the memory back to the device, for other processes too
-            with DEVICE_LOCK:
-                gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
-                torch.cuda.empty_cache()
+        give_memory_back(self.device)

@@ -17,11 +17,12 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def request_seed(engine_seed: int, request_number: int) -> int:
-    """The seed of a request that has none of its own: another for each request of an engine."""
-    return mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)
+def sample_seeds(seed: int | None, count: int, *, engine_seed: int, request_number: int) -> list[int]:
+    """The seeds of a request's samples: the request's own for the first, another for each of the others.
 
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample: the request's own for the first, another for each of the others."""
-    return seed if index == 0 else mix64(mix64(seed ^ _MASK_64) + index * GAMMA)
+    Args:
+        seed: None if the request has none of its own; then each request of an engine has another.
+    """
+    if seed is None:
+        seed = mix64(mix64(engine_seed + GAMMA) + (request_number + 1) * GAMMA)
+    return [seed, *(mix64(mix64(seed ^ _MASK_64) + index * GAMMA) for index in range(1, count))]

@@ -20,7 +20,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 ROWS = """
 config sampling_params validation frozen_dict outputs errors seeds paths gc_control interrupts sequence batch batch_layout pages
 device < kernels
-block_manager < scheduler | requests | sampling | attention
+block_manager < block_checks scheduler | requests | sampling | attention
 model | observability
 execution
 model_runner

@@ -6,15 +6,16 @@ dynamic. All of a layer's writes come before its reads, so requests of one step 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.attention.kv_writes import write_states, write_states_compiled
 from nanovllm.batch_layout import BatchLayout
-from nanovllm.device import find_kernel
 
 ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
@@ -84,16 +85,17 @@ _steps: dict[int, AttentionStep] = {}
 _step_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-def enter_step(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> None:
+@contextmanager
+def step_in_force(handle: int, step: AttentionStep, tensors: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
     """Args: tensors: handle and slot mapping, for a model that does not pass its keyword arguments to attention."""
     _steps[handle] = step
     if tensors is not None:
         _step_tensors[handle] = tensors
-
-
-def leave_step(handle: int) -> None:
-    _steps.pop(handle, None)
-    _step_tensors.pop(handle, None)
+    try:
+        yield
+    finally:
+        _steps.pop(handle, None)
+        _step_tensors.pop(handle, None)
 
 
 def running_step(handle: Tensor) -> AttentionStep:
@@ -147,30 +149,8 @@ def attention_function(
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
     cache = getattr(module, LAYER_CACHE)
     if torch.compiler.is_compiling():
-        write = _write_compiled if key.is_cuda else write_states
-        write(key, value, cache, slot_mapping)
+        write_states_compiled(key, value, cache, slot_mapping)
         return paged_attention(query, cache[0], cache[1], handle, scaling), None
     write_states(key, value, cache, slot_mapping)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
     return attend_in_step(query, cache[0], cache[1], handle, scaling), None
-
-
-def write_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write key and value [1, num_kv_heads, num_tokens, head_dim] to their slots.
-
-    Args:
-        cache: [2, num_slots, num_kv_heads, head_dim], K first.
-        slot_mapping: [num_tokens] int64; padding goes to the null block.
-    """
-    cache[0].index_copy_(0, slot_mapping, key[0].transpose(0, 1))
-    cache[1].index_copy_(0, slot_mapping, value[0].transpose(0, 1))
-
-
-# What compiled code on a GPU writes K and V by: the kernel once `use_write_kernel` has found it.
-_write_compiled: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_states
-
-
-def use_write_kernel() -> None:
-    """Compiled code on a GPU writes K and V by the kernel, if it exists; the same for every engine."""
-    global _write_compiled
-    _write_compiled = find_kernel("kv_writes", "store_states") or write_states

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from nanovllm.attention.block_mask import own_code
 from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.attention.operator import AttentionStep, use_write_kernel
+from nanovllm.attention.kv_writes import use_write_kernel
+from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout

@@ -37,7 +37,13 @@ class DirectExecutor:
         if self._sampled is not None and layout.token_ids.min() < 0:
             token_ids = with_sampled(token_ids, self._sampled)
         if self.backend.reads_whole_blocks:
-            self._clear_blocks(layout, is_padded=num_rows > num_tokens)
+            # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
+            blocks = layout.blocks_to_clear
+            if self._null_block_is_dirty:
+                blocks = np.append(blocks, NULL_BLOCK)
+            if len(blocks):
+                binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size)
+            self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
@@ -52,12 +58,3 @@ class DirectExecutor:
 
     def close(self) -> None:
         """Nothing is held but the backend."""
-
-    def _clear_blocks(self, layout: BatchLayout, *, is_padded: bool) -> None:
-        """Clear the blocks that this step begins and does not fill, and the null block after padding wrote to it."""
-        blocks = layout.blocks_to_clear
-        if self._null_block_is_dirty:
-            blocks = np.append(blocks, NULL_BLOCK)
-        if len(blocks):
-            self._binding.caches.clear_blocks(torch.from_numpy(blocks).to(self._binding.device), self._block_size)
-        self._null_block_is_dirty = is_padded

@@ -10,9 +10,11 @@ from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
+Spans = Iterable[tuple[int, int]]  # (start, number of new tokens) of each sequence of a batch
 
-def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Iterable[tuple[int, int]]) -> ScheduledBatch:
-    """One sequence for each (start, number of new tokens), all of them in block 1."""
+
+def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Spans) -> ScheduledBatch:
+    """One sequence for each span, all of them in block 1."""
     vocab_size = binding.model.get_input_embeddings().num_embeddings
     entries = []
     for start, num_tokens in spans:
@@ -22,3 +24,18 @@ def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Iterable[tup
         blocks = [1] * -(-end // config.block_size)
         entries.append(ScheduledSequence(sequence, start, num_tokens, True, blocks, 0))
     return ScheduledBatch(0, tuple(entries))
+
+
+def warm_up_spans(config: EngineConfig) -> list[Spans]:
+    """A batch of a chunk and one of decodes, for which layers compile; none where a chunk does not fit."""
+    longest = min(config.max_model_len - 1, config.max_num_batched_tokens - config.max_num_seqs)
+    num_tokens = min(config.block_size + 5, longest)
+    if num_tokens < 2:
+        return []
+    return [[(0, num_tokens)], [(num_tokens - 1, 1)] * min(2, config.max_num_seqs)]
+
+
+def comparison_spans(config: EngineConfig) -> list[Spans]:
+    """A batch at each end of the positions, since a layer may compute something else far from the beginning."""
+    num_tokens = max(1, min(8, config.max_model_len - 1))
+    return [[(start, num_tokens)] for start in {0, max(0, config.max_model_len - 1 - num_tokens)}]

@@ -57,7 +57,9 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
     buckets = Buckets(config)
     row_values = layer.num_heads * layer.head_dim
     tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
-    sampling = (2 * buckets.max_decodes + 16 * FILTERED_AT_ONCE) * binding.vocab_size * layer.dtype.itemsize
+    # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
+    sampling = buckets.max_decodes * (2 * layer.dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
+    sampling *= binding.vocab_size
     padded_values = layer.num_kv_heads * options.padded_groups * layer.head_dim
     splits = options.most_splits(buckets.max_decodes) * padded_values * 4  # of outputs, in float32
     max_blocks = -(-config.max_model_len // config.block_size)

@@ -56,7 +56,7 @@ def _kernels() -> tuple[Any, Any]:
 
 @torch.library.custom_op("nanovllm::store_states", mutates_args=("cache",))
 def store_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `operator.write_states`."""
+    """See `attention.kv_writes.write_states`."""
     _, num_heads, num_rows, head_dim = key.shape
     key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
     width = num_heads * head_dim

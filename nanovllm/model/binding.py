@@ -23,8 +23,7 @@ from nanovllm.attention.operator import (
     STEP_SLOT_MAPPING,
     AttentionStep,
     attention_function,
-    enter_step,
-    leave_step,
+    step_in_force,
 )
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls
@@ -252,15 +251,13 @@ class ModelBinding:
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:
             torch._dynamo.maybe_mark_dynamic(slot_mapping, 0)
-        enter_step(self.handle, step, None if extra else tensors)
-        try:
-            with self.installed():
-                yield extra
-        except BaseException:
-            self.uninstall()  # once more: an interrupt may have cut short the first time
-            raise
-        finally:
-            leave_step(self.handle)
+        with step_in_force(self.handle, step, None if extra else tensors):
+            try:
+                with self.installed():
+                    yield extra
+            except BaseException:
+                self.uninstall()  # once more: an interrupt may have cut short the first time
+                raise
 
     def hidden_step(self, step: AttentionStep, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor) -> Tensor:
         """Hidden states [num_rows, hidden_size] over the paged caches; the arguments are those of `forward_step`."""

@@ -40,25 +40,32 @@ class ForwardPasses:
         self._vocab_size = vocab_size
         self._base_output_type: Any = None
 
-    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
+    def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
 
         Args:
             token_ids, positions: [1, num_rows] int64.
-            sample_rows: [num_samples] int64.
+            sample_rows: [num_samples] int64; 0 for all rows.
 
         Raises RuntimeError if the owner of a live module has made its vocabulary smaller.
         """
-        return self._logits_of(
-            self._model(
-                input_ids=token_ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=sample_rows,
-                return_dict=True,
-                **kwargs,
+        logits: Tensor = self._model(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            return_dict=True,
+            **kwargs,
+        ).logits[0]
+        num_logits = logits.shape[1]
+        if num_logits == self._vocab_size:
+            return logits
+        if num_logits < self._vocab_size:
+            raise RuntimeError(
+                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
+                "engine was built. Build a new engine."
             )
-        )
+        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not go on
 
     @contextmanager
     def base_model_runs_once(self) -> Iterator[None]:
@@ -95,7 +102,7 @@ class ForwardPasses:
         output = self._base_output_type(last_hidden_state=hidden_states[None])
         no_tokens = hidden_states.new_empty((1, len(hidden_states)), dtype=torch.int64)
         with self._base_model_as(lambda *args, **kwargs: output):
-            return self._logits_of(self._model(input_ids=no_tokens, use_cache=False, return_dict=True))
+            return self.logits(no_tokens, no_tokens, 0)
 
     def splits_head(self, device: torch.device) -> bool:
         """Whether the parts give the logits of the whole, tried on a few tokens."""
@@ -106,18 +113,6 @@ class ForwardPasses:
         except Exception as error:  # whatever a model's own code raises
             logger.info("%s computes its head with its layers alone: %s", type(self._model).__name__, error)
             return False
-
-    def _logits_of(self, output: Any) -> Tensor:
-        logits: Tensor = output.logits[0]
-        num_logits = logits.shape[1]
-        if num_logits == self._vocab_size:
-            return logits
-        if num_logits < self._vocab_size:
-            raise RuntimeError(
-                f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
-                "engine was built. Build a new engine."
-            )
-        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not go on
 
     @contextmanager
     def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:

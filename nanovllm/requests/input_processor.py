@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from jinja2 import TemplateError
-
 from nanovllm.errors import PromptTooLongError
 from nanovllm.outputs import OutputKind
-from nanovllm.requests.control_tokens import ChatEncoder
+from nanovllm.requests.chat import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
-from nanovllm.validation import MAX_PRIORITY, text, texts
+from nanovllm.validation import MAX_PRIORITY, text
 
 Prompt = str | SequenceABC[int]
-Message = Mapping[str, Any]
 Spellings = tuple[tuple[int, ...], ...]
 
 OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # of a request: name, type, its name in errors
@@ -64,7 +62,11 @@ class InputProcessor:
         self.limits = limits
         self.clock = clock
         self._tokenizer = tokenizer
-        self._chat_encoder = ChatEncoder(tokenizer)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The tokenizer's chat template; made when first used."""
+        return ChatTemplate(self._tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -74,7 +76,12 @@ class InputProcessor:
         Args:
             request_ids: at least as many as there are prompts.
         """
-        return self.process_each(_as_prompts(prompts), sampling_params, request_ids=request_ids, **options)
+        items = [prompts] if isinstance(prompts, str) else _as_list(prompts)
+        if not items:
+            raise ValueError("the list of prompts is empty; give at least one prompt.")
+        if all(isinstance(item, numbers.Integral) for item in items):
+            items = [items]
+        return self.process_each(items, sampling_params, request_ids=request_ids, **options)
 
     def process_one(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -144,57 +151,6 @@ class InputProcessor:
         options = {} if add_special_tokens else {"add_special_tokens": False}  # a simple tokenizer may know none
         return _as_token_ids(self._tokenizer(prompt, **options)["input_ids"])
 
-    def apply_chat_template(
-        self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
-    ) -> list[list[int]]:
-        """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
-        if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
-            raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        for conversation in conversations:
-            _check_conversation(conversation)
-        return [self.apply_chat_template_to(conversation) for conversation in conversations]
-
-    def apply_chat_template_to(
-        self, conversation: Any, *, tools: list[dict[str, Any]] | None = None, **template_options: Any
-    ) -> list[int]:
-        """The same for one conversation.
-
-        Args:
-            tools: definitions of functions that the template describes to the model, as OpenAI writes them.
-            template_options: what the template itself knows, such as `enable_thinking`; add_generation_prompt is True
-                unless it is among them.
-        """
-        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
-            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
-        _check_conversation(conversation)
-        texts("messages", list(conversation))
-        texts("tools", tools)
-        texts("template_options", template_options)
-        template_options = {"add_generation_prompt": True} | template_options
-        try:
-            if not self.limits.allow_control_tokens:
-                return self._chat_encoder.encode(conversation, tools, template_options)
-            return list(
-                self._tokenizer.apply_chat_template(
-                    list(conversation), tools=tools, return_dict=False, **template_options
-                )
-            )
-        except TemplateError as error:  # a template may demand an order of roles, say
-            raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
-
-
-def num_samples(sampling_params: Any, num_prompts: int) -> int:
-    """Samples of prompts with these parameters; what is no valid parameter counts one."""
-    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params] * num_prompts
-    return sum(one.n if isinstance(one, SamplingParams) else 1 for one in params)
-
-
-def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
-    """The bad words of parameters, which are tokenised too."""
-    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
-    return [one.bad_words for one in params if isinstance(one, SamplingParams)]
-
 
 def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
     """The token ids of each word at the beginning of a text and behind a space, without duplicates.
@@ -209,26 +165,6 @@ def spellings_of(bad_words: Iterable[str], tokenizer: Any) -> Spellings:
                 raise ValueError(f"bad_words holds {word!r}, for which the tokenizer has no tokens. Remove it.")
             found[token_ids] = None
     return tuple(found)
-
-
-def _check_conversation(conversation: Any) -> None:
-    is_list = isinstance(conversation, SequenceABC) and not isinstance(conversation, str)
-    if not is_list or not conversation or not all(map(_is_message, conversation)):
-        raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, Mapping) and "role" in item and "content" in item
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _as_list(prompts)
-    if not items:
-        raise ValueError("the list of prompts is empty; give at least one prompt.")
-    return [items] if all(isinstance(item, numbers.Integral) for item in items) else items
 
 
 def _as_token_ids(prompt: Any) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
-from nanovllm.seeds import request_seed, sample_seed
+from nanovllm.seeds import sample_seeds
 from nanovllm.sequence import NewRequest, Sequence
 
 
@@ -185,23 +185,19 @@ class Request:
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
         self.has_token = False  # any of its samples
-        seed = request_seed(config.seed, number) if new.params.seed is None else new.params.seed
+        seeds = sample_seeds(new.params.seed, new.params.n, engine_seed=config.seed, request_number=number)
         self.sequences = [
             Sequence(
                 new,
                 arrival=next(arrivals),
                 max_model_len=config.max_model_len,
                 eos_token_ids=eos_token_ids,
-                seed=sample_seed(seed, index),
+                seed=seed,
                 index=index,
             )
-            for index in range(new.params.n)
+            for index, seed in enumerate(seeds)
         ]
         self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def output(self, now: float) -> RequestOutput:
         """The request's output at the time `now`."""
@@ -296,8 +292,11 @@ class OutputProcessor:
     def outputs(self, sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
         """Outputs of the requests, among the owners of these sequences, that stream or have finished."""
         requests: dict[Request, None] = {}
-        for sequence in sequences:  # most have nothing to show
+        for sequence in sequences:
             request = self._requests[sequence.request_id]
-            if request.is_streamed or sequence.finish_reason is not None:
+            # Its own reason first, since most have nothing to show.
+            if request.is_streamed or (
+                sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
+            ):
                 requests[request] = None
-        return [request.output(now) for request in requests if request.is_streamed or request.is_finished]
+        return [request.output(now) for request in requests]

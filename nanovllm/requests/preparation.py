@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from nanovllm.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 
@@ -50,3 +53,15 @@ def text_size(*values: Any) -> int:
         elif isinstance(value, list | tuple):
             open_values.extend(value)
     return num_chars
+
+
+def num_samples(sampling_params: Any, num_prompts: int) -> int:
+    """Samples of prompts with these parameters; what is no valid parameter counts one."""
+    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params] * num_prompts
+    return sum(one.n if isinstance(one, SamplingParams) else 1 for one in params)
+
+
+def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
+    """The bad words of parameters, which are tokenised too."""
+    params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
+    return [one.bad_words for one in params if isinstance(one, SamplingParams)]

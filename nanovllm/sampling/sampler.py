@@ -75,7 +75,8 @@ class Sampler:
             changes_in_place = logits.dtype == torch.float32 and any(s.params.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
         is_sound = _rows_of(logits, limited).amax(dim=-1).isfinite() if limited else None
-        self._suppress_stop_tokens(logits, sequences, early)
+        if early:
+            self._suppress_stop_tokens(logits, sequences, early)
         logits = change_logits(logits, sequences, positions, latest, report.errors)
         token_ids = self._draw(logits, sequences, positions)
         if is_sound is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention
+from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
 from nanovllm.batch_layout import build_layout
 from tests.support.paged_cases import DEVICE, MIXED_STEPS, PagedCase, cpp, flex, sdpa
 
@@ -134,12 +134,9 @@ def test_the_operator_declares_what_it_does():
     case = PagedCase([(33, 1), (0, 17)])
     for cache in case.caches:
         cache.nan_to_num_(0.0)  # the check compares caches, and NaN equals nothing
-    enter_step(-2, AttentionStep(sdpa(case).plan(case.layout), case.layout.num_tokens))
-    try:
+    with step_in_force(-2, AttentionStep(sdpa(case).plan(case.layout), case.layout.num_tokens)):
         arguments = (case.inputs()[0], *case.caches, torch.tensor([-2]), case.scaling)
         torch.library.opcheck(paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))
-    finally:
-        leave_step(-2)
 
 
 def test_flex_compiles_a_bounded_number_of_graphs_over_many_shapes():

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 from tests.support.blocks import SIZE, STEP, A, B, C, D, compute, computed, make_manager, num_hits, release
@@ -31,7 +32,7 @@ def test_blocks_of_the_same_content_share_a_prefix_so_that_either_leads_on():
         manager.allocate(sequence, 1)
         manager.register(sequence, 1, 2, STEP)
         sequence.num_computed_tokens = 2 * SIZE
-    manager.check_integrity([first, second])
+    check_blocks(manager, [first, second])
     assert num_hits(manager, A + B + [9]) == 2
     assert num_hits(manager, A + C + [9]) == 2
 
@@ -59,7 +60,7 @@ def test_a_prompt_of_whole_blocks_run_twice_leaves_its_whole_chain_to_the_next_t
         manager.allocate(sequence, 2)
         manager.register(sequence, num_blocks, num_blocks + 2, STEP)
         sequence.num_computed_tokens = len(sequence.token_ids)
-        manager.check_integrity([sequence])
+        check_blocks(manager, [sequence])
         release(manager, sequence)
     assert num_hits(manager, prompt + A + B + [9]) == num_blocks + 2
 
@@ -88,7 +89,7 @@ def test_colliding_hashes_cost_misses_and_never_a_wrong_block(bits: int, monkeyp
                 assert computed_behind[block] == prefix
             computed_behind[block] = prefix
         live.append(sequence)
-        manager.check_integrity(live)
+        check_blocks(manager, live)
         if len(live) == 2:
             release(manager, live.pop(rng.randrange(2)))
     assert num_found > 0
@@ -100,7 +101,7 @@ def test_a_prefix_that_collides_with_a_registered_one_stays_unfindable(monkeypat
     first, second = computed(manager, A), computed(manager, B + C)
     assert num_hits(manager, [*A, 9]) == 1
     assert num_hits(manager, B + C + [9]) == 0
-    manager.check_integrity([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_equal_tokens_behind_a_colliding_parent_are_no_hit(monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,9 @@
-"""`check_integrity` names each kind of corruption."""
+"""`check_blocks` names each kind of corruption."""
 
 import pytest
 
 from nanovllm.batch import NULL_BLOCK
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 from tests.support.blocks import SIZE, A, B, C, D, computed, make_manager, release
@@ -14,8 +15,8 @@ def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
     manager = make_manager(8)
     release(manager, computed(manager, D))
     first, second = computed(manager, A + B + [9]), computed(manager, A + C, arrival=1)
-    free = next(iter(manager._free))
-    head = manager._entry_of[first.block_table[0]]
+    free = next(iter(manager.free_blocks))
+    head = manager.entry_of[first.block_table[0]]
     match corruption:
         case "none":
             pass
@@ -28,38 +29,38 @@ def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
         case "changed tokens":
             first.token_ids[SIZE] = 7
         case "another parent":
-            manager._entry_of[first.block_table[1]].parent += 100
+            manager.entry_of[first.block_table[1]].parent += 100
         case "a reference too many":
-            manager._ref_counts[free] += 1
+            manager.ref_counts[free] += 1
         case "a reference too few":
-            manager._ref_counts[first.block_table[0]] -= 1
+            manager.ref_counts[first.block_table[0]] -= 1
         case "the null block given out":
-            manager._ref_counts[first.block_table[2]], manager._ref_counts[NULL_BLOCK] = 0, 1
+            manager.ref_counts[first.block_table[2]], manager.ref_counts[NULL_BLOCK] = 0, 1
             first.block_table[2] = NULL_BLOCK
         case "the null block free":
-            del manager._free[free]
-            manager._free[NULL_BLOCK] = None
+            del manager.free_blocks[free]
+            manager.free_blocks[NULL_BLOCK] = None
         case "a lost block":
-            del manager._free[free]
+            del manager.free_blocks[free]
         case "free and referenced":
-            del manager._free[free]
-            manager._free[first.block_table[0]] = None
+            del manager.free_blocks[free]
+            manager.free_blocks[first.block_table[0]] = None
         case "an entry without blocks":
             head.blocks.clear()
         case "an entry under another hash":
-            manager._entries[b"other"] = manager._entries.pop(head.block_hash)
+            manager.entries[b"other"] = manager.entries.pop(head.block_hash)
         case "a stranger's block":
             head.blocks[free] = None
         case "a block that no entry names":
-            manager._entry_of[free] = head
+            manager.entry_of[free] = head
         case "one prefix id twice":
-            head.prefix_id = manager._entry_of[first.block_table[1]].prefix_id
+            head.prefix_id = manager.entry_of[first.block_table[1]].prefix_id
     return manager, [first, second]
 
 
 def test_an_intact_manager_passes_its_check():
     manager, sequences = corrupt("none")
-    manager.check_integrity(sequences)
+    check_blocks(manager, sequences)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +84,16 @@ def test_an_intact_manager_passes_its_check():
         ("one prefix id twice", "prefix"),
     ],
 )
-def test_check_integrity_names(corruption: str, message: str):
+def test_check_blocks_names(corruption: str, message: str):
     manager, sequences = corrupt(corruption)
     with pytest.raises(RuntimeError, match=message):
-        manager.check_integrity(sequences)
+        check_blocks(manager, sequences)
 
 
-def test_check_integrity_names_a_sequence_that_was_left_out():
+def test_check_blocks_names_a_sequence_that_was_left_out():
     manager, sequences = corrupt("none")
     with pytest.raises(RuntimeError, match="reference counts differ"):
-        manager.check_integrity(sequences[:1])
+        check_blocks(manager, sequences[:1])
 
 
 def test_one_look_rules_out_prefixes_that_a_lookup_would_not_find():

@@ -3,30 +3,10 @@
 import pytest
 
 from nanovllm.batch import NULL_BLOCK
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, num_hits, release
 from tests.support.scheduling import make_sequence
-
-# ---------------------------------------------------------------------------------------------------------------- usage
-
-
-@pytest.mark.parametrize("num_holders", [1, 2, 254, 255, 300])
-def test_usage_has_each_blocks_holders_and_whether_it_can_be_found(num_holders):
-    manager = make_manager(6)
-    holders = [computed(manager, A + B[:2]) for _ in range(num_holders if num_holders < 5 else 1)]
-    while len(holders) < num_holders:  # more than there are blocks for tails
-        holders.append(make_sequence(A + B[:2]))
-        manager.claim(holders[-1], manager.lookup(holders[-1]))
-    release(manager, computed(manager, [8] * SIZE))
-    counts, findable = manager.usage()
-    assert len(counts) == len(findable) == manager.num_blocks
-    assert counts[holders[0].block_table[0]] == min(num_holders, 255)
-    assert counts[holders[0].block_table[1]] == 1
-    assert sum(findable) == manager.num_findable_blocks == 2
-    assert findable[holders[0].block_table[0]] == 1
-    assert findable[holders[0].block_table[1]] == 0  # not full
-    assert counts.count(0) == manager.num_free_blocks + 1  # and the null block
-
 
 # ------------------------------------------------------------------------------------------------------- order of reuse
 
@@ -149,7 +129,7 @@ def test_a_prefix_is_shared_and_not_copied():
     assert manager.num_free_blocks == 0
     release(manager, first)
     assert manager.num_free_blocks == 1
-    manager.check_integrity([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_a_claimed_free_block_is_charged():

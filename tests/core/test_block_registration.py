@@ -1,5 +1,6 @@
 """The block manager: blocks findable when scheduled, withdrawn, forgotten, returned."""
 
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 from tests.support.blocks import SIZE, STEP, A, B, C, D, computed, make_manager, num_hits, release
@@ -63,7 +64,7 @@ def test_withdrawing_a_step_spares_a_block_that_was_reused_since():
     reused = scheduled(manager, B, step_id=2)
     manager.commit(1)
     manager.withdraw(1)
-    manager.check_integrity([reused])
+    check_blocks(manager, [reused])
     assert num_hits(manager, [*B, 9]) == 1
 
 
@@ -76,7 +77,7 @@ def test_a_withdrawn_head_hides_the_chain_behind_it():
     manager.withdraw(1)
     manager.register(first, 1, 2, step_id=2)
     assert num_hits(manager, A + B + [9]) == 0
-    manager.check_integrity([first])
+    check_blocks(manager, [first])
 
 
 # ------------------------------------------------------------------------------------------------ forgetting, returning
@@ -92,7 +93,7 @@ def test_reset_makes_everything_unfindable_and_leaves_blocks_with_their_owners()
     assert num_hits(manager, [*A, 9]) + num_hits(manager, [*C, 9]) == 0
     assert running.block_table == table
     assert manager.num_free_blocks == 6
-    manager.check_integrity([running])
+    check_blocks(manager, [running])
 
 
 def test_after_a_reset_a_chain_that_began_before_it_is_not_continued():
@@ -106,7 +107,7 @@ def test_after_a_reset_a_chain_that_began_before_it_is_not_continued():
     assert manager.num_findable_blocks == 0
     fresh = computed(manager, A)
     assert num_hits(manager, A + B + [9]) == 1
-    manager.check_integrity([running, fresh])
+    check_blocks(manager, [running, fresh])
 
 
 def test_blocks_dropped_by_a_reset_are_not_counted_as_evictions():
@@ -125,7 +126,7 @@ def test_forgetting_a_sequence_hides_all_its_blocks_and_keeps_them_in_its_table(
     assert spoilt.block_table == table
     assert num_hits(manager, A + B + [9]) == 0
     assert num_hits(manager, [*C, 9]) == 1
-    manager.check_integrity([spoilt, healthy])
+    check_blocks(manager, [spoilt, healthy])
 
 
 def test_forgotten_content_can_be_computed_and_found_again():
@@ -144,7 +145,7 @@ def test_content_behind_a_forgotten_prefix_can_be_found_again_once_it_is_recompu
     manager.forget(spoilt)
     again = computed(manager, A + B + [9])
     assert num_hits(manager, A + B + [9]) == 2
-    manager.check_integrity([spoilt, child, again])
+    check_blocks(manager, [spoilt, child, again])
 
 
 def test_release_gives_the_sequence_a_new_table_so_that_a_launched_batch_keeps_the_old_one():
@@ -166,7 +167,7 @@ def test_truncate_keeps_the_head_and_frees_the_tail():
     assert sequence.block_table == launched[:1]
     assert manager.num_free_blocks == 3
     assert num_hits(manager, A + B + C + [9]) == 3
-    manager.check_integrity([sequence])
+    check_blocks(manager, [sequence])
 
 
 def test_a_shared_block_is_free_only_when_its_last_owner_gave_it_back():
@@ -177,4 +178,4 @@ def test_a_shared_block_is_free_only_when_its_last_owner_gave_it_back():
     assert manager.num_free_blocks == 2
     release(manager, owners[1])
     assert manager.num_free_blocks == 4
-    manager.check_integrity(owners)
+    check_blocks(manager, owners)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.seeds import sample_seed
+from nanovllm.seeds import sample_seeds
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.samples import answers, requests
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -92,7 +92,8 @@ def group_counts(tokens: Tensor, likely: Tensor) -> Tensor:
 
 
 def test_seeds_of_samples_collide_neither_with_each_other_nor_with_seeds_nearby():
-    seeds = {sample_seed(seed, index) for seed in [*range(50), 2**64 - 1] for index in range(50)}
+    given = [*range(50), 2**64 - 1]
+    seeds = {each for seed in given for each in sample_seeds(seed, 50, engine_seed=0, request_number=0)}
     assert len(seeds) == 51 * 50
     assert all(0 <= seed < 2**64 for seed in seeds)
 

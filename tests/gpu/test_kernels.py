@@ -14,7 +14,8 @@ from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.attention.operator import AttentionStep, enter_step, leave_step, paged_attention, write_states
+from nanovllm.attention.kv_writes import write_states
+from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import NON_FINITE
 from nanovllm.batch_layout import build_layout
@@ -196,14 +197,11 @@ def test_compiled_code_stores_states_without_a_copy_of_the_cache():
         return paged_attention(states, cache[0], cache[1], handle, 1.0)
 
     states, slots = torch.ones(1, 8, 5, 128, device="cuda", dtype=torch.bfloat16), torch.arange(5, device="cuda")
-    enter_step(-1, AttentionStep(_Reader(slots), 5))
-    try:
+    with step_in_force(-1, AttentionStep(_Reader(slots), 5)):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.max_memory_allocated()
         with torch.inference_mode():
             read = [write_and_read(states, cache, slots, torch.tensor([-1])) for cache in layers.split(2)]
-    finally:
-        leave_step(-1)
     assert torch.cuda.max_memory_allocated() - before < layers[0].nbytes / 2
     assert all((output == 5).all() for output in read)
 

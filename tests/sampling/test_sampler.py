@@ -21,7 +21,7 @@ from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.seeds import mix64, request_seed
+from nanovllm.seeds import mix64, sample_seeds
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 
@@ -312,7 +312,12 @@ def test_the_order_of_seed_and_position_matters_to_a_key():
 
 
 def test_unseeded_requests_get_distinct_seeds_from_engine_seed_and_number():
-    seeds = {request_seed(engine_seed, number) for engine_seed in range(50) for number in range(50)}
+    seeds = {
+        seed
+        for engine_seed in range(50)
+        for number in range(50)
+        for seed in sample_seeds(None, 1, engine_seed=engine_seed, request_number=number)
+    }
     assert len(seeds) == 50 * 50
     assert all(0 <= seed < 2**64 for seed in seeds)
 

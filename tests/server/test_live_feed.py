@@ -25,11 +25,14 @@ from nanovllm.server.live.engine_snapshot import (
     STEP_VALUES,
     EngineSnapshot,
     pool_map,
+    pool_usage,
     take_snapshot,
 )
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
 from tests.support.async_llms import OPTIONS, bounded
+from tests.support.blocks import SIZE, A, B, computed, make_manager, release
+from tests.support.scheduling import make_sequence
 from tests.support.serving import serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -382,3 +385,21 @@ def test_the_page_is_one_file_that_may_reach_nothing_but_its_server():
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
     assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 254, 255, 300])
+def test_the_pools_usage_has_each_blocks_holders_and_whether_it_can_be_found(num_holders):
+    manager = make_manager(6)
+    holders = [computed(manager, A + B[:2]) for _ in range(num_holders if num_holders < 5 else 1)]
+    while len(holders) < num_holders:  # more than there are blocks for tails
+        holders.append(make_sequence(A + B[:2]))
+        manager.claim(holders[-1], manager.lookup(holders[-1]))
+    release(manager, computed(manager, [8] * SIZE))
+    counts, findable = pool_usage(manager)
+    assert len(counts) == len(findable) == manager.num_blocks
+    assert counts[holders[0].block_table[0]] == min(num_holders, 255)
+    assert counts[holders[0].block_table[1]] == 1
+    assert sum(findable) == manager.num_findable_blocks == 2
+    assert findable[holders[0].block_table[0]] == 1
+    assert findable[holders[0].block_table[1]] == 0  # not full
+    assert counts.count(0) == manager.num_free_blocks + 1  # and the null block

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from nanovllm.attention.cpp import CppAttention
 from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import (
     AttentionStep,
     attend_in_step,
-    enter_step,
-    leave_step,
     paged_attention,
-    write_states,
+    step_in_force,
 )
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledSequence
@@ -92,12 +91,9 @@ class PagedCase:
                 cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
         slots = np.append(self.layout.slot_mapping, np.zeros(num_padding, np.int64))
         write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
-        enter_step(-1, step)
-        try:
+        with step_in_force(-1, step):
             attend = paged_attention if through_operator else attend_in_step
             return attend(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
-        finally:
-            leave_step(-1)
 
     def expected(self) -> Tensor:
         """Return the dense float32 reference, [num_tokens, num_heads, head_dim] in row order."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
@@ -367,7 +368,7 @@ class Loop:
     def check(self) -> None:
         """Check every invariant that holds between calls."""
         scheduler = self.scheduler
-        self.manager.check_integrity([*scheduler.running, *scheduler.waiting])
+        check_blocks(self.manager, [*scheduler.running, *scheduler.waiting])
         check(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs")
         check([item.batch for item in self.in_flight] == list(scheduler.in_flight), "batches in flight are lost")
         in_flight = Counter(sequence.request_id for item in self.in_flight for sequence in item.batch.sampling)

@@ -9,11 +9,13 @@ import base64
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_not
 from typing import Any
 
 import numpy as np
 
+from nanovllm.block_manager import BlockManager
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.sequence import Sequence
@@ -38,7 +40,7 @@ class EngineSnapshot:
     steps: the last 1,000 step records.
     requests: REQUEST_VALUES of the first running and the first waiting requests, with ages as of `time`.
     num_running, num_waiting: number of all running and waiting requests.
-    num_holders, findable: a byte per block, see `BlockManager.usage`.
+    num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
     """
@@ -60,7 +62,7 @@ def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
     now, scheduler, pool = engine.clock(), engine.scheduler, engine.block_manager
     shown = [*islice(scheduler.running, MAX_ROWS), *islice(scheduler.waiting, MAX_ROWS)]
     stats = scheduler.stats
-    num_holders, findable = pool.usage()
+    num_holders, findable = pool_usage(pool)
     return EngineSnapshot(
         now,
         tuple(steps),
@@ -117,6 +119,16 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
     )
+
+
+def pool_usage(manager: BlockManager) -> tuple[bytes, bytes]:
+    """Bytes per block, the null block included: its holders (255: that many or more), and 1 if it is findable."""
+    # Without a loop in Python, since pools may have 100,000 blocks.
+    try:
+        num_holders = bytes(manager.ref_counts)
+    except ValueError:  # a count that no byte can hold
+        num_holders = bytes(map(min, manager.ref_counts, repeat(255)))
+    return num_holders, bytes(map(is_not, manager.entry_of, repeat(None)))
 
 
 def pool_map(num_holders: bytes, findable: bytes) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from nanovllm.batch import ScheduledBatch
+from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
@@ -165,4 +166,4 @@ class Replica:
 
     def check_integrity(self) -> None:
         """Check the block manager's invariants; raises RuntimeError for a broken one."""
-        self.scheduler.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+        check_blocks(self.scheduler.block_manager, [*self.scheduler.running, *self.scheduler.waiting])

@@ -1,0 +1,75 @@
+"""Conversations in, token ids out: the tokenizer's chat template, applied and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+from jinja2 import TemplateError
+
+from nanovllm.requests.control_tokens import ChatEncoder
+from nanovllm.validation import texts
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template; changes nothing, so that any thread may apply it.
+
+    Args:
+        tokenizer: None, or one without a template, makes every call raise ValueError.
+        allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
+    """
+
+    def __init__(self, tokenizer: Any, *, allow_control_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = ChatEncoder(tokenizer)
+        self._allows_control_tokens = allow_control_tokens
+
+    def apply(self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]) -> list[list[int]]:
+        """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
+        if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a conversation or a list of them, not {messages!r}.")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        for conversation in conversations:
+            _check_conversation(conversation)
+        return [self.apply_to(conversation) for conversation in conversations]
+
+    def apply_to(
+        self, conversation: Any, *, tools: list[dict[str, Any]] | None = None, **template_options: Any
+    ) -> list[int]:
+        """The same for one conversation.
+
+        Args:
+            tools: definitions of functions that the template describes to the model, as OpenAI writes them.
+            template_options: what the template itself knows, such as `enable_thinking`; add_generation_prompt is True
+                unless it is among them.
+        """
+        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
+            raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
+        _check_conversation(conversation)
+        texts("messages", list(conversation))
+        texts("tools", tools)
+        texts("template_options", template_options)
+        template_options = {"add_generation_prompt": True} | template_options
+        try:
+            if not self._allows_control_tokens:
+                return self._encoder.encode(conversation, tools, template_options)
+            return list(
+                self._tokenizer.apply_chat_template(
+                    list(conversation), tools=tools, return_dict=False, **template_options
+                )
+            )
+        except TemplateError as error:  # a template may demand an order of roles, say
+            raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+
+
+def _check_conversation(conversation: Any) -> None:
+    is_list = isinstance(conversation, SequenceABC) and not isinstance(conversation, str)
+    if not is_list or not conversation or not all(map(_is_message, conversation)):
+        raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, not {conversation!r}.")
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and "role" in item and "content" in item
