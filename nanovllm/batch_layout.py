@@ -1,4 +1,4 @@
-"""Turns a scheduled batch into row numbers: which cache slot, position and table each row of the flat batch has.
+"""Lays a scheduled batch out as rows: token ids, positions and the slot mapping of the flat batch.
 
 Rows are ordered decodes first (sequences with one new token), then chunks, so that each attention call gets a slice::
 

@@ -1,4 +1,4 @@
-"""The memory that a KV cache may take: what the device has, less what a worst-case step takes beyond the weights."""
+"""KV memory: what the device has, less what a worst-case step takes beyond the weights."""
 
 from __future__ import annotations
 
