@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 
 class ModelLoadError(ValueError):
@@ -53,6 +54,10 @@ class ForkedChildError(RuntimeError):
             "use it; build one there. PyTorch's threads do not survive a fork either: start such a process by "
             'multiprocessing\'s "spawn" method, or call torch.set_num_threads(1) in it first.'
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # With the child's message: a pool's worker sends its errors to the parent.
+        return RuntimeError.__new__, (type(self), *self.args)
 
 
 class PromptTooLongError(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import pickle
 import re
 import signal
 import threading
@@ -16,6 +17,7 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.build import build_engine
+from nanovllm.errors import ForkedChildError
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.observability.trace_writer import TraceWriter
 from tests.support.tiny_models import tiny_model
@@ -84,6 +86,19 @@ def assert_refused(calls: dict[str, Callable[[], object]]) -> None:
             assert REFUSAL.search(str(error)), (name, error)
         else:
             raise AssertionError(f"{name} was not refused")
+
+
+def test_a_pools_worker_can_send_its_refusal_to_the_parent():
+    with LLM(tiny_model(), **OPTIONS) as llm:
+
+        def refused() -> bytes:
+            with pytest.raises(ForkedChildError) as refusal:
+                llm.stats()
+            return pickle.dumps(refusal.value)
+
+        error = pickle.loads(in_child(refused))
+    assert isinstance(error, ForkedChildError)
+    assert REFUSAL.search(str(error)) and f"forked child (process {os.getpid()})" not in str(error)
 
 
 def test_a_child_forked_within_a_step_is_refused_by_every_call_and_its_parent_goes_on():
