@@ -39,11 +39,14 @@ class InterruptsHeld:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
+        # Without a handler a second SIGINT is noted too: raised here, it would leave `_note` installed for ever.
+        handler, self._handler = self._handler, None
+        if handler is not None:
             InterruptsHeld._holder = self._outer
-            signal.signal(signal.SIGINT, self._handler)
+            signal.signal(signal.SIGINT, handler)
             if self.noted:
-                self.pass_on()
+                noted, self.noted = self.noted, None
+                handler(*noted)
 
     def pass_on(self) -> None:
         """Raise KeyboardInterrupt, or do what else the handler before does, if a SIGINT was noted."""

@@ -237,6 +237,19 @@ def test_sigint_is_held_by_the_innermost_and_raised_by_the_outermost():
     assert reached == ["inner ended"]
 
 
+def test_a_second_sigint_while_the_first_is_raised_leaves_no_handler_behind():
+    places = set()
+    for number in range(2, 8):
+        held = InterruptsHeld().__enter__()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), SigintAt(number, ("interrupts.py",)) as interrupt:
+            held.__exit__()
+        places.add(interrupt.place)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interrupt.place
+        assert InterruptsHeld._holder is None, interrupt.place
+    assert len(places) >= 5
+
+
 def test_sigint_while_requests_are_queued_leaves_none_of_them_behind():
     llm = open_llm()
     add = llm._engine.scheduler.add
