@@ -50,7 +50,7 @@ class EngineThread:
         self._last_look = time.monotonic()
         self._stats = engine.stats()  # as of the end of the last step
         self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
-        self._prepares = prepares_when_idle  # False once nothing is left to capture
+        self._prepares = prepares_when_idle  # False once a capture failed
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
@@ -151,8 +151,9 @@ class EngineThread:
             if self._changes.wait_for(lambda: self._calls or self._is_stopping, IDLE_SECONDS):
                 return
         try:
-            while not self._calls and not self._is_stopping and self._prepares:
-                self._prepares = self._engine.model_runner.capture_ahead()
+            # Asked anew in each idle time: steps in between may have missed further shapes.
+            while not self._calls and not self._is_stopping and self._engine.model_runner.capture_ahead():
+                pass
         except DeviceError:
             raise
         except Exception:  # a step that needs this graph reports the error to its requests

@@ -56,7 +56,29 @@ async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeyp
         assert prepared == [num_steps] + [len(steps)] * 4  # the request came first
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
         await assert_idle_and_whole(llm)
-        assert len(prepared) == 5  # none was left
+
+
+@bounded
+async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
+    steps, prepared = [], []
+
+    def capture_ahead(runner: ModelRunner) -> bool:
+        prepared.append(len(steps))
+        return False  # none is left so far
+
+    async def it_was_asked() -> bool:
+        return bool(prepared)
+
+    async def it_was_asked_again() -> bool:
+        return prepared[-1] == len(steps) > 0
+
+    monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
+    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    async with open_llm(prepares_when_idle=True) as llm:
+        in_engine_steps(llm, monkeypatch, steps.append)
+        assert await comes_true(it_was_asked)
+        assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
+        assert await comes_true(it_was_asked_again)
 
 
 @bounded
