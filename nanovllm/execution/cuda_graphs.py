@@ -2,8 +2,8 @@
 
 The first takes the tokens that the previous step sampled, fills the block masks, runs the model's layers and leaves the
 hidden states of the sampled rows; it is captured by shape. The second makes logits and tokens of them; it is captured
-by the number of samples alone. Shapes are captured at start-up and while idle, never while a request waits: a step of
-another shape runs as a larger one, or without a graph.
+by the number of samples alone. Shapes are captured at start-up and while idle: a step of another shape runs as a larger
+one, or without a graph. Requests wait for captures of a live module, and for those after `weights_changed`.
 """
 
 from __future__ import annotations
@@ -247,7 +247,13 @@ class GraphExecutor:
                 progress.update()
 
     def capture_ahead(self) -> bool:
-        """Capture one more shape: one that a step ran without, else one of the usual; False if none is left."""
+        """Capture one more shape: one that a step ran without, else one of the usual; False if none is left.
+
+        After `model_changed` has dropped all, it is `warm_up` again.
+        """
+        if self._captures and not self._forwards:
+            self.warm_up()
+            return True
         while self._captures and (self._missed or self._usual) and len(self._forwards) < MAX_GRAPHS:
             shape = self._missed.popitem()[0] if self._missed else self._usual.popleft()
             if shape not in self._forwards:
@@ -271,6 +277,7 @@ class GraphExecutor:
             self._forwards.clear()
             self._heads.clear()
             self._pool.reset()
+            self._usual = deque(self._buckets.usual())
         self._states = self._logits = None
 
     def close(self) -> None:

@@ -245,6 +245,18 @@ def test_shapes_that_were_missing_are_captured_ahead_of_the_usual_ones(tmp_path)
         assert set(executor._missed) <= before
 
 
+def test_idle_time_after_a_change_of_weights_captures_what_start_up_did(tmp_path):
+    model("llama").save_pretrained(tmp_path)
+    with open_llm(tmp_path, max_num_batched_tokens=160) as llm:
+        runner = llm._engine.model_runner
+        executor = runner._executor
+        at_start = set(executor._forwards), set(executor._heads)
+        llm.weights_changed()
+        assert not executor._forwards and not executor._heads
+        assert runner.capture_ahead()
+        assert (set(executor._forwards), set(executor._heads)) == at_start
+
+
 @pytest.mark.parametrize("family", ["OPT", "GPT2"])
 def test_models_whose_head_is_not_computed_apart_are_captured_too(tmp_path, family):
     fields: dict[str, Any] = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
