@@ -113,7 +113,7 @@ class ModelRunner:
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
-        report = StepLogprobs(PromptRows.from_layout(layout))
+        report = StepLogprobs(PromptRows.from_layout(layout), by_kernel=self._choice.uses_graphs)
         try:
             if self.device.type == "cuda":
                 self._follow_last_stream()

@@ -39,11 +39,11 @@ class Measured:
     ranks: Tensor
 
     @classmethod
-    def from_logits(cls, logits: Tensor, token_ids: Tensor, num_top: int) -> Measured:
+    def from_logits(cls, logits: Tensor, token_ids: Tensor, num_top: int, *, by_kernel: bool = True) -> Measured:
         """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
         from vocab_size on for tokens without a logit.
         """
-        if logits.is_cuda and num_top <= MOST_BY_KERNEL and (kernel := _kernel()) is not None:
+        if by_kernel and logits.is_cuda and num_top <= MOST_BY_KERNEL and (kernel := _kernel()) is not None:
             return cls(*kernel(logits, token_ids, num_top))
         parts = [
             _measure(rows.float(), chosen, num_top)
@@ -112,10 +112,15 @@ class PromptRows:
 
 
 class StepLogprobs:
-    """What a step returns besides its tokens: log-probabilities, and errors of requests' own logits processors."""
+    """What a step returns besides its tokens: log-probabilities, and errors of requests' own logits processors.
 
-    def __init__(self, prompt: PromptRows | None = None) -> None:
+    Args:
+        by_kernel: measure by the one of `kernels/`, compiled at its first call, where it exists; on a GPU.
+    """
+
+    def __init__(self, prompt: PromptRows | None = None, *, by_kernel: bool = True) -> None:
         self.prompt = prompt
+        self._by_kernel = by_kernel
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
         self._sequences: list[Sequence] = []
@@ -136,13 +141,14 @@ class StepLogprobs:
         assert self.prompt is not None
         first = ROWS_AT_ONCE * len(self._prompt_pieces)
         token_ids = to_device(self.prompt.token_ids[first : first + len(logits)], logits.device)
-        self._prompt_pieces.append(Measured.from_logits(logits, token_ids, self.prompt.num_top))
+        measured = Measured.from_logits(logits, token_ids, self.prompt.num_top, by_kernel=self._by_kernel)
+        self._prompt_pieces.append(measured)
 
     def add_sampled(self, sequences: SequenceABC[Sequence], logits: Tensor, token_ids: Tensor) -> None:
         """Take the logits [num_rows, vocab_size] with which these sequences drew token_ids [num_rows]."""
         self._sequences = list(sequences)
         num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
-        self._sampled = Measured.from_logits(logits, token_ids, num_top)
+        self._sampled = Measured.from_logits(logits, token_ids, num_top, by_kernel=self._by_kernel)
 
     def to_host(self) -> StepLogprobs:
         """Send what was measured to the host; it is there with the step's tokens."""

@@ -35,6 +35,8 @@ def change_logits(
     positions: SequenceABC[int],
     latest: LatestTokens | None,
     errors: dict[Sequence, str] | None = None,
+    *,
+    by_kernels: bool = True,
 ) -> Tensor:
     """Apply to each row what its request asks for; rows that ask for nothing cost nothing.
 
@@ -51,6 +53,7 @@ def change_logits(
         sequences, positions: as in `Sampler.sample`.
         latest: None if all tokens are known.
         errors: takes what went wrong in a request's own functions; its row is then -inf throughout.
+        by_kernels: on a GPU, by those of `kernels/`, compiled at their first call, where they exist.
 
     Returns logits, in float32 if any row was changed.
     """
@@ -58,7 +61,7 @@ def change_logits(
     if not rows:
         return logits
     logits = logits.float()
-    step = _Step(sequences, positions, latest, {} if errors is None else errors)
+    step = _Step(sequences, positions, latest, {} if errors is None else errors, by_kernels and logits.is_cuda)
     for applies, apply in _CHANGES:
         chosen = [row for row in rows if applies(sequences[row])]
         if chosen:
@@ -74,6 +77,7 @@ class _Step:
     positions: SequenceABC[int]
     latest: LatestTokens | None
     errors: dict[Sequence, str]
+    by_kernels: bool
 
 
 @cache
@@ -87,7 +91,7 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
     arrays = {id(token_ids): np.asarray(token_ids, np.int64) for token_ids in lists}  # requests may share long ones
     allowed = _flat_places([arrays[id(token_ids)] for token_ids in lists], logits)
     indices = to_device(rows, logits.device)
-    if logits.is_cuda and (kernel := _kernel("keep_allowed")) is not None:
+    if step.by_kernels and (kernel := _kernel("keep_allowed")) is not None:
         is_allowed = torch.zeros(len(rows), logits.shape[1], dtype=torch.int8, device=logits.device)
         is_allowed.view(-1).index_fill_(0, allowed, 1)
         kernel(logits, indices, is_allowed)
@@ -186,7 +190,7 @@ def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor
 
 
 def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
-    if logits.is_cuda and (kernel := _kernel("penalise")) is not None:
+    if step.by_kernels and (kernel := _kernel("penalise")) is not None:
         _penalise_by(kernel, logits, rows, step)
     else:
         _penalise_by_counts(logits, rows, step)

@@ -28,10 +28,11 @@ class Sampler:
     """Samples rows of logits; keeps no state about requests.
 
     Args:
-        compiles: draw by a kernel of our own (on a GPU).
+        compiles: sample by kernels of our own (on a GPU).
     """
 
     def __init__(self, *, compiles: bool = False) -> None:
+        self._by_kernels = compiles
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
@@ -77,7 +78,7 @@ class Sampler:
         is_sound = _rows_of(logits, limited).amax(dim=-1).isfinite() if limited else None
         if early:
             self._suppress_stop_tokens(logits, sequences, early)
-        logits = change_logits(logits, sequences, positions, latest, report.errors)
+        logits = change_logits(logits, sequences, positions, latest, report.errors, by_kernels=self._by_kernels)
         token_ids = self._draw(logits, sequences, positions)
         if is_sound is not None:
             places = to_device(limited, device)

@@ -93,6 +93,22 @@ def test_log_probabilities_equal_those_of_transformers(way):
             logprobs.assert_right(module, output, wanted, atol=1e-3)
 
 
+def test_eager_engines_call_no_kernel_that_would_be_compiled(monkeypatch):
+    """A machine without a C compiler has no other engine."""
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("Triton compiles at the first call")
+
+    monkeypatch.setattr("nanovllm.sampling.penalties._kernel", forbidden)
+    monkeypatch.setattr("nanovllm.sampling.logprobs._kernel", forbidden)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=4, **own)
+        for own in ({"logprobs": 2}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}, {"allowed_token_ids": [3, 9]})
+    ]
+    with open_llm(enforce_eager=True) as llm:
+        assert all(answer[2] == "length" and answer[4] is None for answer in answers(llm, [[5, 6, 7]] * 4, params))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_bad_words_and_own_processors_are_the_same_in_every_way_of_stepping(way):
     prompts, params = samples.requests()
