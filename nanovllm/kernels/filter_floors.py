@@ -295,7 +295,7 @@ def filter_floors(logits: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16, adjacent in a row.
-        inputs: `sampler.DrawTensors`.
+        inputs: `draw.DrawTensors`.
 
     Returns two of [num_rows] float32: 0 and -inf for rows without filters. Nothing waits, no shape depends on values.
     """

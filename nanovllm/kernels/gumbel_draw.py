@@ -1,4 +1,4 @@
-"""`sampler.draw` on a GPU: the filters' floors, then two kernels; noise never touches memory.
+"""`draw.draw` on a GPU: the filters' floors, then two kernels; noise never touches memory.
 
 The first finds the best score and its token in each part of each row, the second the best of the parts. Compiled code
 carries values and places through every step of its reductions, which takes five times what reading the logits takes.
@@ -89,11 +89,11 @@ def best_of_rows(scores, tokens, output, num_parts, non_finite, WIDTH: tl.conste
 
 
 def draw_on_gpu(logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, has_filters: bool = True) -> Tensor:
-    """See `sampler.draw`.
+    """See `draw.draw`.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype.
-        inputs: `sampler.DrawTensors`.
+        inputs: `draw.DrawTensors`.
         has_filters: False where no row has any, and none is cold.
         gamma: what counters are apart, as a signed number of 32 bits.
 
