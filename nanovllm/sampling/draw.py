@@ -65,7 +65,7 @@ class DrawInputs(NamedTuple):
         temperatures, top_k, top_p, min_p = np.fromiter(values, np.float64, 4 * len(sequences)).reshape(-1, 4).T
         has_noise = temperatures > 0
         inverse = np.reciprocal(np.where(has_noise, temperatures, 1.0).clip(max=_MAX_TEMPERATURE).astype(np.float32))
-        top_p = top_p.astype(np.float32)
+        top_p = np.maximum(top_p.astype(np.float32), np.finfo(np.float32).tiny)  # 0 is no filter
         return cls(
             noise_keys([sequence.seed for sequence in sequences], positions),
             inverse,

@@ -446,3 +446,8 @@ def test_an_ignored_end_of_sequence_token_is_not_suppressed_by_min_tokens():
     logits = torch.zeros(1, 4)
     logits[0, 1] = 20.0
     assert draw(logits, [request(temperature=0.0, min_tokens=3, eos=(1,), ignore_eos=True)]) == [1]
+
+
+def test_a_top_p_that_float32_rounds_to_0_keeps_the_most_probable_token_alone():
+    logits = random_logits(64, 100)
+    assert draw(logits, [request(seed, top_p=1e-50) for seed in range(64)]) == logits.argmax(dim=-1).tolist()
