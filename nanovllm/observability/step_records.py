@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +160,8 @@ class StepObservers:
             try:
                 getattr(observer, event)(*arguments)
             except Exception as error:
-                self._observers.remove(observer)
+                with suppress(ValueError):  # it raised in an event within this one, and is gone
+                    self._observers.remove(observer)
                 self._error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)
 
