@@ -1,8 +1,8 @@
 """Ctrl-C during a call: held back while an engine's books change, raised between two changes.
 
 Python raises KeyboardInterrupt in the main thread, between any two instructions. A change of the books that it cuts
-short would leave blocks without an owner, so the first SIGINT waits until the change is whole. A second one raises at
-once, for a user whose step hangs.
+short would leave blocks without an owner, so the first SIGINT waits until the change is whole. A second one within a
+step raises at once, for a user whose step hangs; elsewhere it could leave a lock taken, and waits too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class InterruptsHeld:
     """
 
     noted: tuple[int, FrameType | None] | None = None  # arguments for the handler
+    is_in_step = False  # where a second SIGINT raises at once
     _handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
     _lets_through = False
     _holder: ClassVar[InterruptsHeld | None] = None  # of the main thread, the innermost
@@ -34,8 +35,9 @@ class InterruptsHeld:
         handler = signal.getsignal(signal.SIGINT) if is_main else None
         self._handler = handler if callable(handler) else None
         if self._handler is not None:
-            self._outer, InterruptsHeld._holder = InterruptsHeld._holder, self
+            self._outer = InterruptsHeld._holder
             signal.signal(signal.SIGINT, self._note)
+            InterruptsHeld._holder = self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +72,7 @@ class InterruptsHeld:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         is_second = self.noted is not None
         self.noted = (signum, frame)
-        if is_second or self._lets_through:
+        if self._lets_through or (is_second and self.is_in_step):
             self.pass_on()
 
 

@@ -185,7 +185,7 @@ class LLM:
                     interrupts.pass_on()
                 with self._turn() as engine:
                     if not inbox:
-                        self._step(engine)
+                        self._step(engine, interrupts)
                         if after_step is not None:
                             after_step()
                 while inbox:
@@ -203,12 +203,16 @@ class LLM:
                 finally:
                     self._lock.release()
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: Engine, interrupts: InterruptsHeld) -> None:
         """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
             if not engine.requests:
                 raise RuntimeError("the engine has lost a request that a call still waits for; please report this.")
-            engine.step()
+            interrupts.is_in_step = True
+            try:
+                engine.step()
+            finally:
+                interrupts.is_in_step = False
         while engine.outputs:
             output = engine.outputs.popleft()
             finished = output.finished
