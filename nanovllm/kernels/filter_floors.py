@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p as one floor per row, found without a sort by searching the ordered bits of the logits.
 
 Sums are integers (counts, or probabilities in fixed point), so a row gets the same floor in every batch. The mass of a
-row is exact to 2^-26, but for the exponential function's own rounding. A mass equal to top_p has reached it.
+row is exact to 2^-26, except for the exponential function's own rounding. A mass equal to top_p has reached it.
 
     measure_parts    the best logit, the mean and the deviation, from parts of each row
     sum_above        counts (top-k) or mass (top-p) above a few pivots in each part: some all over the range, most where
