@@ -6,39 +6,31 @@ import asyncio
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
-from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
-from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
-from nanovllm.engine import Engine
 from nanovllm.errors import QueueFullError
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.preparation import Preparation, num_samples, text_size, words_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
+from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.heartbeat import Heartbeat
-from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream
+from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream, relay
 
 Result = TypeVar("Result")
-
-
-async def _relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator[RequestOutput, None]:
-    """Submit when first read; closing the generator closes the stream."""
-    async with aclosing(await submit()) as outputs:
-        async for output in outputs:
-            yield output
 
 
 class AsyncLLM:
@@ -65,7 +57,9 @@ class AsyncLLM:
         prepares_when_idle: bool = False,
         **options: Any,
     ) -> None:
-        engine = build_engine(model, tokenizer, on_step, options, trace=trace)
+        engine = open_engine(
+            model, tokenizer, on_step, options, trace=trace, prepares_when_idle=prepares_when_idle, sends_records=True
+        )
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
@@ -116,7 +110,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             timeout=timeout,
         )
-        return _relay(submit)
+        return relay(submit)
 
     def chat(
         self,
@@ -135,7 +129,7 @@ class AsyncLLM:
             sampling_params, **options: as in `generate`.
         """
         submit = partial(self.submit_chat, messages, sampling_params, tools=tools, template_options=template_options)
-        return _relay(partial(submit, **options))
+        return relay(partial(submit, **options))
 
     async def submit(
         self,
@@ -222,7 +216,7 @@ class AsyncLLM:
         kind = OutputKind(output_kind)
         stream = Stream(kind)
 
-        def add(engine: Engine) -> None:
+        def add(engine: AnyEngine) -> None:
             engine.add(*requests)
             for request_id in request_ids:
                 self._router.open(request_id, stream)
@@ -267,7 +261,7 @@ class AsyncLLM:
     def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
         """Abort requests without a reader before the next step; does not wait, since this may be a cancellation."""
 
-        def abort(engine: Engine) -> None:
+        def abort(engine: AnyEngine) -> None:
             for request_id in request_ids:
                 if self._router.close(request_id, stream):
                     engine.abort(request_id)
@@ -277,7 +271,7 @@ class AsyncLLM:
         except RuntimeError:
             return  # closed or dead, and the requests with it
 
-    async def _run(self, call: Callable[[Engine], Result]) -> Result:
+    async def _run(self, call: Callable[[AnyEngine], Result]) -> Result:
         """In the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._engine_thread.submit(call))
 
@@ -286,7 +280,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort" and the output so far. False if none runs."""
 
-        def abort(engine: Engine) -> bool:
+        def abort(engine: AnyEngine) -> bool:
             if self._abort_in(engine, request_id):
                 return True
             if request_id not in self._preparing:
@@ -296,7 +290,7 @@ class AsyncLLM:
 
         return await self._run(abort)
 
-    def _abort_in(self, engine: Engine, request_id: str) -> bool:
+    def _abort_in(self, engine: AnyEngine, request_id: str) -> bool:
         """From the engine's thread."""
         output = engine.abort(request_id)
         if output is not None:
@@ -311,26 +305,31 @@ class AsyncLLM:
         return self._engine_thread.is_dead
 
     async def stats(self) -> EngineStats:
-        return await self._run(Engine.stats)
+        return await self._run(lambda engine: engine.stats())
 
     def heartbeat(self) -> Heartbeat:
         """Statistics between the last two steps, and their age; never waits."""
         return self._engine_thread.heartbeat()
 
-    async def inspect(self, look: Callable[[Engine], Result]) -> Result:
+    async def inspect(self, look: Callable[[Any], Result]) -> Result:
         """The result of look(engine), called in the engine's thread between two steps; it must change nothing.
 
+        With replicas `look` gets the `ReplicaPool`.
         Raises EngineDeadError, RuntimeError once it is closed, and what `look` raises.
         """
         return await self._run(look)
 
+    def replicas(self) -> list[ReplicaStatus]:
+        """The state of each replica; empty with data_parallel_size=1. Never waits."""
+        return self._engine_thread.statuses()
+
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        await self._run(Engine.reset_prefix_cache)
+        await self._run(lambda engine: engine.reset_prefix_cache())
 
     async def weights_changed(self) -> None:
         """As `LLM.weights_changed`."""
-        await self._run(Engine.drop_computed)
+        await self._run(lambda engine: engine.drop_computed())
 
     async def close(self) -> None:
         """End all requests (their streams with finish_reason "abort") and free the caches.

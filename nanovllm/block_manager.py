@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import xxhash
-
+from nanovllm import block_hashes
 from nanovllm.sequence import Sequence
 
 
@@ -37,6 +37,19 @@ class PrefixEntry:
     parent: int | str
     tokens: bytes
     blocks: dict[int, None] = field(default_factory=dict)
+
+
+class BlockObserver(Protocol):
+    """Follows which contents are findable. One that several blocks hold is forgotten with the last of them."""
+
+    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
+        """A content became findable; `parent_hash` is that of the block before, None for a first block."""
+
+    def forgotten(self, block_hash: bytes) -> None:
+        """A content is no longer findable: evicted, withdrawn, or not to be trusted."""
+
+    def all_forgotten(self) -> None:
+        """Nothing is findable any longer."""
 
 
 class BlockManager:
@@ -62,7 +75,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
-        self._hash_seed = hash_seed
+        self.observer: BlockObserver | None = None
+        self.hash_seed = hash_seed
         # The books, which only this class changes; `block_checks` and the live view read them.
         self.ref_counts = [0] * num_blocks
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # taken from the front
@@ -99,11 +113,6 @@ class BlockManager:
         end = (len(sequence.token_ids) - 1) // self.block_size
         return [next(iter(entry.blocks)) for entry in self._find(sequence, len(sequence.block_table), end)]
 
-    def may_hold(self, sequence: Sequence, index: int) -> bool:
-        """False if `lookup` would end before block `index`; one hash lookup instead of one per block."""
-        end = (len(sequence.token_ids) - 1) // self.block_size
-        return index < end and self._block_hash(sequence, index) in self.entries
-
     def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
         for block in blocks:
@@ -136,6 +145,8 @@ class BlockManager:
             self._last_prefix_id += 1
             tokens = sequence.block_tokens(index, self.block_size)
             entry = self.entries[block_hash] = PrefixEntry(self._last_prefix_id, block_hash, parent, tokens)
+            if self.observer is not None:
+                self.observer.findable(entry, sequence.block_hashes[index - 1] if index else None)
         elif not self._matches(entry, parent, sequence, index):
             return None  # another content has this hash: it keeps it
         entry.blocks[block] = None
@@ -165,16 +176,12 @@ class BlockManager:
         entry = self.entry_of[sequence.block_table[index - 1]]
         return None if entry is None else entry.prefix_id
 
-    _digest = staticmethod(xxhash.xxh3_128_digest)
+    _digest = staticmethod(block_hashes.digest)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         chain = sequence.block_hashes
         while len(chain) <= index:
-            if chain:
-                parent_hash = chain[-1]
-            else:
-                seed = f"{len(self._hash_seed)}:{self._hash_seed}{sequence.cache_salt}"
-                parent_hash = self._digest(seed.encode("utf-8", "surrogatepass"))
+            parent_hash = chain[-1] if chain else block_hashes.root_hash(self.hash_seed, sequence.cache_salt)
             chain.append(self._digest(parent_hash + sequence.block_tokens(len(chain), self.block_size)))
         return chain[index]
 
@@ -185,6 +192,8 @@ class BlockManager:
         del entry.blocks[block]
         if not entry.blocks:
             del self.entries[entry.block_hash]
+            if self.observer is not None:
+                self.observer.forgotten(entry.block_hash)
         if self.ref_counts[block] == 0:
             self.free_blocks.move_to_end(block, last=False)
 
@@ -203,6 +212,8 @@ class BlockManager:
         self.entry_of = [None] * self.num_blocks
         self.num_findable_blocks = 0
         self._uncommitted.clear()
+        if self.observer is not None:
+            self.observer.all_forgotten()
 
     # ---------------------------------------------------------------------------------- allocation and release
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
@@ -16,14 +17,20 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
+from nanovllm.execution.workers import Start, Worker, WorkerProcesses
+from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.gc_control import collector_paused
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
+from nanovllm.model.ranks import Ranks
 from nanovllm.model_runner import ModelRunner
+from nanovllm.observability.kv_events import KvEventPublisher
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.rank_runner import RankRunner
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
 
@@ -42,11 +49,16 @@ def build_engine(
     """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
-    with collector_paused():
-        loaded = loader.load(model, tokenizer, config)
-    binding = ModelBinding(loaded.model, is_live=loaded.is_live)
-    resolved, choice = resolve_options(binding, loaded, config)
-    model_runner = ModelRunner(binding, resolved, choice)
+    publisher = None if config.kv_events is None else KvEventPublisher(config)
+    model_runner: ModelRunner
+    if config.tensor_parallel_size > 1:
+        loaded, model_runner = _build_ranks(model, tokenizer, config)
+    else:
+        with collector_paused():
+            loaded = loader.load(model, tokenizer, config)
+        binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+        model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
+    binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
     limits = RequestLimits(
@@ -63,6 +75,8 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         hash_seed=f"{loaded.identity}:{binding.dtype}",  # whatever the KV of a token depends on besides its prefix
     )
+    if publisher is not None:
+        publisher.begin(block_manager, observers)
     return Engine(
         model_runner,
         Scheduler(model_runner.config, block_manager),
@@ -73,6 +87,52 @@ def build_engine(
         observers=observers,
         clock=clock,
     )
+
+
+def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[loader.LoadedModel, RankRunner]:
+    """Load the model's first part here and the others in processes of their own, which this starts.
+
+    Raises ValueError, before anything is loaded, for what cannot be sharded, and DeviceError if a process fails.
+    """
+    if isinstance(model, nn.Module):
+        refuse("a loaded module as model", TENSOR_PARALLEL)
+    if ":" in config.device:
+        refuse("a GPU by its number as device", TENSOR_PARALLEL)
+    source, device = loader.find_source(model, needs_tokenizer=tokenizer is None), loader.device_of(config)
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and config.tensor_parallel_size > num_gpus:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but PyTorch sees {num_gpus} GPUs. "
+            "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
+        )
+    loader.check_shards(source, config)
+    workers = WorkerProcesses(source, config, device.type)
+    assert workers.ranks is not None
+    try:
+        loaded = loader.load_sharded(source, tokenizer, config, workers.ranks)
+        return loaded, build_rank(loaded, config, workers.ranks, workers)
+    except BaseException as error:
+        if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
+            workers.fail(error)  # a collective ends so where a peer has failed
+        workers.close()
+        raise
+
+
+def build_rank(
+    loaded: loader.LoadedModel, config: EngineConfig, ranks: Ranks, workers: WorkerProcesses | None = None
+) -> RankRunner:
+    """The model runner of one rank; all ranks come here at the same time."""
+    binding = ModelBinding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
+    return RankRunner(binding, *resolve_options(binding, loaded, config), workers)
+
+
+def run_worker(orders: int, lifeline: int) -> None:
+    """The main function of another rank's process; see `Worker`."""
+
+    def build(start: Start, ranks: Ranks) -> RankRunner:
+        return build_rank(loader.load_sharded(start.source, None, start.config, ranks), start.config, ranks)
+
+    Worker(orders, lifeline).run(build)
 
 
 def resolve_options(
@@ -92,9 +152,14 @@ def resolve_options(
     config = replace(config, cuda_graphs=choice.captures(config, device), attention_backend=choice.backend)
     if choice.uses_graphs and not binding.is_live:
         binding.merge_linears()
+    if choice.uses_graphs:
+        compile_ahead(binding, config)
+    if choice.uses_graphs and not binding.is_live and binding.ranks is None:  # not tried with a part of the heads
+        binding.fuse_rotary()
+    memory = memory_for_cache(binding, config, choice)
     resolved = config.resolve_pool(
         binding.caches.num_bytes(config.block_size),
-        memory_for_cache(binding, config, choice),
+        memory if binding.ranks is None else binding.ranks.least(memory),
         max_model_len_is_set=max_model_len is not None,
     )
     if resolved.max_model_len < config.max_model_len:
@@ -120,8 +185,6 @@ def _check_model(binding: ModelBinding, config: EngineConfig) -> None:
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:
     observers = StepObservers()
     if on_step is not None:
-        if not callable(on_step):
-            raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {on_step!r}.")
         observers.append(OnStep(on_step))
     if trace is not None:
         if not isinstance(trace, TraceWriter):

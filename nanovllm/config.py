@@ -18,9 +18,11 @@ from nanovllm.validation import integer, real, truth
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
+ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0}  # of the other whole numbers: 1
+LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0, "kv_events_rank": 0}  # of the other whole numbers: 1
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
+_ENDPOINT = re.compile(r"tcp://.+:\d{1,5}|ipc://.+")
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
@@ -63,8 +65,8 @@ class EngineConfig:
     max_num_partial_prefills: maximum number of partially computed prompts at the end of a step. Default: 4.
     max_long_partial_prefills: maximum number among them with more than `long_prefill_token_threshold` tokens left to
         compute. Default: 1.
-    long_prefill_token_threshold: per-prompt token cap per step while other prompts wait. Default: half of
-        max_num_batched_tokens.
+    long_prefill_token_threshold: per-prompt token cap per step while others wait, for a prompt or for their next token.
+        Default: half of max_num_batched_tokens.
     attention_backend: "flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only)
         or "auto".
     enforce_eager: disable compilation.
@@ -76,8 +78,20 @@ class EngineConfig:
     record_itl: keep each inter-token latency of a request in its metrics.
     seed: seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat one
         another, in other processes and forked children too.
+    kv_events: ZeroMQ endpoint for block events in vLLM's schema, for routers that follow the prefix cache, such as
+        "tcp://*:5557". With a `*`, or as ipc://, it is bound, else connected. None: none are published.
+    kv_events_replay: endpoint at which subscribers ask for batches that they missed; it is bound.
+    kv_events_topic: first frame of each message; some routers read "kv@POD@MODEL" from it.
+    kv_events_rank: number of this engine among those that one server runs; added to the ports of kv_events and
+        kv_events_replay, and told in each batch.
+    data_parallel_size: replicas of the model, each in a process of its own with a GPU of its own, or a share of the
+        cores. Limits hold for each of them, except max_queue.
+    routing: how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is
+        overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".
     revision: branch, tag or commit of a hub model.
     trust_remote_code: run code that comes with a hub model.
+    tensor_parallel_size: processes, of one GPU each, that share the model: each holds a part of the weights and of the
+        KV cache. It must divide the attention heads. On a CPU they share its cores.
     """
 
     dtype: str = "auto"
@@ -102,8 +116,15 @@ class EngineConfig:
     allow_control_tokens_in_messages: bool = False
     record_itl: bool = False
     seed: int = 0
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
+    kv_events_rank: int = 0
+    data_parallel_size: int = 1
+    routing: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -126,9 +147,13 @@ class EngineConfig:
                 object.__setattr__(self, name, value)  # NumPy's integers overflow
             elif option.type == "bool":
                 truth(name, value)
-        for name, choices in (("dtype", DTYPES), ("attention_backend", ATTENTION_BACKENDS)):
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("routing", (None, *ROUTING_POLICIES)),
+        ):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, choices))}.")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -141,8 +166,15 @@ class EngineConfig:
             raise ValueError(
                 f"priority_ageing_s is {ageing}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing."
             )
+        if (self.kv_events, self.kv_events_replay, self.kv_events_topic, self.kv_events_rank) != (None, None, "", 0):
+            self._check_kv_events()
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"revision must be a string, not {self.revision!r}.")
+        if self.routing is not None and self.data_parallel_size == 1:
+            raise ValueError(
+                f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
+                "least 2, or leave routing out."
+            )
         if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
             raise ValueError(
                 f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
@@ -152,6 +184,30 @@ class EngineConfig:
             raise ValueError(
                 f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
                 "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
+            )
+
+    def _check_kv_events(self) -> None:
+        for name in ("kv_events", "kv_events_replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not (isinstance(endpoint, str) and _ENDPOINT.fullmatch(endpoint)):
+                raise ValueError(
+                    f"{name} is {endpoint!r}; it must be like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'."
+                )
+        if not isinstance(self.kv_events_topic, str):
+            raise TypeError(f"kv_events_topic must be a string, not {self.kv_events_topic!r}.")
+        for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
+            if getattr(self, name) and self.kv_events is None:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but no events are published. Set kv_events too.")
+        ports = [int(end.rpartition(":")[2]) for end in (self.kv_events, self.kv_events_replay) if end and "tcp" in end]
+        if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < self.data_parallel_size:
+            raise ValueError(
+                f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
+                f"number. Set ports that are at least {self.data_parallel_size} apart."
+            )
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_events is {self.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
+                "out."
             )
 
     # ---------------------------------------------------------------------------------------------- resolution

@@ -57,6 +57,8 @@ class Engine:
         clock: the time in seconds; never goes back.
     """
 
+    wake, statuses = None, ()  # of a pool of replicas
+
     def __init__(
         self,
         model_runner: ModelRunner,
@@ -77,7 +79,7 @@ class Engine:
         self.outputs: deque[RequestOutput] = deque()  # of steps, for the caller to take
         self.scheduler = scheduler
         self.block_manager = scheduler.block_manager
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}  # those that run or wait, by id
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._numbers, self._arrivals = itertools.count(), itertools.count()  # of requests, and of their sequences
@@ -117,7 +119,7 @@ class Engine:
                     new,
                     self.config,
                     tokenizer=self.tokenizer,
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=self.eos_token_ids,
                     number=next(self._numbers),
                     arrivals=self._arrivals,
                 )
@@ -125,7 +127,8 @@ class Engine:
                 if request.deadline is not None:
                     self._deadlines.add((request.deadline, new.request_id))
                 for sequence in request.sequences:
-                    self.scheduler.add(sequence)
+                    if not sequence.is_finished:  # in the engine that it was resumed from
+                        self.scheduler.add(sequence)
                 self.observers.notify("request_added", request.sequences)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -282,6 +285,7 @@ class Engine:
 
     def drop_computed(self) -> None:
         """Forget all KV (the weights changed): the prefix cache is emptied, running requests compute theirs again."""
+        self.model_runner.check_editable()
         with self._changing():
             self.model_runner.forget_model()
             self._drop_computed()
@@ -296,6 +300,14 @@ class Engine:
         """Make every cached prefix unfindable; running requests keep their blocks."""
         with self._changing():
             self.block_manager.reset_prefix_cache()
+
+    def use_idle_time(self) -> bool:
+        """Capture one of the CUDA graphs that usually come; False if there is none to capture."""
+        return self.model_runner.capture_ahead()
+
+    def num_output_tokens(self) -> int:
+        """Tokens generated since construction."""
+        return self.scheduler.stats.num_output_tokens
 
     def stats(self) -> EngineStats:
         if os.getpid() != self._process_id:
@@ -328,4 +340,5 @@ class Engine:
         self.requests.clear()
         self._deadlines.clear()
         self.outputs.clear()
+        self.observers.notify("engine_closed")
         self.model_runner.close()

@@ -66,3 +66,7 @@ class PromptTooLongError(ValueError):
 
 class QueueFullError(RuntimeError):
     """The queue holds `max_queue` requests; nothing was added, and the call can be retried later."""
+
+
+class NotFusedError(ValueError):
+    """A layer is of another kind than a fused one computes, and runs as it is; the message says in what."""

@@ -14,9 +14,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
-from nanovllm.engine import Engine
 from nanovllm.errors import EngineClosedError, ForkedChildError
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.interrupts import InterruptsHeld
@@ -24,11 +22,13 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.outputs import EngineStats, OutputKind, RequestOutput
+from nanovllm.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
+from nanovllm.streaming.engines import AnyEngine
 
 
 class LLM:
@@ -60,10 +60,10 @@ class LLM:
         trace: TraceWriter | None = None,
         **options: Any,
     ) -> None:
-        engine = build_engine(model, tokenizer, on_step, options, trace=trace)
+        engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._process_id = os.getpid()
-        self._engine: Engine | None = engine
+        self._engine: AnyEngine | None = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
         self._request_ids: Iterator[str] = map(str, itertools.count())
@@ -107,7 +107,7 @@ class LLM:
         )
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
-        show_rate = rate_display(bar, engine.scheduler.stats) if use_tqdm else None
+        show_rate = rate_display(bar, engine.num_output_tokens) if use_tqdm else None
         reports = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
         with bar, OldObjectsFrozen(keeps_results=reports), InterruptsHeld() as interrupts:
             for output in self._run(requests, interrupts, after_step=show_rate):
@@ -203,7 +203,7 @@ class LLM:
                 finally:
                     self._lock.release()
 
-    def _step(self, engine: Engine, interrupts: InterruptsHeld) -> None:
+    def _step(self, engine: AnyEngine, interrupts: InterruptsHeld) -> None:
         """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
             if not engine.requests:
@@ -221,7 +221,7 @@ class LLM:
                 inbox.append(output)
 
     @contextmanager
-    def _turn(self) -> Iterator[Engine]:
+    def _turn(self) -> Iterator[AnyEngine]:
         """The engine for this thread alone."""
         self._open_engine()  # before the lock, which another thread may have held when this process was forked
         if self._owner == threading.get_ident():
@@ -258,6 +258,10 @@ class LLM:
         with InterruptsHeld(), self._turn() as engine:
             return engine.stats()
 
+    def replicas(self) -> list[ReplicaStatus]:
+        """The state of each replica; empty with data_parallel_size=1."""
+        return list(self._open_engine().statuses)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         with InterruptsHeld(), self._turn() as engine:
@@ -286,7 +290,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_engine(self) -> Engine:
+    def _open_engine(self) -> AnyEngine:
         if os.getpid() != self._process_id:
             raise ForkedChildError("LLM", self._process_id)
         if self._engine is None:

@@ -7,7 +7,7 @@ read holds NaN of another request (where a backend reads more than a sequence's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,14 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import give_memory_back, raise_device_error, to_host
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor
-from nanovllm.execution.dummy_batches import Spans, comparison_spans, dummy_batch, warm_up_spans
+from nanovllm.execution.dummy_batches import (
+    Spans,
+    comparison_spans,
+    dummy_batch,
+    few_decodes,
+    values_in_block_one,
+    warm_up_spans,
+)
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
@@ -73,7 +80,9 @@ class ModelRunner:
         self.device = binding.device
         self.config = config
         self._choice = choice
-        self.sampler = Sampler(compiles=choice.uses_graphs)
+        self._begin_report: Callable[[PromptRows | None], StepLogprobs]
+        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs)
+        self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its index
         num_slots = config.num_kv_blocks * config.block_size
@@ -85,10 +94,12 @@ class ModelRunner:
             backend = choice.build(binding.layers[0], binding.device, config)
             self._executor = DirectExecutor(binding, backend, config.block_size, self.sampler)
         self.backend = self._executor.backend
+        self._launch: Callable[..., Tensor] = self._executor.launch
         if choice.compiles and choice.kernels is None:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
             if isinstance(self._executor, GraphExecutor):
+                binding.stack_layers(config.block_size, self._run_few_decodes)
                 self._executor.warm_up()
             else:
                 self._execute_dummies(warm_up_spans(config))
@@ -113,12 +124,12 @@ class ModelRunner:
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
-        report = StepLogprobs(PromptRows.from_layout(layout), by_kernel=self._choice.uses_graphs)
+        report = self._begin_report(PromptRows.from_layout(layout))
         try:
             if self.device.type == "cuda":
                 self._follow_last_stream()
             masks: Any = self.backend.plan(layout)  # which blocks each row sees
-            token_ids = self._executor.launch(batch, layout, masks, report)
+            token_ids = self._launch(batch, layout, masks, report)
             pending = PendingTokens.send(token_ids, report)
         except RuntimeError as error:
             raise_device_error(error)
@@ -134,9 +145,21 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------ start-up and idle
 
+    def _build_sampler(self) -> Sampler:
+        return Sampler(compiles=self._choice.uses_graphs)
+
     def _execute_dummies(self, batches: Iterable[Spans]) -> None:
         for spans in batches:
             self.execute(dummy_batch(self.binding, self.config, spans)).result()
+
+    def _run_few_decodes(self) -> None:
+        """Some steps of few decodes without graphs, for a numerical check."""
+        assert isinstance(self._executor, GraphExecutor)
+        with values_in_block_one(self.binding, self.config.block_size):
+            for starts in few_decodes(self.config):
+                batch = dummy_batch(self.binding, self.config, [(start, 1) for start in starts], apart=True)
+                layout = build_layout(batch.entries, self.config.block_size, {}, longest_first=True)
+                self._executor.run_layers(layout)
 
     def capture_ahead(self) -> bool:
         """Capture one more of the usual shapes while idle; False if none is left, or for a live module."""
@@ -163,6 +186,9 @@ class ModelRunner:
         if weights_changed or structure_changed:
             self._executor.model_changed(in_place=not structure_changed)
         return weights_changed or structure_changed
+
+    def check_editable(self) -> None:
+        """Raise ValueError if nobody can have changed the model."""
 
     def forget_model(self) -> None:
         """Drop captured graphs: the model was changed in a way that `model_changed` cannot see."""

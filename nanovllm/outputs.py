@@ -177,3 +177,21 @@ class EngineStats:
     recent_hit_rate: float | None
     recent_budget_use: float | None
     hook_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """State of a replica.
+
+    state: "starting", "up", "restarting" after its process died, or "failed" after it died again and again.
+    process_id: of its engine; None before the first.
+    silence: seconds in which it had work and reported no step.
+    """
+
+    index: int
+    state: str
+    process_id: int | None
+    num_running: int
+    num_waiting: int
+    num_restarts: int
+    silence: float

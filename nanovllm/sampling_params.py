@@ -23,7 +23,7 @@ MAX_SAMPLES = 1024  # all samples of a request are queued at once
 # It may modify the logits in place.
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 
-# (name, value) -> the normalised value. None is left alone where it is the default.
+# (name, value) -> the normalised value. A default is left alone.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "n": partial(integer, low=1, high=MAX_SAMPLES),
     "truncate_prompt_tokens": partial(integer, low=1),
@@ -113,10 +113,10 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None or option.default is not None:
-                object.__setattr__(self, option.name, CHECKS[option.name](option.name, value))
+        for name, default, check in _OPTIONS:
+            value = getattr(self, name)
+            if value is not default:  # a default is right as it is, and most options keep theirs
+                object.__setattr__(self, name, check(name, value))
         for word in self.bad_words:
             if not word.strip():
                 raise ValueError(f"bad_words holds {word!r}, which holds only whitespace. Remove it.")
@@ -154,6 +154,11 @@ class SamplingParams:
         )
 
     @property
+    def only_penalises(self) -> bool:
+        """Whether penalties are all that changes the logits."""
+        return not (self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
+
+    @property
     def forbids(self) -> bool:
         """Whether an option may mask tokens before the temperature, possibly all of them."""
         return bool(self.allowed_token_ids or self.bad_words or self.logits_processors)
@@ -167,3 +172,7 @@ class SamplingParams:
     def is_cold(self) -> bool:
         """Whether logits over the temperature are so large that float32 rounds the noise beside them away."""
         return 0.0 < self.temperature < COLD_TEMPERATURE
+
+
+# (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
+_OPTIONS = tuple((option.name, option.default, CHECKS[option.name]) for option in fields(SamplingParams))

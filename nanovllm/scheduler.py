@@ -92,7 +92,7 @@ class Scheduler:
                 self._schedule_next_chunk(step, sequence)
         if self.waiting and self.stats.num_preemptions == num_preemptions:
             self._admit(step, prefills)
-        self._spend_what_is_left(step)
+        self._spend_what_is_left(step, num_decodes)
 
         for sequence, (before, start) in step.chunks.items():
             end = sequence.num_computed_tokens
@@ -185,8 +185,13 @@ class Scheduler:
             sequence.is_running = True
             sequence.num_times_passed = 0
 
-    def _spend_what_is_left(self, step: _Step) -> None:
-        """Give leftover budget to chunks capped by the threshold, in their order."""
+    def _spend_what_is_left(self, step: _Step, num_decodes: int) -> None:
+        """Give leftover budget to chunks capped by the threshold, in their order.
+
+        But not where it would only delay the decodes of this step: while nobody waits, it raises no throughput.
+        """
+        if num_decodes and not self.waiting:
+            return
         for sequence in step.chunks:
             size = self._chunk_size(sequence, sequence.num_computed_tokens, step.budget)
             # A hit: this step computes the next block for another sequence, and the next step claims it.

@@ -6,8 +6,34 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
-from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
+from nanovllm.outputs import ErrorKind, OutputKind, RequestMetrics, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSample:
+    """What a sample has generated in another engine; it has finished there if it has a finish_reason."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """How far a request was when the engine that ran it ended, and its metrics then.
+
+    samples: one each, in order of their index.
+    prompt_logprobs: complete if any sample has a token.
+    error: of a sample with finish_reason "error".
+    """
+
+    samples: list[ResumedSample]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +47,7 @@ class NewRequest:
     cache_salt: requests share cached prefixes only within one salt.
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
+    resumed: if it ran elsewhere before: its tokens are recomputed, and it goes on where it was.
     """
 
     request_id: str
@@ -33,6 +60,7 @@ class NewRequest:
     timeout: float | None = None
     arrival_time: float = 0.0
     output_kind: OutputKind = OutputKind.FINAL
+    resumed: Resumed | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -105,6 +133,24 @@ class Sequence:
             self.logprobs = []
         if params.prompt_logprobs is not None and self.index == 0:  # all samples have the same prompt
             self.prompt_logprobs = [None]
+        if request.resumed is not None:
+            self._resume(request.resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Like a sequence that was preempted: all of its tokens are known, none is computed."""
+        sample, before = resumed.samples[self.index], resumed.metrics
+        self.token_ids.extend(sample.token_ids)
+        self.num_known_tokens = self.num_counted_tokens = len(self.token_ids)
+        if sample.logprobs is not None:
+            self.logprobs = list(sample.logprobs)
+        if self.prompt_logprobs is not None and resumed.prompt_logprobs is not None:
+            self.prompt_logprobs = list(resumed.prompt_logprobs)
+        self.finish_reason, self.stop_reason = sample.finish_reason, sample.stop_reason
+        self.is_finished = sample.finish_reason is not None
+        if sample.finish_reason == "error":
+            self.error, self.error_kind = resumed.error, resumed.error_kind
+        self.scheduled_time, self.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
+        self.num_preemptions = 0 if self.index else before.num_preemptions  # outputs have the sum
 
     @property
     def num_in_flight_tokens(self) -> int:

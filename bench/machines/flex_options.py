@@ -13,6 +13,7 @@ import itertools
 import random
 
 import torch
+from gpu_timing import replayed_micros  # beside this file
 
 from nanovllm.attention import flex_decodes
 from nanovllm.attention.flex_gpu_options import DecodeOptions
@@ -41,20 +42,7 @@ def time_of(batch: int, contexts: list[int], piece: int, options: dict[str, int]
         for keys, values in caches:
             call(query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], tables, HEAD_DIM**-0.5)
 
-    with torch.no_grad():
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        times = []
-        for _ in range(8):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return 1e3 * min(times) / LAYERS
+    return replayed_micros(run) / LAYERS
 
 
 def main() -> None:

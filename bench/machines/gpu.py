@@ -25,7 +25,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from random_models import NoText, checkpoint, random_model, read_rate, token_bytes, weight_bytes  # beside this file
+from gpu_timing import read_rate  # beside this file
+from random_models import NoText, checkpoint, random_model, token_bytes, weight_bytes
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.model import loader
@@ -135,7 +136,7 @@ def stage_w1(**options: Any) -> dict[str, Any]:
     with engine(max_model_len=4096, **options) as llm:
         seconds = repeated(llm, workload)
         steps = llm.stats().num_steps
-        graphs = len(llm._engine.model_runner._executor._forwards)
+        graphs = len(llm._engine.model_runner._executor._forwards.graphs)
         memory = {"pool": llm.config.num_kv_blocks, "free, GiB": torch.cuda.mem_get_info()[0] / 2**30}
         memory |= {"reserved": torch.cuda.memory_reserved() / 2**30, "allocated": torch.cuda.memory_allocated() / 2**30}
     floor = floor_seconds("0.6b", workload, 256, RATE)

@@ -1,10 +1,11 @@
 """Times the decode kernel beside FlexAttention: `MEASURED` of `kernels/paged_decode.py` was read off here.
 
-    python bench/machines/paged_decode.py 4x384 64x640 256x100-1500 64x640+8200 --variants --cuts
+    python bench/machines/paged_decode.py 4x384 64x640 256x100-1500 64x640+8200 64x256@4096 --variants --cuts
 
-Each case is count x context, the context fixed or drawn from a range, and longer contexts behind `+`. Times are a
-layer's, of a replayed CUDA graph over several layers' caches, so that none of it is in the GPU's cache; heads of 128
-by default, bfloat16, blocks of 64.
+Each case is count x context, the context fixed or drawn from a range, and longer contexts behind `+`; `64x256@4096` are
+contexts of 256 tokens behind 4,096 that all 64 share, read once for several of them and, for comparison, by each. Times
+are a layer's, of a replayed CUDA graph over several layers' caches, so that none of it is in the GPU's cache; heads of
+128 by default, bfloat16, blocks of 64.
 """
 
 from __future__ import annotations
@@ -15,48 +16,73 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from gpu_timing import replayed_micros  # beside this file
 from torch import Tensor
 
 from nanovllm.attention.flex_decodes import FlexDecodes
+from nanovllm.attention.flex_gpu import StepTables
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.tiles import Tiles
+from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import build_layout
+from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.cuda_graphs import tables_of
+from nanovllm.execution.graph_inputs import StepPacking
 from nanovllm.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE, CACHE_BYTES = 64, 160e6  # what all layers read together, at least: more than the GPU's cache holds
 CUDA = torch.device("cuda")
 
 
-def contexts_of(case: str) -> list[int]:
-    """The longest first, as in an engine's step."""
-    draw, contexts = random.Random(1), []
+def entries_of(case: str) -> list[ScheduledSequence]:
+    """The decodes of a step, with blocks in disorder."""
+    draw, decodes = random.Random(1), []
     for part in case.split("+"):
+        part, _, shared = part.partition("@")
         count, _, span = part.rpartition("x")
         low, _, high = span.partition("-")
-        contexts += [draw.randint(int(low), int(high or low)) for _ in range(int(count or 1))]
-    return sorted(contexts, reverse=True)
+        common = [object() for _ in range(int(shared or 0) // BLOCK_SIZE)]
+        for _ in range(int(count or 1)):
+            own = draw.randint(int(low), int(high or low))
+            decodes.append((common + [object() for _ in range(-(-own // BLOCK_SIZE))], len(common) * BLOCK_SIZE + own))
+    blocks = list(dict.fromkeys(block for table, _ in decodes for block in table))
+    numbers = dict(zip(blocks, draw.sample(range(1, len(blocks) + 1), len(blocks)), strict=True))
+    entries = []
+    for table, context in decodes:
+        sequence = Sequence(NewRequest("", [0] * context, SamplingParams()), arrival=0, max_model_len=context + 1)
+        own_blocks = [numbers[block] for block in table]
+        entries.append(ScheduledSequence(sequence, context - 1, 1, True, own_blocks, context - 1))
+    return entries
 
 
 class Case:
-    def __init__(self, contexts: list[int], heads: tuple[int, int, int], rows: int) -> None:
+    def __init__(self, entries: list[ScheduledSequence], heads: tuple[int, int, int], rows: int) -> None:
         num_heads, num_kv_heads, head_dim = heads
-        token_bytes = 2 * num_kv_heads * head_dim * 2
-        self.num_bytes = sum(contexts) * token_bytes
+        self.layout = build_layout(entries, BLOCK_SIZE, longest_first=True)
+        blocks = {block for entry in entries for block in entry.block_table}
+        # All but the unused slots of last blocks.
+        num_tokens = len(blocks) * BLOCK_SIZE - sum(-(entry.start + 1) % BLOCK_SIZE for entry in entries)
+        self.num_bytes = num_tokens * 2 * num_kv_heads * head_dim * 2
         num_layers = int(min(96, max(8, -(-CACHE_BYTES // self.num_bytes))))
-        counts = [-(-context // BLOCK_SIZE) for context in contexts]
-        num_blocks, padding = sum(counts) + 1, max(0, rows - len(contexts))
-        tables = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)).int() + 1
-        starts = [sum(counts[:number]) for number in range(len(counts))]
-        self.step = [
-            tables.to(CUDA),
-            *(torch.tensor([*part, *[0] * padding], dtype=torch.int32).to(CUDA) for part in (starts, counts)),
-            torch.tensor([*(context - 1 for context in contexts), *[0] * padding]).to(CUDA),
-        ]
+        self.rows = max(rows, len(entries))
         self.caches = torch.empty(
-            num_layers, 2, num_blocks * BLOCK_SIZE, num_kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA
+            num_layers, 2, (len(blocks) + 1) * BLOCK_SIZE, num_kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA
         ).normal_()
-        self.query = torch.randn(len(contexts) + padding, num_heads, head_dim, dtype=torch.bfloat16, device=CUDA)
-        self.contexts, self.heads = contexts, (num_kv_heads, num_heads // num_kv_heads, head_dim * 2)
+        self.query = torch.randn(self.rows, num_heads, head_dim, dtype=torch.bfloat16, device=CUDA)
+        self.heads = num_kv_heads, num_heads // num_kv_heads, head_dim * 2
         self.options = KernelOptions(Gpu.from_device(CUDA), *self.heads, BLOCK_SIZE)
+
+    def step(self, prefixes: SharedPrefixes | None = None) -> StepTables:
+        shape = GraphShape(self.rows, self.rows, 0)
+        packing = StepPacking(shape, BLOCK_SIZE, self.rows)
+        packed = np.empty(packing.num_words + int(self.layout.table_lengths.sum()), np.int32)
+        packing.pack(self.layout, Tiles.from_layout(self.layout, BLOCK_SIZE, prefixes), None, packed)
+        return tables_of(packing.views(torch.from_numpy(packed).to(CUDA)), shape)
 
     def micros(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
         """Of a layer, the median of some replays."""
@@ -65,36 +91,26 @@ class Case:
             for keys, values in self.caches:
                 attend(self.query, keys, values)
 
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.no_grad(), torch.cuda.stream(stream):
-            run()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            run()
-            graph.capture_end()
-            times = []
-            for _ in range(12):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-        return 1e3 * sorted(times[2:])[5] / len(self.caches)
+        return replayed_micros(run) / len(self.caches)
 
     def flex(self) -> float:
-        rows = len(self.query)
-        flex = FlexDecodes(self.options, max_decodes=rows, max_blocks=-(-max(self.contexts) // BLOCK_SIZE), device=CUDA)
-        flex.fill(*self.step)
+        max_blocks = int(self.layout.table_lengths.max())
+        flex = FlexDecodes(self.options, max_decodes=self.rows, max_blocks=max_blocks, device=CUDA)
+        step = self.step()
+        flex.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions)
         return self.micros(lambda query, keys, values: flex.attend(query, keys, values, query.shape[2] ** -0.5))
 
-    def kernel(self, sizes: DecodeSizes) -> float:
+    def kernel(self, sizes: DecodeSizes, *, shares: bool = True) -> float:
         kernel = PagedDecode(
-            self.heads, BLOCK_SIZE, gpu=self.options.gpu, max_decodes=len(self.query), device=CUDA, sizes=sizes
+            self.heads, BLOCK_SIZE, gpu=self.options.gpu, max_decodes=self.rows, device=CUDA, sizes=sizes
         )
-        kernel.fill(*self.step)
+        prefixes = None
+        if shares:
+            rule = SharingRule(kernel.bundle_members, kernel.most_bundles(self.layout.num_decodes), 0.0, 0.0)
+            prefixes = SharedPrefixes.from_layout(self.layout, BLOCK_SIZE, rule)
+        step = self.step(prefixes)
+        sharing = step.shared_blocks, step.members, step.shared_bundles
+        kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, sharing)
         return self.micros(lambda query, keys, values: kernel.attend(query, keys, values, query.shape[2] ** -0.5))
 
 
@@ -118,7 +134,7 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.cases:
-        case = Case(contexts_of(name), tuple(arguments.heads), arguments.rows)
+        case = Case(entries_of(name), tuple(arguments.heads), arguments.rows)
 
         def show(label: str, micros: Any, case: Case = case, name: str = name) -> None:
             rate = case.num_bytes / micros / 1e6
@@ -126,6 +142,8 @@ def main() -> None:
 
         if not arguments.no_flex:
             show("flex", case.flex())
+        if "@" in name:
+            show("each decode by itself", case.kernel(MEASURED, shares=False))
         for variant in variants() if arguments.variants else (MEASURED,):
             found = sorted((case.kernel(sizes), sizes) for sizes in (cuts(variant) if arguments.cuts else (variant,)))
             for micros, sizes in found[:3]:

@@ -93,17 +93,3 @@ def copy_rate(num_bytes: int = 2**31, *, repeats: int = 6) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return 2 * num_bytes / min(seconds)
-
-
-def read_rate() -> float:
-    """Bytes per second of a plain sum over 4 GiB."""
-    data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
-    times = []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        data.sum()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return data.nbytes / min(times)

@@ -1,4 +1,4 @@
-"""Times norms of q and k, rotary embedding and KV write as one Triton kernel, by itself: nothing uses it yet.
+"""Times the kernel of norms of q and k, rotary embedding and KV write, by itself and in several shapes.
 
     python bench/machines/rotary_store.py 1 4 64 256 8192
 
@@ -12,69 +12,21 @@ import argparse
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.rotary import rotate_and_store_heads
+
 HEADS, KV_HEADS, HEAD_DIM, EPSILON, LAYERS = 16, 8, 128, 1e-6, 12
-
-
-@triton.jit
-def _rotated(states, weight, at, other_at, cos, sin, epsilon, is_there, dims, HEAD_DIM: tl.constexpr):
-    """Normalised and rotated heads, [heads, dims]; `other_at` is where each element's partner of the pair lies."""
-    own = tl.load(states + at, mask=is_there, other=0.0).to(tl.float32)
-    other = tl.load(states + other_at, mask=is_there, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
-    partner = (dims + HEAD_DIM // 2) % HEAD_DIM
-    own_weight = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    other_weight = tl.load(weight + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    sign = tl.where(dims < HEAD_DIM // 2, -1.0, 1.0)[None, :]
-    return own * factor * own_weight * cos + sign * other * factor * other_weight * sin
-
-
-@triton.jit
-def rotate_and_store(
-    products, query_weight, key_weight, cosines, sines, slot_mapping, query, key_cache, value_cache, stride, epsilon,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """A program takes AT_ONCE heads of one row: of the queries, or of keys and values."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims, heads = tl.arange(0, DIMS), part * AT_ONCE + tl.arange(0, AT_ONCE)
-    is_dim = dims < HEAD_DIM
-    cos = tl.load(cosines + row * HEAD_DIM + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sines + row * HEAD_DIM + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    partner = (dims + HEAD_DIM // 2) % HEAD_DIM
-    states = products + row * stride
-    if part < tl.cdiv(HEADS, AT_ONCE):
-        is_there = (heads < HEADS)[:, None] & is_dim[None, :]
-        at = heads[:, None] * HEAD_DIM
-        rotated = _rotated(
-            states, query_weight, at + dims[None, :], at + partner[None, :], cos, sin, epsilon, is_there, dims, HEAD_DIM
-        )
-        to = query + row * (HEADS * HEAD_DIM) + at + dims[None, :]
-        tl.store(to, rotated.to(query.dtype.element_ty), mask=is_there)
-    else:
-        heads -= tl.cdiv(HEADS, AT_ONCE) * AT_ONCE
-        is_there = (heads < KV_HEADS)[:, None] & is_dim[None, :]
-        at = heads[:, None] * HEAD_DIM
-        slot = tl.load(slot_mapping + row) * (KV_HEADS * HEAD_DIM)
-        keys = states + HEADS * HEAD_DIM
-        values = tl.load(keys + KV_HEADS * HEAD_DIM + at + dims[None, :], mask=is_there, other=0.0)
-        rotated = _rotated(
-            keys, key_weight, at + dims[None, :], at + partner[None, :], cos, sin, epsilon, is_there, dims, HEAD_DIM
-        )
-        tl.store(key_cache + slot + at + dims[None, :], rotated.to(key_cache.dtype.element_ty), mask=is_there)
-        tl.store(value_cache + slot + at + dims[None, :], values, mask=is_there)
 
 
 def run(inputs: dict[str, Tensor], products: Tensor, cache: Tensor, at_once: int, num_warps: int) -> Tensor:
     """products [num_rows, (HEADS + 2 KV_HEADS) * HEAD_DIM]; returns the queries [num_rows, HEADS, HEAD_DIM]."""
     query = products.new_empty(len(products), HEADS, HEAD_DIM)
     grid: Any = (len(products), -(-HEADS // at_once) - (-KV_HEADS // at_once))
-    rotate_and_store[grid](
+    rotate_and_store_heads[grid](
         products, inputs["query_weight"], inputs["key_weight"], inputs["cosines"], inputs["sines"], inputs["slots"],
-        query, cache[0], cache[1], products.stride(0), EPSILON, HEADS, KV_HEADS, HEAD_DIM,
-        1 << (HEAD_DIM - 1).bit_length(), at_once, num_warps=num_warps,
+        query, cache[0], cache[1], EPSILON, HEADS, KV_HEADS, HEAD_DIM, 1 << (HEAD_DIM - 1).bit_length(), at_once, True,
+        num_warps=num_warps,
     )  # fmt: skip
     return query
 

@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
-from nanovllm.tools.simulate.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 

@@ -3,17 +3,20 @@
     python bench/machines/traffic.py --out traffic.json                          all parts, this engine and vLLM
     python bench/machines/traffic.py offline poisson --rates 30 100 --engines nanovllm
     python bench/machines/traffic.py --engines nanovllm vllm:python=../vllm/bin/python
+    python bench/machines/traffic.py offline+w poisson                           offline and w on one engine of each
     python bench/machines/traffic.py --tiny                                      a tiny model, also on a CPU
 
 offline   400 requests at once: start-up, the very first call of a process, later calls
+w         W1 and W3, as `nanovllm bench` has them
 poisson   the same requests as streams, at 30, 60 and 100 a second after idle time: TTFT and ITL at the client
 options   steps of 4, 64 and 256 decodes at context 640 with each sampling option
 long      one request at 32,768 tokens of context, against what its bytes take at the device's copy rate
 shared    64 decodes with 4,096 shared and 256 own tokens, against 64 that share nothing
 
-Weights are random, in the shape of Qwen3-0.6B. Each part of each engine runs in a process of its own; one that fails is
-named, and the rest runs. CUDA graph captures and pauses are counted from this engine's log and step records: a pause is
-a step that takes more than 1.2 times the median of steps of its kind, and over 5 ms more.
+Weights are random, in the shape of Qwen3-0.6B. Each part of each engine runs in a process of its own, parts joined by +
+in one and on one engine; one that fails is named, and the rest runs. CUDA graph captures and pauses are counted from
+this engine's log and step records: a pause is a step that takes more than 1.2 times the median of steps of its kind,
+and over 5 ms more.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.machines.traffic_engines import OFFLINE
 from bench.machines.traffic_report import Results
-from bench.machines.traffic_worker import ABOUT, PARTS, TINY, Job, Sizes, job_file
+from bench.machines.traffic_worker import ABOUT, ALONE, TINY, Job, Sizes, job_file
 from nanovllm.tools.workloads.specs import parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +111,7 @@ class Runner:
     def _ended(self, job: Job, engine: Engine, log: Path) -> str | None:
         """Run a process to its end; returns why it failed, or None."""
         reading, writing = os.pipe()
-        reader = threading.Thread(target=self._read, args=(reading, job.part, engine.label), daemon=True)
+        reader = threading.Thread(target=self._read, args=(reading, engine.label), daemon=True)
         reader.start()
         path = self.folder / "job.json"
         path.write_text(job_file(job, writing), encoding="utf-8")
@@ -132,17 +135,20 @@ class Runner:
             process.wait()
             reader.join(PIPE_SECONDS)
 
-    def _read(self, descriptor: int, part: str, label: str) -> None:
-        """Print and keep each result as it comes."""
+    def _read(self, descriptor: int, label: str) -> None:
+        """Print and keep each result as it comes, with its ratios to another engine's."""
         with os.fdopen(descriptor, encoding="utf-8") as pipe:
             for line in pipe:
                 result = json.loads(line)
+                part = result["part"]
                 if result["case"] == ABOUT:
                     self.results.about |= result["figures"]
                 else:
                     self.results.add(part, result["case"], label, result["figures"])
                 figures = {k: round(v, 3) if isinstance(v, float) else v for k, v in result["figures"].items()}
                 print(f"  {part} {label}, {result['case']}: {json.dumps(figures)}", flush=True)
+                for compared in self.results.ratios(part, result["case"], label):
+                    print(f"  {part}, {result['case']}, {compared}", flush=True)
 
     def _environment(self, engine: Engine) -> dict[str, str]:
         path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -152,9 +158,14 @@ class Runner:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parts = [part for part in PARTS if part != "prepare"]
+    parts = ["offline", "w", "poisson", "options", "long", "shared"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"of {', '.join(parts)}; all but poisson may be joined by + (default: each)",
+    )
     parser.add_argument("--engines", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help="nanovllm, vllm,"
                         " with options of the engine or python=PATH; the first is compared with the others (default:"
                         " both, nanovllm alone with --tiny)")  # fmt: skip
@@ -171,8 +182,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file, written after each result; .md beside it is the table")
     options = parser.parse_args(arguments)
     options.parts = options.parts or parts
-    if unknown := set(options.parts) - set(parts):
-        parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(parts)}")
+    for part in options.parts:
+        names = part.split("+")
+        if unknown := set(names) - set(parts):
+            parser.error(f"there is no part {min(unknown)!r}; there are {', '.join(parts)}")
+        if len(names) > 1 and (shared := {*names} & {*ALONE}):
+            parser.error(f"{min(shared)} takes an engine of its own and cannot be joined to others, as in {part!r}")
+        if "offline" in names[1:]:
+            parser.error(f"offline measures the first call of a process, so it comes first, not as in {part!r}")
     if min(options.rates) <= 0 or options.idle < 0:
         parser.error("--rates must be above 0, and --idle at least 0")
     texts = options.engines or (["nanovllm"] if options.tiny else ["nanovllm", "vllm"])

@@ -35,6 +35,17 @@ class Results:
                 self.failures.append((f"{part}: {case}", engine, str(value)))
         self.write()
 
+    def ratios(self, part: str, case: str, engine: str) -> list[str]:
+        """The first engine's figures and another one's with their ratio, where both are there."""
+        first = self._engines[0]
+        cells = self._figures.get(part, {}).get(case, {})
+        return [
+            f"{figure}: {first} {formatted(values[first])} / {engine} {formatted(values[engine])}"
+            f" = {ratio(values[first], values[engine])}"
+            for figure, values in cells.items()
+            if engine != first and first in values and engine in values
+        ]
+
     def ended(self, part: str, engine: str, seconds: float) -> None:
         self.seconds.setdefault(part, {})[engine] = seconds
         self.write()

@@ -1,4 +1,4 @@
-"""Process of the traffic benchmark that runs one part on one engine; started by `traffic.py` with a job file."""
+"""Process of the traffic benchmark that runs parts on one engine; started by `traffic.py` with a job file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from bench.machines.step_counts import Taken, captures, counts
 from bench.machines.traffic_engines import OFFLINE, STREAMING, Offline, Streaming, play
 from bench.machines.traffic_requests import OPTIONS, lognormal, params_of, params_of_option
 from nanovllm.tools.bench.replay import figures
-from nanovllm.tools.workloads.workloads import TimedRequest, Workload, poisson, random_requests
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, poisson, random_requests, w1
 
 ABOUT = "about"  # case of what holds for all parts: device, versions
 MS = "ms a step"
@@ -30,6 +31,8 @@ Emit = Callable[[str, dict[str, Any]], None]  # case, figures by name
 class Sizes:
     """Lengths and numbers of all parts.
 
+    w1: whether `w` plays W1 itself; else the requests of `offline`.
+    w3_prompts, w3_output: tokens of the requests in `w`.
     decode_context: middle of the contexts in `options`.
     decode_steps: measured steps of decodes; `unmeasured_steps` come before them.
     long_context: of the one request in `long`.
@@ -42,6 +45,9 @@ class Sizes:
     output: int = 180
     longest_output: int = 1500
     vocab: int = 10_000
+    w1: bool = True
+    w3_prompts: tuple[int, ...] = (128, 2048)
+    w3_output: int = 512
     counts: list[int] = field(default_factory=lambda: [4, 64, 256])
     decode_context: int = 640
     decode_steps: int = 80
@@ -55,6 +61,10 @@ class Sizes:
     def num_decoded(self) -> int:
         return self.unmeasured_steps + self.decode_steps + 2
 
+    def prompt_before(self, context: int) -> int:
+        """Tokens of the prompts whose measured decodes have this context in the middle."""
+        return context - self.unmeasured_steps - self.decode_steps // 2
+
     def traffic(self, seed: int = 0) -> Workload:
         return lognormal(
             requests=self.requests, prompt=self.prompt, longest_prompt=self.longest_prompt, output=self.output,
@@ -63,20 +73,22 @@ class Sizes:
 
 
 TINY = Sizes(
-    requests=12, prompt=20, longest_prompt=200, output=6, longest_output=20, vocab=500, counts=[4], decode_context=40,
-    decode_steps=8, unmeasured_steps=2, long_context=500, sharers=4, shared=128, own=16,
+    requests=12, prompt=20, longest_prompt=200, output=6, longest_output=20, vocab=500, w1=False, w3_prompts=(10, 30),
+    w3_output=8, counts=[4], decode_context=40, decode_steps=8, unmeasured_steps=2, long_context=500, sharers=4,
+    shared=128, own=16,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A part to run.
+    """Parts to run.
 
+    part: one or, joined by `+`, several that share an engine.
     start_time: when the process was started, on the clock of `time.monotonic`, which all processes share on Linux.
     options: options of the engine.
     rates: requests per second, of `poisson`.
     idle: seconds without requests before the first rate.
-    repeats: later calls of `offline`.
+    repeats: later calls of `offline`, and calls of `w`.
     copy_rate: bytes per second of the device's memory, for `long`.
     """
 
@@ -92,7 +104,8 @@ class Job:
     repeats: int
     copy_rate: float
 
-    def open_offline(self, longest: int) -> Offline:
+    def open_offline(self, parts: list[OfflinePart]) -> Offline:
+        longest = max(part.longest(self.sizes) for part in parts)
         return OFFLINE[self.engine](self.model, {"max_model_len": longest} | self.options)
 
     def open_streaming(self, longest: int) -> Streaming:
@@ -120,11 +133,10 @@ def prepare(job: Job, emit: Emit) -> None:
     emit(ABOUT, {"model": str(folder), "copy_rate": rate, "environment": environment()})
 
 
-def offline(job: Job, emit: Emit) -> None:
+def offline(job: Job, engine: Offline, emit: Emit) -> None:
     """All requests at once: the very first call of a process, then later ones with an empty prefix cache."""
     workload = job.sizes.traffic()
     prompts, params = prompts_of(workload), params_of(workload)
-    engine = job.open_offline(longest_of(workload))
     emit("start-up", {"process to engine, s": time.monotonic() - job.start_time})
     names = ["start-up", "first call", *(f"later call {number + 1}" for number in range(job.repeats))]
     taken, seconds = [engine.watch.take()], []
@@ -137,7 +149,31 @@ def offline(job: Job, emit: Emit) -> None:
     if job.repeats:
         emit(names[1], {"x later calls": seconds[0] / statistics.median(seconds[1:])})
     emit_counts(emit, names, taken)
-    engine.close()
+
+
+def w1_of(sizes: Sizes) -> Workload:
+    return w1() if sizes.w1 else sizes.traffic()
+
+
+def w(job: Job, engine: Offline, emit: Emit) -> None:
+    """W1, and W3 as the difference between one token and more; the median of calls after one that is not counted."""
+    sizes = job.sizes
+
+    def seconds_of(workload: Workload) -> float:
+        engine.reset_prefix_cache()
+        return engine.generate(prompts_of(workload), params_of(workload))
+
+    workload = w1_of(sizes)
+    seconds = [seconds_of(workload) for _ in range(1 + job.repeats)][1:]
+    median = statistics.median(seconds)
+    emit("W1", {"seconds": median, "slowest, s": max(seconds), "output tokens/s": workload.num_output_tokens / median})
+    for prompt in sizes.w3_prompts:
+        kinds = [
+            random_requests(requests=1, prompt=prompt, output=output, vocab=sizes.vocab)
+            for output in (1, 1 + sizes.w3_output)
+        ]
+        times = [seconds_of(kinds[1]) - seconds_of(kinds[0]) for _ in range(1 + job.repeats)][1:]
+        emit(f"W3, {prompt:,} in", {"ms a token": 1e3 * statistics.median(times) / sizes.w3_output})
 
 
 def captures_of(taken: Taken) -> dict[str, float]:
@@ -195,11 +231,10 @@ def measure_steps(
     return {MS: 1e3 * statistics.median(seconds)} | (counts([taken])[0] if taken.records else {})
 
 
-def options(job: Job, emit: Emit) -> None:
+def options(job: Job, engine: Offline, emit: Emit) -> None:
     """Steps of several numbers of decodes, with each sampling option."""
     sizes = job.sizes
-    prompt = sizes.decode_context - sizes.unmeasured_steps - sizes.decode_steps // 2
-    engine = job.open_offline(prompt + sizes.num_decoded)
+    prompt = sizes.prompt_before(sizes.decode_context)
     for count in sizes.counts:
         prompts = prompts_of(random_requests(requests=count, prompt=prompt, vocab=sizes.vocab))
         greedy = None
@@ -216,29 +251,25 @@ def options(job: Job, emit: Emit) -> None:
             elif greedy is not None:
                 found["x greedy"] = found[MS] / greedy
             emit(case, found)
-    engine.close()
 
 
-def long(job: Job, emit: Emit) -> None:
+def long(job: Job, engine: Offline, emit: Emit) -> None:
     """One request at a long context, beside the time that its bytes take."""
     from bench.machines.random_models import token_bytes, weight_bytes
 
     sizes = job.sizes
-    prompt = sizes.long_context - sizes.unmeasured_steps - sizes.decode_steps // 2
-    engine = job.open_offline(prompt + sizes.num_decoded)
+    prompt = sizes.prompt_before(sizes.long_context)
     prompts = prompts_of(random_requests(requests=1, prompt=prompt, vocab=sizes.vocab))
     found = measure_steps(job, engine, prompts, params_of_option("temperature", 1, sizes.num_decoded))
     by_bytes = 1e3 * (weight_bytes(job.shape) + sizes.long_context * token_bytes(job.shape)) / job.copy_rate
     found |= {"ms by bytes": by_bytes, "share of that": by_bytes / found[MS]}
     emit(f"1 decode at {sizes.long_context:,}", found)
-    engine.close()
 
 
-def shared(job: Job, emit: Emit) -> None:
+def shared(job: Job, engine: Offline, emit: Emit) -> None:
     """Decodes that share a long prefix, against as many of the same lengths that share nothing."""
     sizes = job.sizes
     prompt = sizes.shared + sizes.own
-    engine = job.open_offline(prompt + sizes.num_decoded)
     params = params_of_option("temperature", sizes.sharers, sizes.num_decoded)
     alone = None
     for name, prefix in (("nothing", 0), (f"{sizes.shared:,} tokens", sizes.shared)):
@@ -250,13 +281,40 @@ def shared(job: Job, emit: Emit) -> None:
         else:
             found["x faster than unshared"] = alone / found[MS]
         emit(f"{sizes.sharers} decodes of {prompt:,}, {name} shared", found)
+
+
+class OfflinePart(NamedTuple):
+    """longest: tokens of its longest sequence."""
+
+    run: Callable[[Job, Offline, Emit], None]
+    longest: Callable[[Sizes], int]
+
+
+ALONE: dict[str, Callable[[Job, Emit], None]] = {"prepare": prepare, "poisson": poisson_part}
+PARTS = {
+    "offline": OfflinePart(offline, lambda sizes: longest_of(sizes.traffic())),
+    "w": OfflinePart(w, lambda sizes: max(longest_of(w1_of(sizes)), max(sizes.w3_prompts) + sizes.w3_output + 1)),
+    "options": OfflinePart(options, lambda sizes: sizes.prompt_before(sizes.decode_context) + sizes.num_decoded),
+    "long": OfflinePart(long, lambda sizes: sizes.prompt_before(sizes.long_context) + sizes.num_decoded),
+    "shared": OfflinePart(shared, lambda sizes: sizes.shared + sizes.own + sizes.num_decoded),
+}
+
+
+def run(job: Job, emit: Callable[[str, str, dict[str, Any]], None]) -> None:
+    """Run all parts; one that fails among several is emitted as such, and the rest runs."""
+    names = job.part.split("+")
+    if job.part in ALONE:
+        ALONE[job.part](job, partial(emit, job.part))
+        return
+    engine = job.open_offline([PARTS[name] for name in names])
+    for name in names:
+        try:
+            PARTS[name].run(job, engine, partial(emit, name))
+        except Exception as error:
+            if len(names) == 1:
+                raise
+            emit(name, "the whole part", {"failed": f"{type(error).__name__}: {error}"})
     engine.close()
-
-
-PARTS: dict[str, Callable[[Job, Emit], None]] = {
-    "prepare": prepare, "offline": offline, "poisson": poisson_part, "options": options, "long": long,
-    "shared": shared,
-}  # fmt: skip
 
 
 def main(path: str) -> None:
@@ -265,14 +323,14 @@ def main(path: str) -> None:
         given = json.load(file)
     with os.fdopen(given.pop("pipe"), "w", encoding="utf-8") as pipe:
 
-        def emit(case: str, figures: dict[str, Any]) -> None:
-            pipe.write(json.dumps({"case": case, "figures": figures}) + "\n")
+        def emit(part: str, case: str, figures: dict[str, Any]) -> None:
+            pipe.write(json.dumps({"part": part, "case": case, "figures": figures}) + "\n")
             pipe.flush()
 
         job = Job(**given | {"sizes": Sizes(**given["sizes"])})
         if job.engine != "nanovllm":
-            emit(ABOUT, {f"{job.engine} version": importlib.metadata.version(job.engine)})
-        PARTS[job.part](job, emit)
+            emit(job.part, ABOUT, {f"{job.engine} version": importlib.metadata.version(job.engine)})
+        run(job, emit)
 
 
 def job_file(job: Job, pipe: int) -> str:

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from nanovllm.attention.block_mask import forward_mask, own_code
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import KernelOptions
+from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch_layout import BatchLayout
 
@@ -58,13 +59,13 @@ class GpuFlexAttention:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._kernel: Any = None
+        self._kernel: Any = options.decode_kernel(max_decodes, device)
         self._flex: FlexDecodes | None = None
-        if options.paged_decode is not None:
-            heads = options.num_kv_heads, options.num_groups, options.head_bytes
-            self._kernel = options.paged_decode(
-                heads, options.block_size, gpu=options.gpu, max_decodes=max_decodes, device=device
-            )
+        self._sharing: SharingRule | None = None
+        if self._kernel is not None:
+            if self._kernel.bundle_members > 1:
+                token_bytes = 2 * options.num_kv_heads * options.head_bytes
+                self._sharing = SharingRule.for_heads(self._kernel.bundle_members, token_bytes)
         else:
             self._flex = FlexDecodes(options, max_decodes=max_decodes, max_blocks=max_blocks, device=device)
         with torch.inference_mode(False):
@@ -79,14 +80,18 @@ class GpuFlexAttention:
 
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""
-        return Tiles.from_layout(layout, self.block_size)
+        prefixes = None
+        if self._sharing is not None and layout.num_decodes:
+            rule = self._sharing._replace(max_bundles=self._kernel.most_bundles(layout.num_decodes))
+            prefixes = SharedPrefixes.from_layout(layout, self.block_size, rule)
+        return Tiles.from_layout(layout, self.block_size, prefixes)
 
     def fill(self, step: StepTables) -> GpuFlexPlan:
         """Fill the block masks' tables on the device; they are overwritten by the next step's."""
         if len(step.decode_blocks):
             decodes = step.tables, step.decode_tables, step.decode_blocks, step.decode_positions
             if self._flex is None:
-                self._kernel.fill(*decodes)
+                self._kernel.fill(*decodes, (step.shared_blocks, step.members, step.shared_bundles))
             else:
                 self._flex.fill(*decodes)
         if len(step.tile_blocks):
@@ -98,7 +103,7 @@ class GpuFlexAttention:
                 step.tile_is_used,
                 self._max_blocks,
             )
-        return GpuFlexPlan(self, len(step.decode_blocks), step.tile_rows, step.chunk_rows)
+        return GpuFlexPlan(self, step)
 
     def attend_decodes(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, output: Tensor | None = None
@@ -128,6 +133,10 @@ class StepTables:
     decode_tables: [num_decodes], start of each one's block table.
     decode_blocks: [num_decodes], blocks that it sees; 0 for padding.
     decode_positions: [num_decodes] int64, of its token.
+    shared_blocks: [num_decodes], blocks at the head of its table that its bundle reads for it.
+    members: [num_decodes], decodes of such bundles, bundle by bundle.
+    shared_bundles: [num_decodes // 2, 4], of each bundle the index of its first member, number of members, number of
+        blocks, start of its block table; 0 for padding.
     tile_tables: [num_tiles], start of the block table of each one's sequence.
     tile_blocks: [num_tiles], which of the sequence's blocks it is.
     tile_is_used: [num_tiles], 1, or 0 for padding.
@@ -139,6 +148,9 @@ class StepTables:
     decode_tables: Tensor
     decode_blocks: Tensor
     decode_positions: Tensor
+    shared_blocks: Tensor
+    members: Tensor
+    shared_bundles: Tensor
     tile_tables: Tensor
     tile_blocks: Tensor
     tile_is_used: Tensor
@@ -151,22 +163,25 @@ class GpuFlexPlan:
     """One step's attention; `attend` is called once a layer."""
 
     backend: GpuFlexAttention
-    num_decodes: int
-    tile_rows: Tensor
-    chunk_rows: Tensor
+    step: StepTables
+
+    @property
+    def num_decodes(self) -> int:
+        """Padding included."""
+        return len(self.step.decode_blocks)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
         """See `AttentionPlan`."""
-        count = self.num_decodes
-        if not len(self.tile_rows):
+        count, tile_rows = self.num_decodes, self.step.tile_rows
+        if not len(tile_rows):
             return self.backend.attend_decodes(query, key_cache, value_cache, scaling)
         output = torch.empty_like(query)
         if count:
             self.backend.attend_decodes(query[:count], key_cache, value_cache, scaling, output[:count])
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
-        tiles = self.backend.attend_tiles(query.index_select(0, self.tile_rows), keys, values, scaling)
-        torch.index_select(tiles, 0, self.chunk_rows, out=output[count:])
+        tiles = self.backend.attend_tiles(query.index_select(0, tile_rows), keys, values, scaling)
+        torch.index_select(tiles, 0, self.step.chunk_rows, out=output[count:])
         return output
 
 

@@ -85,6 +85,13 @@ class KernelOptions:
             kernel = None
         return cls(Gpu.from_device(device), layer.num_kv_heads, layer.num_groups, head_bytes, block_size, kernel)
 
+    def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
+        """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""
+        if self.paged_decode is None:
+            return None
+        heads = self.num_kv_heads, self.num_groups, self.head_bytes
+        return self.paged_decode(heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device)
+
     @property
     def padded_groups(self) -> int:
         """Decodes take groups of a power of two of query heads; the kernel fills them up to 16 anyway."""
@@ -109,7 +116,8 @@ class KernelOptions:
     def most_splits(self, max_decodes: int) -> int:
         """Upper bound of the splits of all decodes of a step together."""
         if self.paged_decode is not None:
-            most: int = self.paged_decode.most_splits(self.gpu.num_multiprocessors, self.num_kv_heads)
+            heads = self.num_kv_heads, self.num_groups
+            most: int = self.paged_decode.most_splits(heads, self.gpu.num_multiprocessors, max_decodes)
             return most
         return max(min(max_decodes, self._most_decodes(entry)) * entry.splits for entry in _DECODES)
 

@@ -130,6 +130,13 @@ def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, sca
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
+def step_tensors(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Handle and slot mapping of the running step, for an attention module that was called with `kwargs`."""
+    if STEP_HANDLE in kwargs:
+        return kwargs[STEP_HANDLE], kwargs[STEP_SLOT_MAPPING]
+    return _step_tensors[getattr(module, LAYER_ENGINE)]
+
+
 def attention_function(
     module: nn.Module,
     query: Tensor,
@@ -140,10 +147,7 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls in each attention layer while an engine's step runs."""
-    if STEP_HANDLE in kwargs:
-        handle, slot_mapping = kwargs[STEP_HANDLE], kwargs[STEP_SLOT_MAPPING]
-    else:
-        handle, slot_mapping = _step_tensors[getattr(module, LAYER_ENGINE)]
+    handle, slot_mapping = step_tensors(module, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.

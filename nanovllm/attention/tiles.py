@@ -1,4 +1,4 @@
-"""The host's part of a GPU's block mask: chunks cut into query tiles."""
+"""The host's part of a GPU's block masks: chunks cut into query tiles, and decodes that read blocks together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.batch_layout import BatchLayout
 
 
@@ -17,18 +18,20 @@ class Tiles:
     chunks: [num_tiles] which chunk.
     blocks: [num_tiles] which of its sequence's blocks.
     rows: [num_tiles * block_size] row among the chunks' rows, -1 where the chunk has none.
+    prefixes: of the decodes, None where each reads its blocks by itself.
     """
 
     chunks: NDArray[np.int64]
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
+    prefixes: SharedPrefixes | None = None
 
     @classmethod
-    def from_layout(cls, layout: BatchLayout, block_size: int) -> Tiles:
+    def from_layout(cls, layout: BatchLayout, block_size: int, prefixes: SharedPrefixes | None = None) -> Tiles:
         entries = layout.chunks
         if not entries:
             nothing = np.zeros(0, np.int64)
-            return cls(nothing, nothing, nothing)
+            return cls(nothing, nothing, nothing, prefixes)
         first_rows = layout.row_starts[layout.num_decodes : -1] - layout.num_decodes
         starts = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
         ends = starts + np.fromiter((entry.num_new_tokens for entry in entries), np.int64, len(entries))
@@ -40,4 +43,4 @@ class Tiles:
         positions = blocks[:, None] * block_size + np.arange(block_size)
         starts, ends, first_rows = starts[chunks, None], ends[chunks, None], first_rows[chunks, None]
         rows = np.where((positions >= starts) & (positions < ends), first_rows + positions - starts, -1)
-        return cls(chunks, blocks, rows.reshape(-1))
+        return cls(chunks, blocks, rows.reshape(-1), prefixes)

@@ -18,6 +18,7 @@ from nanovllm.cli.workload_flags import (
     positive,
     several_workloads,
 )
+from nanovllm.features import check_one_process
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals
 from nanovllm.tools.bench.processes import EngineSpec, Settings
@@ -64,6 +65,7 @@ def add_bench_command(commands: Any) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     given = engine_options(options)
+    check_one_process("nanovllm bench", given)
     if options.tokenizer:
         given["tokenizer"] = options.tokenizer
     engines = [EngineSpec.parse(text, given) for text in options.engines]

@@ -14,11 +14,9 @@ from typing import Any
 from nanovllm.cli.flags import ENGINE_NAMES, add_flags, add_model_flags, engine_options, options_given
 from nanovllm.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.server.settings import ServerSettings
+from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
-# Engine defaults of a server: an unbounded queue would grow with its clients.
-ENGINE_DEFAULTS = {"max_queue": 1024}
 NOT_GIVEN = {"model": DEFAULT_MODEL, "tokenizer": None, "verbose": False}  # defaults of flags that always have a value
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 

@@ -11,8 +11,8 @@ from typing import Any
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.config import EngineConfig
+from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.routing import POLICIES
 from nanovllm.tools.simulate.simulator import report, simulate
 
 # Engine options without effect on a simulation; the pool comes from the calibration or from the other options.
@@ -23,6 +23,12 @@ NOT_SIMULATED = (
     "revision",
     "trust_remote_code",
     "allow_control_tokens_in_messages",
+    "kv_events",
+    "kv_events_replay",
+    "kv_events_topic",
+    "kv_events_rank",
+    "data_parallel_size",  # --replicas
+    "routing",
 )
 
 
@@ -52,8 +58,16 @@ def add_simulate_command(commands: Any) -> None:
         "--replicas", type=int, default=1, help="number of replicas that share the requests (default 1)"
     )
     parser.add_argument(
-        "--routing", choices=list(POLICIES), default="round-robin", help="routing policy (default round-robin)"
+        "--routing",
+        dest="policy",
+        choices=list(POLICIES),
+        default="round-robin",
+        help="routing policy (default round-robin)",
     )
+    parser.add_argument(
+        "--index-delay", type=int, metavar="STEPS",
+        help="a router learns of what a replica caches this many steps late (default: it sees the cache itself)",
+    )  # fmt: skip
     parser.add_argument(
         "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"
     )
@@ -89,8 +103,9 @@ def _simulate(options: argparse.Namespace) -> int:
         config,
         calibration.cost_model,
         num_replicas=options.replicas,
-        route=POLICIES[options.routing](),
+        route=POLICIES[options.policy](),
         keep_steps=bool(options.json),
+        index_delay=options.index_delay,
     )
     took, figures = time.perf_counter() - begin, simulation.figures()
     if options.json:
@@ -100,7 +115,8 @@ def _simulate(options: argparse.Namespace) -> int:
                 "model": calibration.model,
                 "config": _as_dict(config),
                 "replicas": options.replicas,
-                "routing": options.routing,
+                "routing": options.policy,
+                "index_delay": options.index_delay,
                 "figures": figures,
                 "requests": [
                     _as_dict(metrics) | {"replica": replica}

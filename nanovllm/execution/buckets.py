@@ -11,6 +11,7 @@ from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
+MAX_MORE_TILES = 128  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them
 STAND_IN_ROWS = 2048  # a graph of so many rows is replayed in less time than the host takes to launch a step by itself
 
 
@@ -28,6 +29,8 @@ class RowSizes:
         self.decodes = up_to(most, [4, 8, 16, 24, 32, 48, 64, 96, *quarters])
         self.mixed_decodes = [0, *up_to(most, [16, 64, *(128 << n for n in range(8))])]
         sizes = [64, 128, *(n << k for k in range(7, 14) for n in (2, 3))]
+        # A long prompt's chunk is often half the budget, and decodes and short prompts lie just above it.
+        sizes = sorted({*sizes, *(budget // 2 + size for size in (512, 1536) if budget >= 4096)})
         # The decodes' padding may take a full step past the budget, mostly by little.
         self.mixed_rows = [*up_to(budget, sizes), *(budget + size for size in up_to(most, [64, 128, 256, 512]))]
 
@@ -60,11 +63,21 @@ def round_up(sizes: list[int], size: int) -> int:
 
 
 class HeadShape(NamedTuple):
-    """What a captured head computes: logits of so many rows, and of them tokens, filters applied, if it draws."""
+    """What a captured head computes: logits of so many rows, and of them tokens, filters applied, if it draws.
+
+    The rest are `DrawExtras`.
+    """
 
     num_samples: int
     draws: bool
     has_filters: bool = False
+    penalises: bool = False
+    num_top: int | None = None
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is none of `Buckets.heads`."""
+        return self.penalises or self.num_top is not None
 
 
 def spread(sizes: list[int], factor: float) -> set[int]:
@@ -112,9 +125,11 @@ class Buckets:
         # Whole blocks need one tile each, and a chunk may need one more, or two.
         self._more = up_to(max(8, 2 * config.max_num_seqs), [8 << 2 * n for n in range(7)])
         self.sample_counts = self._sizes.decodes
+        self._rare_counts = sorted(spread(self.sample_counts, 1.9))
         self.max_decodes = self._sizes.decodes[-1]
         self.max_rows = self._sizes.mixed_rows[-1]
         self.max_tiles = self._tiles(self.max_rows, self._more[-1])
+        self.max_captured_tiles = self._tiles(self.max_rows, min(MAX_MORE_TILES, self._more[-1]))
 
     def shape(self, layout: BatchLayout, num_tiles: int) -> GraphShape:
         """The shape of a step whose chunks are cut into `num_tiles`."""
@@ -123,9 +138,13 @@ class Buckets:
             num_tiles = self._tiles(num_rows, round_up(self._more, max(0, num_tiles - self._whole_tiles(num_rows))))
         return GraphShape(num_decodes, num_rows, num_tiles)
 
-    def num_samples(self, count: int) -> int:
-        """The number of sample rows, rounded up."""
-        return round_up(self.sample_counts, count)
+    def may_capture(self, shape: GraphShape) -> bool:
+        """Whether the memory that is set aside for graphs holds a step of this shape."""
+        return shape.num_tiles <= self.max_captured_tiles
+
+    def num_samples(self, count: int, *, is_rare: bool = False) -> int:
+        """The number of sample rows, rounded up; to one of fewer numbers for a head of rare options."""
+        return round_up(self._rare_counts if is_rare else self.sample_counts, count)
 
     def heads(self) -> list[HeadShape]:
         """Every head that steps may need, those of the most samples first."""

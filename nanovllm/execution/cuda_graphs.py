@@ -9,7 +9,7 @@ one, or without a graph. Requests wait for captures of a live module, and for th
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -26,20 +26,22 @@ from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
-from nanovllm.device import DEVICE_LOCK, to_device
+from nanovllm.device import to_device
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
-from nanovllm.execution.graph_inputs import StepInputs, StepPacking, with_sampled
+from nanovllm.execution.forward_graphs import ForwardGraphs
+from nanovllm.execution.graph_inputs import BUNDLE_NUMBERS, StepInputs, StepPacking, with_sampled
 from nanovllm.execution.graph_pool import GraphPool
+from nanovllm.execution.head_extras import HeadExtras
+from nanovllm.execution.rank_sampler import RankExtras, RankSampler
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw_suffices
+from nanovllm.sampling.draw import DrawInputs, DrawTensors
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
 
 logger = logging.getLogger("nanovllm")
 
-MAX_GRAPHS = 192  # forward passes; the one that was not used for longest makes room
-GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the device
+STEPS_TO_CAPTURE = 16  # a head of rare options; steps before run it without a graph
 
 
 class GraphExecutor:
@@ -77,45 +79,64 @@ class GraphExecutor:
             num_words = largest.num_words + config.max_num_seqs * max_blocks
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(max_samples, dtype=torch.int64, device=binding.device)
+        if isinstance(sampler, RankSampler):
+            self._extras: HeadExtras = RankExtras(sampler, max_samples, binding.device)
+        else:
+            self._extras = HeadExtras(max_samples, binding.device)
         self._draw_inputs = largest.views(self._inputs)  # at the same place for every shape
-        self._splits_head = binding.splits_head()
+        self._has_head_apart: bool | None = binding.splits_head()  # None: to be found anew
         # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._pool = GraphPool(binding.device)
-        self._forwards: OrderedDict[GraphShape, torch.cuda.CUDAGraph] = OrderedDict()
+        self._forwards = ForwardGraphs(self._buckets)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
-        self._runs_as: dict[GraphShape, GraphShape] = {}  # of shapes that are not captured
-        self._missed: dict[GraphShape, None] = {}  # the same ever since; captured when there is time
-        self._usual = deque(self._buckets.usual())  # captured after those
-        self._addresses: list[int] = []  # of the weights that the graphs read
+        self._lacking: deque[GraphShape | HeadShape] = deque()  # what `warm_up` has not captured yet
+        self._seen: Counter[HeadShape] = Counter()  # steps of those that start-up does not capture
+        self._addresses = binding.weight_addresses()  # of the weights that the graphs read
 
     def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs) -> Tensor:
         """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
-        if draw_suffices(sequences, positions):
-            draws = DrawInputs.from_sequences(sequences, positions)
-        head = HeadShape(self._buckets.num_samples(count), draws is not None, draws is not None and draws.has_filters())
+        extras = self._extras.needed(sequences, positions)
+        if extras is not None:
+            draws = self._sampler.draw_inputs(sequences, positions)
+        head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
+        head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, len(tiles.blocks))
         # Prompt logits are read in pieces, and a hook is the owner's own code, to be called in each step.
         is_whole = report.prompt is not None or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         self._upload(shape, layout, tiles, draws)
+        if head.penalises and self._extras.upload(head, sequences, positions, self._latest_tokens(layout)):
+            self._drop_heads(lambda head: head.penalises)
         if is_whole:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
             self._run_whole(shape, head, report)
         else:
-            self._run(self._forwards.get(shape), partial(self._forward, shape))
+            self._run(self._forwards.graphs.get(shape), partial(self._forward, shape))
             if count:
                 self._run(self._head_graph(head), partial(self._head, head))
+        if head.num_top is not None:
+            report.add_measured(sequences, self._extras.measured(head, count))
         if draws is None and count:
             assert self._logits is not None
             with torch.no_grad():
-                latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
+                latest = self._latest_tokens(layout)
                 self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest, report)
         return self._sampled[:count]
+
+    def run_layers(self, layout: BatchLayout) -> None:
+        """The forward pass of a step, without its graph."""
+        tiles = self.backend.plan(layout)
+        shape = self._buckets.shape(layout, len(tiles.blocks))
+        self._upload(shape, layout, tiles, None)
+        self._forward(shape)
+
+    def _latest_tokens(self, layout: BatchLayout) -> LatestTokens:
+        return LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
 
     @staticmethod
     def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], None]) -> None:
@@ -146,6 +167,12 @@ class GraphExecutor:
             plan = self.backend.fill(tables_of(inputs, shape))
         return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
 
+    @property
+    def _splits_head(self) -> bool:
+        if self._has_head_apart is None:
+            self._has_head_apart = self._binding.splits_head()
+        return self._has_head_apart
+
     def _forward(self, shape: GraphShape) -> None:
         """The forward pass of the packed step, captured by shape."""
         inputs, sample_rows = self._attention_step(shape), self._draw_inputs.sample_rows
@@ -175,7 +202,10 @@ class GraphExecutor:
         with torch.no_grad():
             if head.draws:
                 inputs = DrawTensors(*(values[:count] for values in self._draw_inputs.draws))
-                self._sampled[:count] = self._sampler.draw(logits, inputs, has_filters=head.has_filters)
+                changed = self._extras.penalised(logits, self._sampled) if head.penalises else logits
+                self._sampled[:count] = self._sampler.draw(changed, inputs, has_filters=head.has_filters)
+                if head.num_top is not None:
+                    self._extras.measure(logits, self._sampled[:count], head.num_top)
                 return
             if self._logits is None:
                 with torch.inference_mode(False):
@@ -186,33 +216,32 @@ class GraphExecutor:
 
     def _captured_shape(self, shape: GraphShape) -> GraphShape:
         """The captured shape that a step runs as; its own where none holds it."""
-        if self._binding.is_live:  # nothing is captured while idle, since it is its owner's then
-            if shape not in self._forwards:
-                self._capture_forward(shape)
-        elif not self._forwards:  # the model was changed
-            self.warm_up()
-        if shape in self._forwards:
-            self._forwards.move_to_end(shape)
-            return shape
-        if shape not in self._runs_as:
-            at_any_cost = self.backend.compiles_each_size
-            self._runs_as[shape] = self._buckets.stand_in(shape, self._forwards, at_any_cost=at_any_cost) or shape
-            self._missed[shape] = None
-        return self._runs_as[shape]
+        if self._lacking:  # the model was changed, or an interrupt ended an earlier call
+            self._capture_lacking()
+        # Nothing is captured for a live module while idle, since it is its owner's then.
+        if self._binding.is_live and shape not in self._forwards.graphs and self._buckets.may_capture(shape):
+            self._capture_forward(shape)
+        return self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
 
     def _capture_forward(self, shape: GraphShape) -> None:
-        if not self._forwards:
+        if not self._forwards.graphs:
             self._addresses = self._binding.weight_addresses()
-        while len(self._forwards) >= MAX_GRAPHS:
-            with DEVICE_LOCK:
-                torch.cuda.synchronize(self._binding.device)
-                self._forwards.popitem(last=False)
+        if self._forwards.is_full:
+            self._pool.synchronize()
+            self._forwards.make_room()
         self._inputs.zero_()  # a step of padding alone
-        self._forwards[shape] = self._pool.capture(partial(self._forward, shape))
-        self._runs_as.clear()
+        self._forwards.add(shape, self._pool.capture(partial(self._forward, shape)))
         logger.debug("captured %s", shape)
 
     def _head_graph(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
+        """The captured head; None for one of rare options that a few steps had."""
+        if head.is_rare and head not in self._heads:
+            self._seen[head] += 1
+            if self._seen[head] < STEPS_TO_CAPTURE:
+                return None
+        return self._captured_head(head)
+
+    def _captured_head(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
         if self._captures and head not in self._heads:
             inputs, sampled = self._inputs.clone(), self._sampled.clone()  # of the step that waits for it
             self._heads[head] = self._pool.capture(partial(self._head, head))
@@ -222,62 +251,91 @@ class GraphExecutor:
         return self._heads.get(head)
 
     def warm_up(self) -> None:
-        """Compile what steps need and capture the shapes that usually come, the largest first.
+        """Compile what steps need and capture the shapes that usually come."""
+        if self._captures:
+            self._lacking.extend(self._start_up())
+            self._capture_lacking()
+            return
+        for shape in dict.fromkeys(self._buckets.common()):
+            self._inputs.zero_()
+            self._forward(shape)
+
+    def _start_up(self) -> list[GraphShape | HeadShape]:
+        """What is captured before the first step, the largest first.
 
         Where each number of decodes would be compiled for, only a few of them; for a live module, whose graphs may not
         last, as well.
         """
-        shapes = dict.fromkeys(self._buckets.common())
-        if not self._captures:
-            for shape in shapes:
-                self._inputs.zero_()
-                self._forward(shape)
-            return
-        heads: list[HeadShape] = []
+        shapes: dict[GraphShape | HeadShape, None] = dict.fromkeys(self._buckets.common())
         if not self._binding.is_live:
-            heads = self._buckets.heads()
             if not self.backend.compiles_each_size:
                 shapes |= dict.fromkeys(self._buckets.coarse())
-        with tqdm(total=len(shapes) + len(heads), desc="Capturing CUDA graphs", leave=False, disable=None) as progress:
-            for shape in shapes:
-                self._capture_forward(shape)
-                progress.update()
-            for head in heads:
-                self._head_graph(head)
+            shapes |= dict.fromkeys(self._buckets.heads())
+        return list(shapes)
+
+    def _capture_lacking(self) -> None:
+        """Capture what `warm_up` lacks; after an interrupt, the next call captures the rest."""
+        with tqdm(total=len(self._lacking), desc="Capturing CUDA graphs", leave=False, disable=None) as progress:
+            while self._lacking:
+                shape = self._lacking[0]
+                try:
+                    if isinstance(shape, HeadShape):
+                        self._captured_head(shape)
+                    else:
+                        self._capture_forward(shape)
+                except Exception:  # not an interrupt: the next step runs with what there is
+                    self._lacking.clear()
+                    raise
+                self._lacking.popleft()
                 progress.update()
 
     def capture_ahead(self) -> bool:
-        """Capture one more shape: one that a step ran without, else one of the usual; False if none is left.
-
-        After `model_changed` has dropped all, it is `warm_up` again.
-        """
-        if self._captures and not self._forwards:
-            self.warm_up()
+        """Capture what start-up lacks, else what steps missed, else a usual shape; False if none is left."""
+        if not self._captures:
+            return False
+        if self._lacking:
+            self._capture_lacking()
             return True
-        while self._captures and (self._missed or self._usual) and len(self._forwards) < MAX_GRAPHS:
-            shape = self._missed.popitem()[0] if self._missed else self._usual.popleft()
-            if shape not in self._forwards:
-                self._capture_forward(shape)
-                return True
-        return False
+        head = next((head for head in self._seen if head not in self._heads), None)
+        if head is not None:
+            self._captured_head(head)
+            return True
+        shape = self._forwards.next_ahead()
+        if shape is not None:
+            self._capture_forward(shape)
+        return shape is not None
 
     def model_changed(self, *, in_place: bool) -> None:
-        """Drop the graphs if they no longer compute what the model does: they read weights by address.
+        """Drop what no longer fits the model: graphs read weights by address.
 
         Args:
             in_place: whether nothing but the weights can have changed.
         """
-        if self._forwards and not (in_place and self._addresses == self._binding.weight_addresses()):
-            self._drop_graphs()
+        addresses = self._binding.weight_addresses()
+        if in_place and self._addresses == addresses:
+            return
+        self._drop_graphs()
+        self._binding.unstack_layers()
+        self._addresses = addresses
+        if not self._binding.is_live and self._captures:
+            self._lacking.extend(self._start_up())
+        if not in_place:
+            self._has_head_apart = None
+
+    def _drop_heads(self, is_dropped: Callable[[HeadShape], bool]) -> None:
+        dropped = [head for head in self._heads if is_dropped(head)]
+        if dropped:
+            self._pool.synchronize()
+            for head in dropped:
+                del self._heads[head]
 
     def _drop_graphs(self) -> None:
-        if self._forwards or self._heads:
-            with DEVICE_LOCK:
-                torch.cuda.synchronize(self._binding.device)
+        if self._forwards.graphs or self._heads:
+            self._pool.synchronize()
             self._forwards.clear()
             self._heads.clear()
             self._pool.reset()
-            self._usual = deque(self._buckets.usual())
+        self._lacking.clear()
         self._states = self._logits = None
 
     def close(self) -> None:
@@ -287,6 +345,6 @@ class GraphExecutor:
 def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
     return StepTables(
         inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
-        inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows,
-        inputs.chunk_rows,
+        inputs.shared_blocks, inputs.members, inputs.shared_bundles.view(-1, BUNDLE_NUMBERS), inputs.tile_tables,
+        inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,17 +13,26 @@ from nanovllm.attention.operator import AttentionBackend
 from nanovllm.batch_layout import BatchLayout, build_layout
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.cuda_graphs import GRAPH_BYTES_PER_LAYER, MAX_GRAPHS
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch
+from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.filters import FILTERED_AT_ONCE
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 
+GRAPH_BYTES_PER_LAYER = 64 * 2**10  # what a captured forward pass takes of the device
 
-def measure_peak(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
-    """Bytes that a worst-case step takes beyond the weights; run uncompiled, since the pool has no size yet."""
+
+class StepPeaks(NamedTuple):
+    """Bytes that a step takes beyond the weights, at most: up to its logits, and with the host's sampler."""
+
+    forward: int
+    whole: int
+
+
+def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> StepPeaks:
+    """Run a worst-case step, uncompiled, since the cache has no size yet."""
     # One chunk of all the budget at the end of the longest sequence, behind another where there is room, so that it
     # takes a mask; and as many decodes as there may be, which gather less than it, however long they are. Every
     # block is the same one: only sizes matter here.
@@ -32,43 +43,69 @@ def measure_peak(binding: ModelBinding, config: EngineConfig, choice: AttentionC
     backend: AttentionBackend = _NoAttention()
     if not choice.uses_graphs:
         backend = _AttentionInOneLayer(choice.build(binding.layers[0], binding.device, config, uncompiled=True))
-    sampler = Sampler(compiles=choice.uses_graphs)
+    sampler = _MeasuredSampler(Sampler(compiles=choice.uses_graphs), binding.device)
     binding.caches.allocate(2 * config.block_size)
-    executor = DirectExecutor(binding, backend, config.block_size, sampler)
+    executor = DirectExecutor(binding, backend, config.block_size, sampler)  # type: ignore[arg-type]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(binding.device)
     before = torch.cuda.memory_allocated(binding.device)
     layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
     executor.launch(batch, layout, backend.plan(layout), StepLogprobs())
     torch.cuda.synchronize(binding.device)
-    peak = torch.cuda.max_memory_allocated(binding.device) - before
+    peaks = StepPeaks(sampler.peak_before - before, torch.cuda.max_memory_allocated(binding.device) - before)
     del executor
     binding.release_caches()
     torch.cuda.empty_cache()
-    return peak
+    return peaks
 
 
-def workspace_bytes(binding: ModelBinding, config: EngineConfig) -> int:
-    """Bytes that captured steps take beyond the measured peak.
+def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeaks) -> int:
+    """Bytes that steps of an executor with graphs take beyond the measured ones.
 
-    Attention and its tables, logits for the host's sampler (twice, for log-probabilities) and the graphs themselves.
+    The graphs keep the memory of a forward pass to themselves, so a step without a graph (of a shape that none holds,
+    with prompt logits, with its owner's hooks) takes its own beside them.
     """
     layer, options = binding.layers[0], KernelOptions.for_layer(binding.layers[0], binding.device, config.block_size)
     buckets = Buckets(config)
-    row_values = layer.num_heads * layer.head_dim
-    tiles = 2 * buckets.max_tiles * config.block_size * row_values * layer.dtype.itemsize  # queries and outputs
+    # Of queries and outputs.
+    tile_bytes = 2 * config.block_size * layer.num_heads * layer.head_dim * layer.dtype.itemsize
     # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
     sampling = buckets.max_decodes * (2 * layer.dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
     sampling *= binding.vocab_size
-    padded_values = layer.num_kv_heads * options.padded_groups * layer.head_dim
-    splits = options.most_splits(buckets.max_decodes) * padded_values * 4  # of outputs, in float32
     max_blocks = -(-config.max_model_len // config.block_size)
     kv_tiles = max_blocks * max(1, config.block_size // MIN_KV_TILE)
     width = max_blocks + 1
     if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
         width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
     tables = 4 * (buckets.max_decodes * (kv_tiles + 4) + buckets.max_tiles * 2 * (width + 1))
-    return tiles + sampling + splits + tables + MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+    graphs = 0
+    if config.cuda_graphs:
+        graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
+        graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
+    tiles = buckets.max_tiles * tile_bytes
+    return tiles + sampling + split_bytes(options, buckets.max_decodes) + tables + graphs
+
+
+def split_bytes(options: KernelOptions, max_decodes: int) -> int:
+    """Bytes of the outputs of split decodes, in float32, with a logarithm and an arrival each.
+
+    An output has as many values as half of a head's bytes: for heads in float32 more than it needs, by `PagedDecode`.
+    """
+    heads = options.num_kv_heads * options.padded_groups
+    return options.most_splits(max_decodes) * heads * 4 * (options.head_bytes // 2 + 2)
+
+
+class _MeasuredSampler:
+    """A sampler that notes the peak up to its call."""
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        self._sampler = sampler
+        self._device = device
+        self.peak_before = 0
+
+    def sample(self, *arguments: Any) -> Tensor:
+        self.peak_before = torch.cuda.max_memory_allocated(self._device)
+        return self._sampler.sample(*arguments)
 
 
 class _NoAttention:

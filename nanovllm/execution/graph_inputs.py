@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.execution.buckets import GraphShape
@@ -36,6 +37,9 @@ class StepInputs:
     slot_mapping: Any
     decode_tables: Any
     decode_blocks: Any
+    shared_blocks: Any
+    members: Any
+    shared_bundles: Any
     tile_tables: Any
     tile_blocks: Any
     tile_is_used: Any
@@ -43,6 +47,8 @@ class StepInputs:
     chunk_rows: Any
     tables: Any
 
+
+BUNDLE_NUMBERS = 4  # of a bundle of decodes that share blocks: see `StepTables`
 
 # Each part in the order of a packed step: its name, its dtype on the host and on the device. What drawing reads comes
 # first, at the same place for every shape, since the graphs that draw serve all shapes.
@@ -63,6 +69,9 @@ _SHAPE_PARTS: tuple[tuple[str, Callable[[GraphShape, int], int], tuple[Any, torc
     ("slot_mapping", lambda shape, _: shape.num_rows, _INT64),
     ("decode_tables", lambda shape, _: shape.num_decodes, _INT32),
     ("decode_blocks", lambda shape, _: shape.num_decodes, _INT32),
+    ("shared_blocks", lambda shape, _: shape.num_decodes, _INT32),
+    ("members", lambda shape, _: shape.num_decodes, _INT32),
+    ("shared_bundles", lambda shape, _: shape.num_decodes // 2 * BUNDLE_NUMBERS, _INT32),
     ("tile_tables", lambda shape, _: shape.num_tiles, _INT32),
     ("tile_blocks", lambda shape, _: shape.num_tiles, _INT32),
     ("tile_is_used", lambda shape, _: shape.num_tiles, _INT32),
@@ -120,6 +129,8 @@ class StepPacking:
         starts = np.cumsum(lengths) - lengths
         to.decode_tables[:real] = starts[:real]
         to.decode_blocks[:real] = layout.positions[:real] // self.block_size + 1
+        if tiles.prefixes is not None:
+            _pack_prefixes(to, tiles.prefixes, starts)
         count = len(tiles.blocks)
         if count:
             to.tile_tables[:count] = starts[real:][tiles.chunks]
@@ -128,6 +139,14 @@ class StepPacking:
             to.tile_rows[: count * self.block_size] = np.where(tiles.rows < 0, 0, tiles.rows + padded)
             is_real = tiles.rows >= 0
             to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
+
+
+def _pack_prefixes(to: StepInputs, prefixes: SharedPrefixes, starts: NDArray[np.int64]) -> None:
+    to.shared_blocks[: len(prefixes.shared)] = prefixes.shared
+    to.members[: len(prefixes.members)] = prefixes.members
+    bundles = to.shared_bundles.reshape(-1, BUNDLE_NUMBERS)[: len(prefixes.bundles)]
+    bundles[:, :3] = prefixes.bundles
+    bundles[:, 3] = starts[prefixes.members[prefixes.bundles[:, 0]]]  # of the first member's block table
 
 
 def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ class GraphPool:
         self._is_empty = False
         return graph
 
+    def synchronize(self) -> None:
+        """Wait for the device, before graphs that it may still run are dropped."""
+        with DEVICE_LOCK:
+            torch.cuda.synchronize(self._device)
+
     def reset(self) -> None:
         """Start a new pool, once its graphs are gone and with them the old one."""
         self._pool = torch.cuda.graph_pool_handle()

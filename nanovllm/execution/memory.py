@@ -10,7 +10,7 @@ import torch
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.config import EngineConfig
 from nanovllm.device import DEVICE_LOCK, raise_device_error
-from nanovllm.execution.gpu_memory import measure_peak, workspace_bytes
+from nanovllm.execution.gpu_memory import measure_peaks, workspace_bytes
 from nanovllm.model.binding import ModelBinding
 
 # On a CPU the cache competes with everything else in memory, so by default it takes at most half of what is
@@ -23,19 +23,19 @@ GPU_RESERVE_BYTES = 512 * 2**20
 def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that the cache may take by default; 0 where the user has set its size, on a GPU."""
     if binding.device.type == "cpu":
-        return min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
+        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
+        return available // (config.data_parallel_size * config.tensor_parallel_size)
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return 0
     gc.collect()  # an earlier engine may be part of a cycle
     try:
         with DEVICE_LOCK:
-            peak = measure_peak(binding, config, choice)
-            if choice.uses_graphs:
-                peak += workspace_bytes(binding, config)
+            peaks = measure_peaks(binding, config, choice)
+            num_step_bytes = peaks.whole + (workspace_bytes(binding, config, peaks) if choice.uses_graphs else 0)
     except RuntimeError as error:
         raise_device_error(error)
     free, total = torch.cuda.mem_get_info(binding.device)  # what other processes hold counts as used
-    num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - peak - GPU_RESERVE_BYTES
+    num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - num_step_bytes - GPU_RESERVE_BYTES
     # Compiled code is made for the caches' size, and found again by the next process if that has the same.
     block_bytes = binding.caches.num_bytes(config.block_size)
     num_blocks = max(0, num_bytes) // block_bytes

@@ -44,10 +44,10 @@ def noise_of(tokens, key, gamma):
 @triton.jit(do_not_specialize_on_alignment=["noise_keys", "inverse_temperatures", "noise_scales"])
 def best_of_parts(
     logits, noise_keys, inverse_temperatures, noise_scales, offsets, floors, scores, tokens,
-    stride, vocab_size, part_size, gamma,
+    stride, vocab_size, part_size, first_token, gamma,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the best score of each part of each row, and its token."""
+    """Write the best score of each part of each row, and its token; the first logit is that of first_token."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * part_size
     lanes = tl.arange(0, BLOCK)
@@ -65,27 +65,35 @@ def best_of_parts(
             if floor > float("-inf"):
                 is_left = tl.max(score, axis=0) > float("-inf")
             if is_left:  # noise takes longer than reading the logits
-                score += noise_of(token, key, gamma)
+                score += noise_of(first_token + token, key, gamma)
         score = tl.where(score != score, float("inf"), score)  # NaN, which comparisons would pass over
         is_better = score > best
         best = tl.where(is_better, score, best)
         places = tl.where(is_better, token, places)
     top = tl.max(best, axis=0)
     tl.store(scores + row * tl.num_programs(1) + part, top)
-    tl.store(tokens + row * tl.num_programs(1) + part, tl.min(tl.where(best == top, places, vocab_size), axis=0))
+    place = tl.min(tl.where(best == top, places, vocab_size), axis=0)
+    tl.store(tokens + row * tl.num_programs(1) + part, first_token + place)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def best_of_rows(scores, tokens, output, num_parts, non_finite, WIDTH: tl.constexpr):
-    """Write the token of each row's best part, or `non_finite`."""
+@triton.jit(do_not_specialize=["num_parts", "row_stride", "part_stride"])
+def best_of_rows(
+    scores, tokens, output, num_parts, row_stride, part_stride, non_finite, AS_PAIRS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Write the token of each row's best part, or `non_finite`; as pairs, the score's bits and the token."""
     row = tl.program_id(0)
     parts = tl.arange(0, WIDTH)
-    score = tl.load(scores + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
-    token = tl.load(tokens + row * num_parts + parts, mask=parts < num_parts, other=0)
+    places = row * row_stride + parts * part_stride
+    score = tl.load(scores + places, mask=parts < num_parts, other=float("-inf"))
+    token = tl.load(tokens + places, mask=parts < num_parts, other=0)
     top = tl.max(score, axis=0)
-    place = tl.min(tl.where((score == top) & (parts < num_parts), token, 2147483647), axis=0).to(tl.int64)
-    is_finite = (top > float("-inf")) & (top < float("inf"))
-    tl.store(output + row, tl.where(is_finite, place, non_finite))
+    place = tl.min(tl.where((score == top) & (parts < num_parts), token, 2147483647), axis=0)
+    if AS_PAIRS:
+        tl.store(output + 2 * row, top.to(tl.int32, bitcast=True))
+        tl.store(output + 2 * row + 1, place)
+    else:
+        is_finite = (top > float("-inf")) & (top < float("inf"))
+        tl.store(output + row, tl.where(is_finite, place.to(tl.int64), non_finite))
 
 
 def draw_on_gpu(logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, has_filters: bool = True) -> Tensor:
@@ -99,24 +107,73 @@ def draw_on_gpu(logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, has
 
     Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity.
     """
-    num_rows, vocab_size = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    blocks = -(-vocab_size // _BLOCK)
-    num_parts = min(blocks, _MAX_PARTS, -(-_PROGRAMS // num_rows))
-    part_size = -(-blocks // num_parts) * _BLOCK
-    num_parts = -(-vocab_size // part_size)
-    scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
-    tokens = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
-    output = logits.new_empty(num_rows, dtype=torch.int64)
+    output = logits.new_empty(len(logits), dtype=torch.int64)
     with torch.cuda.device(logits.device):
         if has_filters:
             offsets, floors = filter_floors(logits, inputs)
         else:
-            offsets, floors = torch.zeros_like(inputs.noise_scales), torch.full_like(inputs.noise_scales, -torch.inf)
-        best_of_parts[num_rows, num_parts](
-            logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, offsets, floors, scores,
-            tokens, logits.stride(0), vocab_size, part_size, gamma, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
-        best_of_rows[num_rows,](scores, tokens, output, num_parts, non_finite, WIDTH=_MAX_PARTS, num_warps=1)
+            offsets, floors = _no_filters(inputs)
+        scores, tokens = _best_of_parts(logits, inputs, offsets, floors, gamma=gamma)
+        num_parts = scores.shape[1]
+        best_of_rows[len(logits),](
+            scores, tokens, output, num_parts, num_parts, 1, non_finite, AS_PAIRS=False, WIDTH=_MAX_PARTS, num_warps=1
+        )
     return output
+
+
+def best_of_shard(logits: Tensor, inputs: Any, *, gamma: int, first_token: int, num_tokens: int) -> Tensor:
+    """The best score of each row of a part of the vocabulary, and its token; no row has filters.
+
+    Args:
+        logits: [num_rows, width], of which the first num_tokens are those of the tokens from first_token on.
+
+    Returns [num_rows, 2] int32: the bits of the score, a float32, and the token.
+    """
+    pairs = logits.new_empty(len(logits), 2, dtype=torch.int32)
+    with torch.cuda.device(logits.device):
+        scores, tokens = _best_of_parts(
+            logits, inputs, *_no_filters(inputs), gamma=gamma, first_token=first_token, num_tokens=num_tokens
+        )
+        num_parts = scores.shape[1]
+        best_of_rows[len(logits),](
+            scores, tokens, pairs, num_parts, num_parts, 1, 0, AS_PAIRS=True, WIDTH=_MAX_PARTS, num_warps=1
+        )
+    return pairs
+
+
+def best_of_pairs(pairs: Tensor, *, non_finite: int) -> Tensor:
+    """The tokens [num_rows] int64 of the best of every part's pairs [num_parts, num_rows, 2]; see `best_of_shard`."""
+    num_parts, num_rows, _ = pairs.shape
+    output = pairs.new_empty(num_rows, dtype=torch.int64)
+    flat = pairs.view(-1)
+    with torch.cuda.device(pairs.device):
+        best_of_rows[num_rows,](
+            flat.view(torch.float32), flat[1:], output, num_parts, 2, 2 * num_rows, non_finite,
+            AS_PAIRS=False, WIDTH=_MAX_PARTS, num_warps=1,
+        )  # fmt: skip
+    return output
+
+
+def _no_filters(inputs: Any) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(inputs.noise_scales), torch.full_like(inputs.noise_scales, -torch.inf)
+
+
+def _best_of_parts(
+    logits: Tensor, inputs: Any, offsets: Tensor, floors: Tensor, *, gamma: int, first_token: int = 0,
+    num_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores [num_rows, num_parts] float32 and tokens int32."""
+    num_rows, vocab_size = len(logits), logits.shape[1] if num_tokens is None else num_tokens
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    blocks = max(1, -(-vocab_size // _BLOCK))
+    num_parts = min(blocks, _MAX_PARTS, -(-_PROGRAMS // num_rows))
+    part_size = -(-blocks // num_parts) * _BLOCK
+    num_parts = max(1, -(-vocab_size // part_size))
+    scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
+    tokens = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
+    best_of_parts[num_rows, num_parts](
+        logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, offsets, floors, scores, tokens,
+        logits.stride(0), vocab_size, part_size, first_token, gamma, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return scores, tokens

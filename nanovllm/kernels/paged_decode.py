@@ -1,9 +1,10 @@
 """Decode attention on a GPU for any number of decodes, of even and uneven contexts alike, without a new compilation.
 
 A small kernel cuts the contexts of a step into pieces of nearly equal length, once for all layers; a program of the
-other attends to one piece for the query heads of one KV head, straight from the block tables. How many programs there
-are depends on the number of decodes alone, so a captured CUDA graph serves every step of that number.
-`paged_decode_triton` holds both.
+other attends to one piece for the query heads of one KV head, straight from the block tables. A program's rows hold the
+query heads of several decodes where these begin with the same blocks, which are read once for all of them. How many
+programs there are depends on the number of decodes alone, so a captured CUDA graph serves every step of that number.
+The kernels are in `decode_pieces_triton` and `paged_decode_triton`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
 _MERGED_ELEMENTS = 4096  # of the workspace, read in one go
 _MAX_HEAD_DIM = 256
+_MIN_ROWS = 16  # query heads that a program reads for: the fewest that tensor cores take
 
 
 class DecodeSizes(NamedTuple):
@@ -41,10 +43,11 @@ MEASURED = DecodeSizes()
 
 
 @cache
-def _kernels() -> ModuleType:
-    from nanovllm.kernels import paged_decode_triton  # Triton comes with PyTorch where that is built for GPUs
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    # Triton comes with PyTorch where that is built for GPUs.
+    from nanovllm.kernels import decode_pieces_triton, paged_decode_triton
 
-    return paged_decode_triton
+    return decode_pieces_triton, paged_decode_triton
 
 
 class PagedDecode:
@@ -73,38 +76,68 @@ class PagedDecode:
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
         # Hopper and later start a kernel while the one before ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        slots = self.most_splits(num_multiprocessors, self._num_kv_heads, sizes) * self._num_kv_heads
-        entry = _kernels().ENTRY
+        self.bundle_members = _bundle_members(self._num_groups)
+        slots = self.most_splits(heads[:2], num_multiprocessors, max_decodes, sizes) * self._num_kv_heads
+        entry = _kernels()[0].ENTRY
         with torch.inference_mode(False):
             num_pieces = max(self._least_pieces, min(max_decodes, self._most_pieces)) + max_decodes
             self._pieces = torch.zeros(1 + num_pieces, entry, dtype=torch.int32, device=device)
             self._splits = torch.zeros(max_decodes, 2, dtype=torch.int32, device=device)
-            self._tables = self._pieces  # of the step, once there is one
+            self._tables = self._members = self._pieces  # of the step, once there is one
+            self._nothing_shared = (
+                torch.zeros(max_decodes, dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
+                torch.zeros(0, _kernels()[0].BUNDLE_ENTRY, dtype=torch.int32, device=device),
+            )
             # The workspace: what pieces of split decodes leave, and how many of each decode have done so.
             num_values = slots * self._num_groups * (head_bytes // 2)  # of two bytes each, at least
             self._outputs = torch.empty(num_values, dtype=torch.float32, device=device)
             self._logarithms = torch.empty(slots * self._num_groups, dtype=torch.float32, device=device)
-            self._arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
+            self._arrivals = torch.zeros(slots * self._num_groups, dtype=torch.int32, device=device)
 
     @staticmethod
     def suits(head_dim: int, dtype: torch.dtype) -> bool:
         return head_dim <= _MAX_HEAD_DIM and dtype in (torch.bfloat16, torch.float16, torch.float32)
 
     @staticmethod
-    def most_splits(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes = MEASURED) -> int:
-        """Upper bound of the pieces of all decodes of a step together that have more than one."""
-        return 2 * _bounds(num_multiprocessors, num_kv_heads, sizes)[1]
+    def most_splits(
+        heads: tuple[int, int], num_multiprocessors: int, max_decodes: int, sizes: DecodeSizes = MEASURED
+    ) -> int:
+        """Upper bound of the pieces of all decodes of a step together that have more than one.
 
-    def fill(self, tables: Tensor, table_starts: Tensor, block_counts: Tensor, positions: Tensor) -> None:
-        """Cut a step's contexts into pieces; see `StepTables` for the arguments."""
-        self._tables = tables
-        num_rows = len(block_counts)
-        kernels = _kernels()
+        A piece of a bundle counts for each of its members.
+        """
+        num_kv_heads, num_groups = heads
+        least, most = _bounds(num_multiprocessors, num_kv_heads, sizes)
+        members, own = _bundle_members(num_groups), 2 * most
+        return own if members < 2 else own + max_decodes + members * max(least, min(max_decodes, most))
+
+    def most_bundles(self, num_decodes: int) -> int:
+        """Of a step: their pieces have to fit among the programs that its decodes alone would have."""
+        return min(num_decodes // 2, max(self._least_pieces, min(num_decodes, self._most_pieces)) * 3 // 4)
+
+    def fill(
+        self,
+        tables: Tensor,
+        table_starts: Tensor,
+        block_counts: Tensor,
+        positions: Tensor,
+        sharing: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Cut a step's contexts into pieces; see `StepTables` for the arguments.
+
+        Args:
+            sharing: shared blocks, members and bundles; nothing is shared by default.
+        """
+        shared, members, bundles = sharing or self._nothing_shared
+        self._tables, self._members = tables, members
+        num_rows, num_bundles = len(block_counts), len(bundles)
+        kernels = _kernels()[0]
         with torch.cuda.device_of(block_counts):
             kernels.cut_contexts[(-(-num_rows // _CUT_AT_ONCE),)](
-                tables, table_starts, block_counts, positions, self._pieces, self._splits, num_rows,
-                self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
-                ENTRY=kernels.ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
+                tables, table_starts, block_counts, positions, shared, bundles, self._pieces, self._splits, num_rows,
+                num_bundles, self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
+                ENTRY=kernels.ENTRY, BUNDLE_ENTRY=kernels.BUNDLE_ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
             )  # fmt: skip
 
     def attend(
@@ -123,18 +156,18 @@ class PagedDecode:
             output = torch.empty_like(query)
         num_rows, num_heads, head_dim = query.shape
         sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
-        rows = max(16, merged_rows)  # the smallest that tensor cores take
+        rows = _rows(self._num_groups)
         is_large = rows * dims > 8192 or query.dtype == torch.float32  # for the registers of two warps
         num_pieces = min(max(num_rows, self._least_pieces), self._most_pieces) + num_rows
         # The last program of a decode takes longer to merge than a kernel of its own, which many decodes do without.
         merges_apart = 4 * num_rows < 3 * self._least_pieces
-        kernels = _kernels()
+        entry, kernels = _kernels()[0].ENTRY, _kernels()[1]
         with torch.cuda.device_of(query):
             kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
-                query, key_cache, value_cache, self._tables, self._pieces, output, self._outputs, self._logarithms,
-                self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups, HEAD_DIM=head_dim,
-                BLOCK_SIZE=self._block_size, ENTRY=kernels.ENTRY, TILE=sizes.tile, ROWS=rows,
-                MERGED_ROWS=merged_rows, DIMS=dims, AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * dims)),
+                query, key_cache, value_cache, self._tables, self._pieces, self._members, self._splits, output,
+                self._outputs, self._logarithms, self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads,
+                GROUPS=self._num_groups, HEAD_DIM=head_dim, BLOCK_SIZE=self._block_size, ENTRY=entry, TILE=sizes.tile,
+                ROWS=rows, MERGED_ROWS=merged_rows, DIMS=dims, AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * dims)),
                 MERGES=not merges_apart, OVERLAPS=self._overlaps, launch_pdl=self._overlaps,
                 num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
             )  # fmt: skip
@@ -151,6 +184,15 @@ def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> 
     """A step is cut into so many pieces, at least and at most, and at most one more for each of its decodes."""
     least, most = sizes.least_programs * num_multiprocessors, sizes.most_programs * num_multiprocessors
     return max(1, least // num_kv_heads), max(1, most // num_kv_heads)
+
+
+def _rows(num_groups: int) -> int:
+    """Query heads that a program reads for: those of one decode and KV head, or of several that share blocks."""
+    return max(_MIN_ROWS, _power_of_two(num_groups))
+
+
+def _bundle_members(num_groups: int) -> int:
+    return _rows(num_groups) // num_groups
 
 
 def fitting(sizes: DecodeSizes, block_size: int, head_bytes: int, shared_memory: int) -> DecodeSizes:

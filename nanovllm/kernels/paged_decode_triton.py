@@ -1,16 +1,10 @@
-"""The Triton side of `paged_decode`: one kernel cuts a step's contexts into pieces, another attends to one each.
-
-::
-
-    pieces    [1 + num_pieces, 8] int32
-    row 0     how many pieces there are
-    others    decode, first token, end, start of its block table, its decode's first slot in the workspace, number among
-              the decode's pieces, how many those are, first block
+"""The Triton side of `paged_decode` that attends: a program to a piece, see `decode_pieces_triton`.
 
 A decode of one piece is finished by the program that reads it. Of several, each leaves its output and the logarithm of
-its sum of exponentials in the workspace. They are merged in their order, whatever the order in which they ran, so a
-step gives the same bits each time: by a third kernel, or with many decodes, where few are split, by the last to arrive,
-which an atomic counter finds. Splits and their merge: flash-decoding, Dao et al. 2023.
+its sum of exponentials in the workspace; a piece of a bundle leaves those of each member. They are merged in their
+order, whatever the order in which they ran, so a step gives the same bits each time: by a kernel of its own, or with
+many decodes, where few are split, by the last to arrive, which atomic counters find. Splits and their merge:
+flash-decoding, Dao et al. 2023.
 """
 
 from __future__ import annotations
@@ -18,96 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-ENTRY = 8  # numbers of a piece
-
-
-@triton.jit
-def _num_tiles(block_counts, positions, rows, num_rows, TILE: tl.constexpr):
-    """Tiles of the contexts of some decodes; 0 for padding."""
-    is_used = tl.load(block_counts + rows, mask=rows < num_rows, other=0) > 0
-    positions = tl.load(positions + rows, mask=is_used, other=0).to(tl.int32)
-    return tl.where(is_used, (positions + TILE) // TILE, 0)
-
-
-@triton.jit
-def _num_pieces(tiles, rows, num_rows, length):
-    """Padding has one piece too, which is empty."""
-    return tl.where(rows < num_rows, tl.maximum((tiles + length - 1) // length, 1), 0)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "least_pieces", "most_pieces"],
-    do_not_specialize_on_alignment=["tables", "table_starts", "block_counts", "positions"],
-)
-def cut_contexts(
-    tables,
-    table_starts,
-    block_counts,
-    positions,
-    pieces,
-    splits,
-    num_rows,
-    least_pieces,
-    most_pieces,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ENTRY: tl.constexpr,
-    LANES: tl.constexpr,
-    OWN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Each program cuts OWN decodes. The pieces of a step are as many as its decodes, within bounds.
-
-    So decodes of even contexts have one each, where they are enough to fill the GPU.
-    """
-    lanes, own = tl.arange(0, LANES), tl.program_id(0) * OWN
-    total, num_used = 0, 0
-    for first in range(0, num_rows, LANES):
-        tiles = _num_tiles(block_counts, positions, first + lanes, num_rows, TILE)
-        total += tl.sum(tiles)
-        num_used += tl.sum((tiles > 0).to(tl.int32))
-    num_pieces = tl.minimum(tl.maximum(num_used, least_pieces), most_pieces)
-    length = tl.maximum((total + num_pieces - 1) // num_pieces, 1)
-    total, before, before_split = 0, 0, 0
-    for first in range(0, num_rows, LANES):
-        rows = first + lanes
-        tiles = _num_tiles(block_counts, positions, rows, num_rows, TILE)
-        counts = _num_pieces(tiles, rows, num_rows, length)
-        total += tl.sum(counts)
-        counts = tl.where(rows < own, counts, 0)
-        before += tl.sum(counts)
-        before_split += tl.sum(tl.where(counts > 1, counts, 0))
-    if own == 0:
-        tl.store(pieces, total)
-
-    own_rows = own + tl.arange(0, OWN)
-    own_tiles = _num_tiles(block_counts, positions, own_rows, num_rows, TILE)
-    own_counts = _num_pieces(own_tiles, own_rows, num_rows, length)
-    split = tl.where(own_counts > 1, own_counts, 0)
-    places = before + tl.cumsum(own_counts, 0) - own_counts
-    slots = before_split + tl.cumsum(split, 0) - split
-    contexts = tl.load(positions + own_rows, mask=own_tiles > 0, other=-1).to(tl.int32) + 1
-    starts = tl.load(table_starts + own_rows, mask=own_rows < num_rows, other=0)
-    tl.store(splits + 2 * own_rows, slots, mask=own_rows < num_rows)
-    tl.store(splits + 2 * own_rows + 1, own_counts, mask=own_rows < num_rows)
-    divisor = tl.maximum(own_counts, 1)[:, None]
-    for first in range(0, tl.max(own_counts, 0), WIDTH):
-        number = first + tl.arange(0, WIDTH)[None, :]
-        is_there = number < own_counts[:, None]
-        start = number * own_tiles[:, None] // divisor * TILE
-        end = tl.minimum((number + 1) * own_tiles[:, None] // divisor * TILE, contexts[:, None])
-        is_read = is_there & (own_tiles > 0)[:, None]
-        block = tl.load(tables + starts[:, None] + start // BLOCK_SIZE, mask=is_read, other=0)
-        to = pieces + (1 + places[:, None] + number) * ENTRY
-        tl.store(to, tl.broadcast_to(own_rows[:, None], (OWN, WIDTH)), mask=is_there)
-        tl.store(to + 1, start, mask=is_there)
-        tl.store(to + 2, end, mask=is_there)
-        tl.store(to + 3, tl.broadcast_to(starts[:, None], (OWN, WIDTH)), mask=is_there)
-        tl.store(to + 4, tl.broadcast_to(slots[:, None], (OWN, WIDTH)), mask=is_there)
-        tl.store(to + 5, tl.broadcast_to(number, (OWN, WIDTH)), mask=is_there)
-        tl.store(to + 6, tl.broadcast_to(own_counts[:, None], (OWN, WIDTH)), mask=is_there)
-        tl.store(to + 7, block, mask=is_there)
 
 
 @triton.jit
@@ -192,13 +96,132 @@ def _merge(
     return output / total[:, None]
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables"])
+@triton.jit
+def _attend_for_members(
+    query, keys, values, table, block, start, end, scale, members, num_members, splits, part, head, outputs, logarithms,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """A piece of a bundle: each row is a query head of one of its members, which `members` begins with."""
+    rows, dims, NUM_HEADS = tl.arange(0, ROWS), tl.arange(0, DIMS), NUM_KV_HEADS * GROUPS
+    is_used = rows // GROUPS < num_members
+    decodes = tl.load(members + rows // GROUPS, mask=is_used, other=0)
+    slots = tl.load(splits + 2 * decodes, mask=is_used, other=0)
+    heads = head * GROUPS + rows % GROUPS
+    is_there = is_used[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    attended, logarithm = _attend_piece(
+        tl.load(query + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale, NUM_KV_HEADS,
+        HEAD_DIM, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    own = (slots + part) * NUM_HEADS + heads  # in the workspace
+    tl.store(outputs + own[:, None] * HEAD_DIM + dims[None, :], attended, mask=is_there)
+    tl.store(logarithms + own, logarithm, mask=is_used)
+
+
+@triton.jit
+def _attend_for_one(
+    query, keys, values, table, block, start, end, scale, row, slot, part, count, head, output, outputs, logarithms,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """A piece of the decode `row`."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    at = rows[:, None] * HEAD_DIM + dims[None, :]
+    is_there = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = (row * NUM_KV_HEADS + head).to(tl.int64) * (GROUPS * HEAD_DIM)
+    attended, logarithm = _attend_piece(
+        tl.load(query + heads + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    if count == 1:
+        tl.store(output + heads + at, attended.to(output.dtype.element_ty), mask=is_there)
+    else:
+        own = ((slot + part) * NUM_KV_HEADS + head) * GROUPS  # in the workspace
+        tl.store(outputs + own * HEAD_DIM + at, attended, mask=is_there)
+        tl.store(logarithms + own + rows, logarithm, mask=rows < GROUPS)
+
+
+@triton.jit
+def _merge_members(
+    splits, members, row, head, outputs, logarithms, arrivals, output,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of decodes that share blocks, of those rows that this program is the last to arrive at.
+
+    The program has read a piece of a bundle, or of the one decode `row` behind the blocks that it shares. One loop for
+    both, so that a step gives the same bits whoever is last.
+    """
+    rows, NUM_HEADS = tl.arange(0, ROWS), NUM_KV_HEADS * GROUPS
+    is_used = rows // GROUPS < tl.maximum(-row, 1)
+    decodes = tl.load(members + rows // GROUPS, mask=is_used & (row < 0), other=row)
+    heads = head * GROUPS + rows % GROUPS
+    at = tl.load(splits + 2 * decodes, mask=is_used, other=0) * NUM_HEADS + heads  # first piece, in the workspace
+    counts = tl.load(splits + 2 * decodes + 1, mask=is_used, other=0)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + at, 1, mask=is_used, sem="acq_rel", scope="gpu")
+    is_last = is_used & (arrived == counts - 1)
+    counts = tl.where(is_last, counts, 0)
+    most = tl.max(counts, 0)
+    tl.debug_barrier()
+    if most > 0:
+        dims = tl.arange(0, DIMS)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        merged = tl.zeros((ROWS, DIMS), tl.float32)
+        for number in tl.range(0, most, num_stages=3):
+            is_there = number < counts
+            scale = tl.load(
+                logarithms + at + number * NUM_HEADS, mask=is_there, other=tl.where(is_last, float("-inf"), 0.0),
+                cache_modifier=".cg",
+            )  # fmt: skip
+            part = tl.load(
+                outputs + (at + number * NUM_HEADS)[:, None] * HEAD_DIM + dims[None, :],
+                mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_top = tl.maximum(top, scale)
+            weights, decay = tl.exp2(scale - new_top), tl.exp2(top - new_top)
+            total = total * decay + weights
+            merged = merged * decay[:, None] + weights[:, None] * part
+            top = new_top
+        merged = merged / tl.where(is_last, total, 1.0)[:, None]
+        is_there = is_last[:, None] & (dims < HEAD_DIM)[None, :]
+        to = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output + to, merged.to(output.dtype.element_ty), mask=is_there)
+        tl.store(arrivals + at, 0, mask=is_last)  # for the next layer
+
+
+@triton.jit
+def _merge_alone(
+    slot, count, row, head, outputs, logarithms, arrivals, output,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of a decode that shares nothing, if this program is the last to arrive."""
+    first = (slot * NUM_KV_HEADS + head) * GROUPS
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == count - 1:
+        merged = _merge(
+            outputs + first * HEAD_DIM, logarithms + first, count, NUM_KV_HEADS, GROUPS, HEAD_DIM, ROWS, DIMS,
+            AT_ONCE, 3,
+        )  # fmt: skip
+        rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+        to = (row * NUM_KV_HEADS + head).to(tl.int64) * (GROUPS * HEAD_DIM)
+        to += rows[:, None] * HEAD_DIM + dims[None, :]
+        is_real = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(output + to, merged.to(output.dtype.element_ty), mask=is_real)
+        tl.store(arrivals + first, 0)  # for the next layer
+
+
+@triton.jit(do_not_specialize_on_alignment=["tables", "members"])
 def attend_pieces(
     query,
     key_cache,
     value_cache,
     tables,
     pieces,
+    members,
+    splits,
     output,
     outputs,
     logarithms,
@@ -227,34 +250,30 @@ def attend_pieces(
     slot, part, count, block = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     if number >= tl.load(pieces):
         return
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    at = rows[:, None] * HEAD_DIM + dims[None, :]
-    is_there = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = (row * NUM_KV_HEADS + head).to(tl.int64) * (GROUPS * HEAD_DIM)
-    queries = tl.load(query + heads + at, mask=is_there, other=0.0)
-    attended, logarithm = _attend_piece(
-        queries, key_cache + head * HEAD_DIM, value_cache + head * HEAD_DIM, tables + table, block, start, end,
-        scaling * 1.4426950408889634, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-    )  # fmt: skip
-    if count == 1:
-        tl.store(output + heads + at, attended.to(output.dtype.element_ty), mask=is_there)
+    keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * HEAD_DIM, scaling * 1.4426950408889634
+    # Two paths, though one could serve both: the addresses of members cost steps without any up to 2 %.
+    SHARES: tl.constexpr = ROWS >= 2 * GROUPS
+    if SHARES and row < 0:
+        _attend_for_members(
+            query, keys, values, tables + table, block, start, end, scale, members + slot, -row, splits, part, head,
+            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
+        )  # fmt: skip
     else:
-        first = slot * NUM_KV_HEADS + head  # of the decode's pieces, in the workspace
-        own = (first + part * NUM_KV_HEADS) * GROUPS
-        tl.store(outputs + own * HEAD_DIM + at, attended, mask=is_there)
-        tl.store(logarithms + own + rows, logarithm, mask=rows < GROUPS)
-        if MERGES:
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == count - 1:
-                merged = _merge(
-                    outputs + first * (GROUPS * HEAD_DIM), logarithms + first * GROUPS, count,
-                    NUM_KV_HEADS, GROUPS, HEAD_DIM, MERGED_ROWS, DIMS, AT_ONCE, 3,
-                )  # fmt: skip
-                own_rows = tl.arange(0, MERGED_ROWS)
-                to = own_rows[:, None] * HEAD_DIM + dims[None, :]
-                is_real = (own_rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
-                tl.store(output + heads + to, merged.to(output.dtype.element_ty), mask=is_real)
-                tl.store(arrivals + first, 0)  # for the next layer
+        _attend_for_one(
+            query, keys, values, tables + table, block, start, end, scale, row, slot, part, count, head, output,
+            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
+        )  # fmt: skip
+    if MERGES:
+        if SHARES and (row < 0) | (count < 0):
+            _merge_members(
+                splits, members + slot, row, head, outputs, logarithms, arrivals, output, NUM_KV_HEADS, GROUPS,
+                HEAD_DIM, ROWS, DIMS,
+            )  # fmt: skip
+        elif count > 1:
+            _merge_alone(
+                slot, count, row, head, outputs, logarithms, arrivals, output, NUM_KV_HEADS, GROUPS, HEAD_DIM,
+                MERGED_ROWS, DIMS, AT_ONCE,
+            )  # fmt: skip
 
 
 @triton.jit

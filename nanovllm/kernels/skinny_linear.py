@@ -21,7 +21,7 @@ def _kernel() -> Any:
     import triton  # comes with PyTorch where it is built for GPUs
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_rows"])
     def skinny(
         states,
         weight,

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,9 @@ from nanovllm.attention.operator import (
     attention_function,
     step_in_force,
 )
-from nanovllm.errors import UnsupportedModelError
-from nanovllm.model.compiled_layers import compile_calls
+from nanovllm.device import find_kernel
+from nanovllm.errors import NotFusedError, UnsupportedModelError
+from nanovllm.model.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
@@ -34,6 +36,10 @@ from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.model.patches import AttributePatches, Change
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_model, probing_with
+from nanovllm.model.ranks import Ranks
+from nanovllm.model.rotary_attention import fuse_rotary
+from nanovllm.model.sharding import ShardedHead
+from nanovllm.model.stacked_layers import stacked_calls
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
@@ -57,6 +63,8 @@ class ModelBinding:
     Args:
         model: a causal language model of `transformers`, not copied and not changed outside of `installed`.
         is_live: True for a module that its owner goes on using (training): everything is undone after each step.
+        ranks: among which the model is sharded, if it is.
+        head: if it is sharded too.
 
     Attributes:
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
@@ -64,9 +72,13 @@ class ModelBinding:
         watch: detects changes of a live module; None for another.
     """
 
-    def __init__(self, model: Any, *, is_live: bool) -> None:
+    def __init__(
+        self, model: Any, *, is_live: bool, ranks: Ranks | None = None, head: ShardedHead | None = None
+    ) -> None:
         self.model = model
         self.is_live = is_live
+        self.ranks = ranks
+        self.head_shards: ShardedHead | None = None  # if logits are those of this rank's tokens alone
         self.device: torch.device = next(model.parameters()).device
         self.min_rows = 1
         self.handle = next(_handles)
@@ -74,7 +86,9 @@ class ModelBinding:
             self._handle_tensor = torch.tensor([self.handle], device="cpu")  # the operator reads it on the host
         self._lock = _module_locks.setdefault(model, threading.RLock())
         self._compiled_calls: dict[nn.Module, Callable[..., Any]] = {}
+        self._layered_calls: dict[nn.Module, Callable[..., Any]] | None = None  # without a stack
         self._fused_layers: list[FusedLayer] = []
+        self._rotary: list[Change] = []
         self._patches = AttributePatches()
         self._is_installed = False
         probe = probe_model(model, self._probing)
@@ -82,18 +96,22 @@ class ModelBinding:
         self._passes_keywords = probe.passes_keywords
         self.vocab_size = check_rows(model, self._probing)
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
+        if ranks is not None and head is not None:
+            self._split_logits(ranks, head)
         self.dtype = self.layers[0].dtype
         self.caches = KVCaches(self.layers, self.device)
-        self._layer_modules = self._decoder_layers()
+        self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
         self.watch = ModuleWatch(model) if is_live else None
 
-    def _decoder_layers(self) -> list[nn.Module]:
-        """The list item around each attention layer: the unit of compilation."""
-        layer_of: dict[nn.Module, nn.Module] = {}
-        for module in self.model.modules():  # lists within lists come later, so that the innermost counts
-            if isinstance(module, nn.ModuleList):
-                layer_of |= {part: layer for layer in module for part in modules_of(layer)}
-        return [layer_of[layer.module] for layer in self.layers if layer.module in layer_of]
+    def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
+        """Let the model give the logits of this rank's tokens alone, if they are parts of the whole ones.
+
+        They are not where a model does more to its logits than the same to each: then they are gathered in its head.
+        """
+        split = ForwardPasses(self.model, self._patches, head.width)
+        with self._probing(StateProbe()):
+            if split.computes_parts(self._passes, head, ranks, self.device):
+                self._passes, self.head_shards = split, head
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -118,12 +136,12 @@ class ModelBinding:
             unshared = with_own_weights(self.model)
         except UnsupportedModelError:  # some module reads a linear layer's weight directly
             unshared = set()
-        if kernels is not None and self._passes_keywords:
-            from nanovllm.model.fused_layers import NotFusedError, fuse_layers
+        if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
+            from nanovllm.model.fused_layers import fuse_layers
 
             try:
                 self._fused_layers = fuse_layers(
-                    self._layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
+                    self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches,
                     on_fused=lambda fused: free_weights(fused.linears, unshared),
                 )  # fmt: skip
@@ -135,8 +153,21 @@ class ModelBinding:
 
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
-        with merging(self.model, self._layer_modules):
+        with merging(self.model, self.layer_modules):
             probe_model(self.model, self._probing)
+
+    def fuse_rotary(self) -> None:
+        """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""
+        if (rotate := find_kernel("rotary", "rotate_and_store")) is None:
+            return
+        try:
+            fused = fuse_rotary(self.layers, rotate, self._probing, partial(self._passes.logits, sample_rows=0))
+        except NotFusedError as error:
+            logger.info("attention modules run as they are: %s", error)
+            return
+        for parent in list(self.model.modules()):
+            children = parent._modules
+            self._rotary += [(children, name, fused[child]) for name, child in children.items() if child in fused]
 
     def weight_addresses(self) -> list[int]:
         """The address of each parameter and buffer."""
@@ -150,8 +181,39 @@ class ModelBinding:
 
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
-        self._compiled_calls = compile_calls(self.model, self._layer_modules)
+        self._compiled_calls = compile_calls(self.model, self.layer_modules)
         self.min_rows = 2
+
+    @property
+    def may_stack_layers(self) -> bool:
+        return self._passes_keywords and not self.is_live and self.ranks is None  # a stack has no all-reduce
+
+    def stack_layers(self, block_size: int, run_decodes: Callable[[], Any]) -> None:
+        """Run all layers as one launch in steps of few decodes, where that computes the same in `run_decodes`."""
+        if not self.may_stack_layers:
+            return
+        layered = calls = self._compiled_calls
+        self.uninstall()  # so that the modules are seen as they are
+
+        def compare(by_calls: dict[nn.Module, Callable[..., Any]]) -> None:
+            self._compiled_calls = by_calls
+            run_decodes()
+
+        try:
+            calls = stacked_calls(
+                self.layer_modules, self.layers, self.caches.of_layers, layered, block_size, compare=compare
+            )
+        except NotFusedError as error:
+            logger.info("steps of few decodes run layer by layer: %s", error)
+        finally:
+            self.uninstall()
+            self._compiled_calls, self._layered_calls = calls, None if calls is layered else layered
+
+    def unstack_layers(self) -> None:
+        """Run layer by layer from now on: a stack reads weights by the addresses that they had."""
+        if self._layered_calls is not None:
+            self.uninstall()
+            self._compiled_calls, self._layered_calls = self._layered_calls, None
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -174,9 +236,10 @@ class ModelBinding:
             changes.append((vars(layer.module), LAYER_CACHE, cache))
             if not self._passes_keywords:
                 changes.append((vars(layer.module), LAYER_ENGINE, self.handle))
+        changes += self._rotary
         for module, compiled in self._compiled_calls.items():
             changes.append((vars(module), "_compiled_call_impl", compiled))
-        for module, fused in zip(self._layer_modules, self._fused_layers, strict=False):
+        for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
         self._patches.apply(changes)
         self._is_installed = True
@@ -210,6 +273,7 @@ class ModelBinding:
     def _probing(self, probe: AnyProbe) -> Iterator[None]:
         """Replace attention by the probe."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
+            self.uninstall()  # a model that is not live stays hooked between steps
             try:
                 self._patches.apply(self._redirected_to(PROBE_NAME))
                 yield
@@ -272,7 +336,8 @@ class ModelBinding:
     def splits_head(self) -> bool:
         """Whether hidden states and the head can be computed apart; see `ForwardPasses.splits_head`."""
         with self._probing(StateProbe()):
-            return self.has_base_model and self._passes.splits_head(self.device)
+            splits = self.has_base_model and self._passes.splits_head(self.device)
+            return splits if self.ranks is None else self.ranks.agree(splits)
 
     def release_caches(self) -> None:
         self.uninstall()
@@ -282,3 +347,4 @@ class ModelBinding:
         self.release_caches()
         self._compiled_calls = {}
         self._fused_layers = []
+        self._rotary = []

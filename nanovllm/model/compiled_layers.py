@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,15 @@ FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
 
 
+def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
+    """The list item around each attention module: the unit of compilation."""
+    layer_of: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # lists within lists come later, so that the innermost counts
+        if isinstance(module, nn.ModuleList):
+            layer_of |= {part: layer for layer in module for part in modules_of(layer)}
+    return [layer_of[module] for module in attention if module in layer_of]
+
+
 def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """A replacement for each module's call; compilation itself happens in the first calls.
 
@@ -31,7 +40,7 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
         compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
     few = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_few)
-    many = torch.compile(own_code(_call), fullgraph=True, dynamic=False)
+    many = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_many)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
     for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
         calls[module] = partial(torch.compile(own_code(_call), dynamic=True), module)
@@ -39,10 +48,18 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
 
 
 def _compile_for_few(module: GraphModule, inputs: Any) -> Any:
+    return _compile(module, inputs, FEW_ROWS_OPTIONS)
+
+
+def _compile_for_many(module: GraphModule, inputs: Any) -> Any:
+    return _compile(module, inputs, {})
+
+
+def _compile(module: GraphModule, inputs: Any, options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx  # seconds of imports
 
     join_last_sum(module)
-    return compile_fx(module, inputs, config_patches=FEW_ROWS_OPTIONS)
+    return compile_fx(module, inputs, config_patches=options)
 
 
 def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

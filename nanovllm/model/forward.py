@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.model.patches import AttributePatches
+from nanovllm.model.ranks import Ranks
+from nanovllm.model.sharding import ShardedHead
 
 logger = logging.getLogger("nanovllm")
 
@@ -39,6 +41,7 @@ class ForwardPasses:
         self._patches = patches
         self._vocab_size = vocab_size
         self._base_output_type: Any = None
+        self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
 
     def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.
@@ -100,7 +103,11 @@ class ForwardPasses:
     def head(self, hidden_states: Tensor) -> Tensor:
         """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
         output = self._base_output_type(last_hidden_state=hidden_states[None])
-        no_tokens = hidden_states.new_empty((1, len(hidden_states)), dtype=torch.int64)
+        # Made once, not in each step; a token, since a forward of the owner's may read it.
+        if self._no_token is None or self._no_token.device != hidden_states.device:
+            with torch.inference_mode(False):
+                self._no_token = hidden_states.new_zeros((1, 1), dtype=torch.int64)
+        no_tokens = self._no_token.expand(1, len(hidden_states))
         with self._base_model_as(lambda *args, **kwargs: output):
             return self.logits(no_tokens, no_tokens, 0)
 
@@ -113,6 +120,21 @@ class ForwardPasses:
         except Exception as error:  # whatever a model's own code raises
             logger.info("%s computes its head with its layers alone: %s", type(self._model).__name__, error)
             return False
+
+    def computes_parts(self, whole: ForwardPasses, head: ShardedHead, ranks: Ranks, device: torch.device) -> bool:
+        """Whether logits of each rank's tokens, put together, are those of the whole head; if so, the head is split."""
+        positions = torch.arange(4, device=device)[None]
+        expected = whole.logits(positions, positions, positions[0]).clone()
+        head.is_split, parts = True, None
+        try:
+            parts = self.logits(positions, positions, positions[0])
+        except Exception as error:  # whatever a model's own code raises
+            logger.info("%s computes its logits whole: %s", type(self._model).__name__, error)
+        if not ranks.agree(parts is not None) or parts is None:
+            head.is_split = False
+        else:
+            head.is_split = ranks.agree(torch.equal(head.whole(parts)[:, : expected.shape[1]], expected))
+        return head.is_split
 
     @contextmanager
     def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:

@@ -15,24 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
+from nanovllm.errors import NotFusedError
+from nanovllm.model.llama_parts import check_knows_all, is_rms_norm, is_silu, worst_distance
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
     from nanovllm.kernels.packed_product import NormStruct, PackedProduct
-
-# How far a fused layer's change of the hidden states may lie from the module's own, in relation to its size: in the
-# median of the rows, and four times as far in the worst row. Measured on SmolLM2: median 2e-6 and 0.013, worst 2e-5 and
-# 0.037, where a row's hidden states are a thousand times as large as their change.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
-
-
-class NotFusedError(ValueError):
-    """The layer is of another kind; the message says in what."""
 
 
 @dataclass(slots=True)
@@ -72,14 +64,14 @@ class FusedLayer:
             if found is None and optional:
                 return NormStruct(None, 0.0)
             epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
-            if found is None or epsilon is None or not _is_rms_norm(found, size, epsilon, layer.dtype):
+            if found is None or epsilon is None or not is_rms_norm(found, size, epsilon, layer.dtype):
                 raise NotFusedError(f"{kind} has no RMS norm {name} over {size} elements")
             norms.append(found.weight)
             return NormStruct(found.weight.data_ptr(), epsilon)
 
         norms: list[Any] = []
         heads, kv_heads = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
-        if not _is_silu(getattr(parts.get("mlp"), "act_fn", None), layer.dtype):
+        if not is_silu(getattr(parts.get("mlp"), "act_fn", None), layer.dtype):
             raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
         qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         output = product("self_attn.o_proj")
@@ -98,7 +90,7 @@ class FusedLayer:
             norm("self_attn.k_norm", layer.head_dim, optional=True),
             qkv.struct, output.struct, gate_up.struct, down.struct, layer.num_heads, layer.num_kv_heads,
         )  # fmt: skip
-        _check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
+        check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
 
     def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace, index: int) -> None:
         """Set what the layer works on.
@@ -168,7 +160,7 @@ def fuse_layers(
     def compare(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             fused = kept[index] or make(index)
-            _compare(module, fused, args, kwargs, output, kernels.dtype)
+            _compare(module, fused, args, kwargs, output)
             kept[index] = fused if has_room else None
 
         return hook
@@ -190,13 +182,6 @@ def _has_room_for_both(modules: Sequence[nn.Module]) -> bool:
     return psutil.virtual_memory().available > 2 * num_bytes
 
 
-def _check_knows_all(module: nn.Module, weights: list[Any]) -> None:
-    known = {id(weight) for weight in weights}
-    others = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
-    if others:
-        raise NotFusedError(f"{type(module).__name__} has more parameters: {', '.join(others)}")
-
-
 def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max_rows: int) -> Workspace:
     def rows_of(*sizes: int) -> Tensor:
         return torch.empty(max_rows, *sizes, dtype=dtype, device="cpu")
@@ -211,7 +196,7 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
         )
 
 
-def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, output: Any, dtype: torch.dtype) -> None:
+def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, output: Any) -> None:
     """Try a fused layer on what its module was called with. Raises NotFusedError."""
     name = type(module).__name__
     if not isinstance(output, Tensor):
@@ -223,25 +208,6 @@ def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, outpu
         own = fused(*args, **kwargs)
     except (TypeError, KeyError, AttributeError) as error:
         raise NotFusedError(f"{name} is called in another way: {error!r}") from error
-    change = (output.float() - before.float()).norm(dim=-1)
-    distances = (own.float() - output.float()).norm(dim=-1) / change
-    median, worst = distances.median().item(), distances.max().item()
-    if not (median <= TOLERANCE[dtype] and worst <= 4 * TOLERANCE[dtype]):
+    worst = worst_distance(before, output, own)
+    if worst is not None:
         raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
-
-
-def _is_rms_norm(norm: nn.Module, size: int, epsilon: float, dtype: torch.dtype) -> bool:
-    """By its answer to rows that a layer norm, which subtracts the mean, would answer otherwise."""
-    weight = getattr(norm, "weight", None)
-    if weight is None or weight.dtype != dtype or weight.shape != (size,):
-        return False
-    row = torch.linspace(-1.0, 3.0, size, device="cpu").to(dtype)
-    exact = row.float() * (row.float().square().mean() + epsilon).rsqrt() * weight.float()
-    return bool((norm(row[None, None])[0, 0].float() - exact).norm() <= TOLERANCE[dtype] * exact.norm())
-
-
-def _is_silu(function: Any, dtype: torch.dtype) -> bool:
-    if not callable(function):
-        return False
-    values = torch.linspace(-8.0, 8.0, 65, device="cpu").to(dtype)
-    return bool((function(values).float() - F.silu(values.float())).abs().max() <= TOLERANCE[dtype])

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.probe import positions_of
+from nanovllm.model.ranks import Ranks
+from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -32,6 +34,7 @@ class LoadedModel:
     tokenizer: Any
     is_live: bool  # the module was passed in, and its owner goes on using it
     identity: str  # distinguishes its KV from other models'
+    head: ShardedHead | None = None  # if it is sharded among ranks
 
     @property
     def text_config(self) -> Any:
@@ -71,45 +74,91 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     """
     if isinstance(model, nn.Module):
         return _take_module(model, tokenizer, config)
+    source = find_source(model, needs_tokenizer=tokenizer is None)
+    return replace(load_weights(source, config), tokenizer=load_tokenizer(source, tokenizer, config))
+
+
+def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks) -> LoadedModel:
+    """Load this rank's part of a model from its folder or hub id; ranks but the first have no tokenizer."""
+    loaded = load_weights(source, config, ranks)
+    return loaded if ranks.rank > 0 else replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config))
+
+
+def find_source(model: Any, *, needs_tokenizer: bool) -> str:
+    """The folder or hub id behind a model's name; raises ModelLoadError for a folder that lacks something."""
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
-    name = os.fspath(model)
-    source = _find(name, needs_tokenizer=tokenizer is None)
+    return find(os.fspath(model), needs_tokenizer=needs_tokenizer)
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """The device that the options name; raises ValueError for a GPU where there is none."""
     has_gpu = torch.cuda.is_available()
     device = torch.device(config.device if config.device != "auto" else "cuda" if has_gpu else "cpu")
     if device.type == "cuda" and not has_gpu:
         raise ValueError(f"device is {config.device!r}, but PyTorch sees no GPU. Use device='cpu' or 'auto'.")
-    options = _lookup_options(source, config)
-    if config.revision is not None:
-        if options["local_files_only"]:
-            raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
-        options["revision"] = config.revision
+    return device
+
+
+def check_shards(source: str, config: EngineConfig) -> None:
+    """Raise UnsupportedModelError for a model that cannot be sharded so; nothing but its config is read."""
+    options = _lookup_options(source, config, source)
+    with _load_errors(f"the model {source!r}"), torch.device("meta"):
+        model_config = AutoConfig.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    plan_shards(model, config.tensor_parallel_size)
+
+
+def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
+    """Load a model without its tokenizer from a folder or hub id; of several ranks, this one's part."""
+    options = _lookup_options(source, config, source)
+    device = device_of(config) if ranks is None else ranks.device
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    with _no_progress_bars(), torch.inference_mode(False):
-        try:
-            module, info = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, **options
-            )
-            if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            else:
-                tokenizer = _load_tokenizer(tokenizer, config)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"the model {name!r} could not be loaded: {error}") from error
+    with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
+        module, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
         missing = sorted(info["missing_keys"])
         raise ModelLoadError(
-            f"the weights of {name!r} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
+            f"the weights of {source!r} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
         )
-    return LoadedModel(module.to(device).eval(), tokenizer, is_live=False, identity=source)
+    head = None if ranks is None else shard_model(module, ranks)
+    return LoadedModel(module.to(device).eval(), None, is_live=False, identity=source, head=head)
 
 
-def _lookup_options(source: str, config: EngineConfig) -> dict[str, Any]:
-    """Options of `from_pretrained`: a local folder is never looked up on the hub, online or offline."""
-    return {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
+def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: EngineConfig) -> Any:
+    """The tokenizer that `load` would return, without the weights; raises ModelLoadError."""
+    name = os.fspath(model)
+    source = find(name, needs_tokenizer=tokenizer is None)
+    options = _lookup_options(source, config, name)
+    with _load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
+        if tokenizer is not None:
+            return _load_tokenizer(tokenizer, config)
+        return AutoTokenizer.from_pretrained(source, **options)
 
 
-def _find(name: str, *, needs_tokenizer: bool) -> str:
+@contextmanager
+def _load_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelLoadError(f"{what} could not be loaded: {error}") from error
+
+
+def _lookup_options(source: str, config: EngineConfig, name: str | None = None) -> dict[str, Any]:
+    """Options of `from_pretrained`: a local folder is never looked up on the hub, online or offline.
+
+    Args:
+        name: of the model, whose revision applies; None for a tokenizer apart from it.
+    """
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
+    if name is not None and config.revision is not None:
+        if options["local_files_only"]:
+            raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
+        options["revision"] = config.revision
+    return options
+
+
+def find(name: str, *, needs_tokenizer: bool) -> str:
     """The folder or hub id behind a name; a folder is checked for what it must hold."""
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,10 @@ class _Part(nn.Module):
         self.in_features, self.out_features = in_features, end - start
         self.start, self.end = start, end
 
+    def shares_with(self, other: _Part) -> bool:
+        """Whether both take their outputs from one product."""
+        return self._shared is other._shared
+
     @property
     def weight(self) -> Tensor:
         return self._shared.weight[self.start : self.end]
@@ -58,12 +63,15 @@ class MergedLinear(_Part):
         self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
         self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def product(self, states: Tensor) -> Tensor:
+        """The outputs of all the layers."""
         if self.is_skinny:
-            product = torch.ops.nanovllm.linear(states, self.all_weights)
-        else:
-            product = F.linear(states, self.all_weights, self.all_biases)
-        self._shared.product = product
+            result: Tensor = torch.ops.nanovllm.linear(states, self.all_weights)
+            return result
+        return F.linear(states, self.all_weights, self.all_biases)
+
+    def forward(self, states: Tensor) -> Tensor:
+        self._shared.product = product = self.product(states)
         return product[..., : self.end]
 
 
@@ -90,6 +98,26 @@ class SkinnyLinear(nn.Linear):
         return result
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it computes what `nn.Linear` does, of its `weight` and `bias`."""
+    return type(module) in (nn.Linear, SkinnyLinear, MergedLinear, MergedPart)
+
+
+def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Tensor]]:
+    """Calls of all kernels for the products of a few rows, with and without a residual sum: one for each size."""
+    weights = {module.weight.shape: module.weight for module in model.modules() if isinstance(module, SkinnyLinear)}
+    merged = [module for module in model.modules() if isinstance(module, MergedLinear) and module.is_skinny]
+    alone = weights | {module.all_weights.shape: module.all_weights for module in merged}
+    states = {shape: weight.new_zeros(num_rows, shape[1]) for shape, weight in alone.items()}
+    calls: list[Callable[[], Tensor]] = [
+        partial(torch.ops.nanovllm.linear, states[shape], weight) for shape, weight in alone.items()
+    ]
+    for shape, weight in weights.items():
+        residual = weight.new_zeros(num_rows, shape[0])
+        calls.append(partial(torch.ops.nanovllm.linear_and_add, states[shape], weight, residual))
+    return calls
+
+
 @contextmanager
 def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Watch the layers of `model` in a forward pass; on leaving, merge the linear layers within each that read the
@@ -97,7 +125,8 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
     hooks = []
     try:
-        own = {id(module) for module in with_own_weights(model)}  # no references, so that weights can be freed
+        # No references, so that weights can be freed. Hooks would be lost with the module that they are on.
+        own = {id(module) for module in with_own_weights(model) if not module._forward_hooks}
         for layer, seen in calls.items():
             for module in (module for module in layer.modules() if id(module) in own):
                 hooks.append(module.register_forward_pre_hook(_note(seen)))

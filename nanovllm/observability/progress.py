@@ -7,21 +7,20 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanovllm.scheduler import SchedulerStats
-
 REFRESH_S = 0.25
 
 
-def rate_display(bar: tqdm, counters: SchedulerStats) -> Callable[[], None]:
+def rate_display(bar: tqdm, num_output_tokens: Callable[[], int]) -> Callable[[], None]:
     """A function to call after each step: it shows the tokens/s of all steps since now beside the bar."""
     start = shown = time.monotonic()
-    num_before = counters.num_output_tokens
+    num_before = num_output_tokens()
 
     def after_step() -> None:
         nonlocal shown
         now = time.monotonic()
         is_due = now - shown > REFRESH_S
-        bar.set_postfix_str(f"{(counters.num_output_tokens - num_before) / (now - start):.0f} tokens/s", refresh=is_due)
+        rate = (num_output_tokens() - num_before) / (now - start)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=is_due)
         shown = now if is_due else shown
 
     return after_step

@@ -83,11 +83,16 @@ class Observer:
     def request_ended(self, sequence: Sequence, time: float) -> None:
         """A sample of a request ended, for whatever reason; `time` on the engine's clock."""
 
+    def engine_closed(self) -> None:
+        """The engine does nothing more."""
+
 
 class OnStep(Observer):
     """Calls a function with each step's record."""
 
     def __init__(self, hook: StepHook) -> None:
+        if not callable(hook):
+            raise TypeError(f"on_step must be callable (it is given a StepRecord for each step), not {hook!r}.")
         self._hook = hook
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
@@ -109,6 +114,11 @@ class StepObservers:
         self._error: str | None = None
         # After each step: steps, scheduled tokens, queries, hits since construction.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
+
+    @property
+    def error(self) -> str | None:
+        """Of an observer that was dropped."""
+        return self._error
 
     def append(self, observer: Observer) -> None:
         """Add an observer, from any thread."""

@@ -132,7 +132,7 @@ class InputProcessor:
                     bad_words=spellings[id(params)],
                     priority=int(own_priority),
                     cache_salt=salt,
-                    timeout=own_timeout,
+                    timeout=None if own_timeout is None else float(own_timeout),
                     arrival_time=arrival_time,
                     output_kind=output_kind,
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
@@ -59,6 +59,23 @@ class Sample:
         self._finished_time: float | None = None
         self._max_itl: float | None = None
         self._itls: list[float] | None = [] if record_itl else None
+        if request.resumed is not None:
+            self._resume(request.resumed.metrics)
+
+    def _resume(self, before: RequestMetrics) -> None:
+        """Read the tokens that the sequence has already, all of which were shown."""
+        sequence, params = self.sequence, self.sequence.params
+        self._max_itl = before.max_itl
+        token_ids = sequence.output_token_ids
+        if token_ids:
+            self._first_token_time, self.last_token_time = before.first_token_time, before.last_token_time
+        if self._incremental is not None:
+            for count, token_id in enumerate(token_ids, start=1):
+                self._read(token_id, may_stop=count >= params.min_tokens)
+        if sequence.is_finished:
+            self._finished_time = before.last_token_time
+        if self._request.output_kind is OutputKind.DELTA:
+            self._num_shown_tokens, self._num_shown_chars = len(token_ids), len(self._text())
 
     def advance(self, now: float) -> str | None:
         """Take the sequence's newest token; returns the stop string that it completes, if it does."""
@@ -73,12 +90,18 @@ class Sample:
         self.last_token_time = now
         if self._incremental is None:
             return None
-        params, searched = self.sequence.params, len(self._incremental.text)
-        self._incremental.add(self.sequence.token_ids[-1])
-        if not params.stop or self.sequence.num_output_tokens < params.min_tokens:
+        sequence = self.sequence
+        return self._read(sequence.token_ids[-1], may_stop=sequence.num_output_tokens >= sequence.params.min_tokens)
+
+    def _read(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Detokenise one more token; returns the stop string that it completes, if it may."""
+        incremental = cast(IncrementalDetokenizer, self._incremental)
+        params, searched = self.sequence.params, len(incremental.text)
+        incremental.add(token_id)
+        if not params.stop or not may_stop:
             return None
         # A string that ended before was searched for then, and maybe passed over because of min_tokens.
-        text = self._incremental.text
+        text = incremental.text
         found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in params.stop]
         at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
         if stop is not None:
@@ -122,13 +145,13 @@ class Sample:
             outputs=[completion],
             finished=is_finished,
             num_cached_tokens=sequence.num_cached_tokens,
-            metrics=self._metrics(),
+            metrics=self.metrics(),
             error=sequence.error,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
             error_kind=sequence.error_kind,
         )
 
-    def _metrics(self) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:
         sequence = self.sequence
         first, last, num_tokens = self._first_token_time, self.last_token_time, sequence.num_output_tokens
         gaps = None if first is None or last is None else last - first
@@ -184,7 +207,7 @@ class Request:
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
-        self.has_token = False  # any of its samples
+        self.has_token = new.resumed is not None and any(sample.token_ids for sample in new.resumed.samples)
         seeds = sample_seeds(new.params.seed, new.params.n, engine_seed=config.seed, request_number=number)
         self.sequences = [
             Sequence(
@@ -198,6 +221,11 @@ class Request:
             for index, seed in enumerate(seeds)
         ]
         self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
+
+    def metrics(self) -> RequestMetrics:
+        """The request's metrics so far."""
+        each = [sample.metrics() for sample in self.samples]
+        return each[0] if len(each) == 1 else _merged_metrics(each)
 
     def output(self, now: float) -> RequestOutput:
         """The request's output at the time `now`."""

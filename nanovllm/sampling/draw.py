@@ -116,11 +116,27 @@ def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tenso
     return torch.where(best.isfinite(), token_ids, NON_FINITE)
 
 
-def draw_suffices(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> bool:
-    """Whether `draw` alone samples these rows, as within a captured graph; else they need `Sampler.sample`."""
-    return not any(
-        sequence.params.changes_logits
-        or sequence.params.logprobs is not None
-        or position - sequence.num_prompt_tokens < sequence.params.min_tokens
-        for sequence, position in zip(sequences, positions, strict=True)
-    )
+class DrawExtras(NamedTuple):
+    """What some rows ask for beside `draw`.
+
+    num_top: log-probabilities of the drawn token and so many of the most probable ones; None for none.
+    """
+
+    penalises: bool = False
+    num_top: int | None = None
+
+
+def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
+    """What these rows ask for within a captured graph; None if they need `Sampler.sample`."""
+    penalises, num_top = False, None
+    for sequence, position in zip(sequences, positions, strict=True):
+        params = sequence.params
+        if params.changes_logits:
+            if not params.only_penalises:
+                return None
+            penalises = True
+        if position - sequence.num_prompt_tokens < params.min_tokens:
+            return None
+        if params.logprobs is not None:
+            num_top = max(num_top or 0, params.logprobs)
+    return DrawExtras(penalises, num_top)

@@ -51,6 +51,22 @@ class Measured:
         ]
         return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
+    @staticmethod
+    def num_words(num_rows: int, num_top: int) -> int:
+        """Of `from_words`."""
+        return num_rows * (5 + 3 * num_top)
+
+    @classmethod
+    def from_words(cls, words: Tensor, num_rows: int, num_top: int) -> Measured:
+        """Views of one tensor [at least num_words] int32, on a device or the host."""
+        size = num_rows * (1 + num_top)
+        token_ids, ranks, logprobs = words[: cls.num_words(num_rows, num_top)].split((2 * size, 2 * num_rows, size))
+        return cls(
+            token_ids.view(torch.int64).view(num_rows, -1),
+            logprobs.view(torch.float32).view(num_rows, -1),
+            ranks.view(torch.int64),
+        )
+
     def to_host(self) -> Measured:
         """On the way to the host; there once the device has done what it was asked before."""
         return Measured(*(to_host(tensor) for tensor in (self.token_ids, self.logprobs, self.ranks)))
@@ -63,6 +79,22 @@ class Measured:
             for place in range(1, count + 1):
                 report.setdefault(token_ids[place], Logprob(logprobs[place], place))
             yield report
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMeasured:
+    """`Measured` in the words that a captured graph writes, of which the first `count` rows are wanted."""
+
+    words: Tensor  # int32; see `Measured.from_words`
+    num_rows: int
+    num_top: int
+    count: int
+
+    def to_host(self) -> Measured:
+        """In one copy."""
+        words = to_host(self.words[: Measured.num_words(self.num_rows, self.num_top)])
+        whole = Measured.from_words(words, self.num_rows, self.num_top)
+        return Measured(*(part[: self.count] for part in (whole.token_ids, whole.logprobs, whole.ranks)))
 
 
 @cache
@@ -124,7 +156,7 @@ class StepLogprobs:
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
         self._sequences: list[Sequence] = []
-        self._sampled: Measured | None = None
+        self._sampled: Measured | PackedMeasured | None = None
 
     def shift_prompt_rows(self, distance: int) -> None:
         """Shift the rows of chunks by the decodes' padding."""
@@ -150,6 +182,10 @@ class StepLogprobs:
         num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
         self._sampled = Measured.from_logits(logits, token_ids, num_top, by_kernel=self._by_kernel)
 
+    def add_measured(self, sequences: SequenceABC[Sequence], measured: PackedMeasured) -> None:
+        """Take what was measured when these sequences drew their tokens."""
+        self._sequences, self._sampled = list(sequences), measured
+
     def to_host(self) -> StepLogprobs:
         """Send what was measured to the host; it is there with the step's tokens."""
         self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
@@ -166,7 +202,7 @@ class StepLogprobs:
         for sequence, error in self.errors.items():
             if not sequence.is_finished:
                 sequence.error = error
-        if self._sampled is not None:
+        if isinstance(self._sampled, Measured):
             token_of = dict(zip(sequences, token_ids, strict=True))
             reports = self._sampled.rows(sequence.params.logprobs or 0 for sequence in self._sequences)
             for sequence, report in zip(self._sequences, reports, strict=True):

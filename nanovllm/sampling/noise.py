@@ -35,9 +35,10 @@ def signed_32(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def token_counters(vocab_size: int, device: torch.device) -> Tensor:
-    """[vocab_size] int32: each token id's counter."""
-    return torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device) * signed_32(GAMMA_32)
+def token_counters(vocab_size: int, device: torch.device, first_token: int = 0) -> Tensor:
+    """[vocab_size] int32: each token id's counter, from first_token on."""
+    first = first_token + 1
+    return torch.arange(first, first + vocab_size, dtype=torch.int32, device=device) * signed_32(GAMMA_32)
 
 
 def _mixed_32(values: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sequence import Sequence
 
+PENALTY_FIELDS = 8  # of the kernel's description of a row
+
 
 @dataclass(frozen=True, slots=True)
 class LatestTokens:
@@ -198,25 +200,50 @@ def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], step: _Step) -> None:
     """Send the tokens of the rows in one copy; the kernel describes the entries before them."""
-    entries, floats = np.full((len(rows), 8), -1, np.int32), np.empty((len(rows), 3), np.float32)
-    tokens, start = [], 0
-    for place, row in enumerate(rows):
-        sequence, params = step.sequences[row], step.sequences[row].params
-        first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others count the output alone
-        own = np.asarray(sequence.token_ids[first : step.positions[row]], np.int32)
-        entries[place, :4] = row, start, len(own), sequence.num_prompt_tokens - first
-        floats[place] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        tokens.append(own)
-        start += len(own)
+    entries, num_tokens = penalty_entries(rows, step.sequences, step.positions, step.latest)
+    words = np.empty(entries.size + num_tokens, np.int32)
+    words[: entries.size] = entries.ravel()
+    write_tokens(entries, rows, step.sequences, words[entries.size :])
+    packed = to_device(words, logits.device)
     previous = None if step.latest is None else step.latest.previous
-    if step.latest is not None and previous is not None:
-        latest = step.latest.token_ids[rows]
-        entries[:, 4] = np.where(latest < 0, -1 - latest, -1)
-    entries[:, 5:] = floats.view(np.int32)
-    packed = to_device(np.concatenate([entries.ravel(), *tokens]), logits.device)
     if previous is None:
         previous = packed.new_empty(1, dtype=torch.int64)  # no entry points into it
-    kernel(logits, packed[: entries.size].view(-1, 8), packed[entries.size :], previous)
+    kernel(logits, packed[: entries.size].view(-1, PENALTY_FIELDS), packed[entries.size :], previous)
+
+
+def penalises(sequence: Sequence) -> bool:
+    return sequence.params.penalises
+
+
+def penalty_entries(
+    rows: list[int], sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
+) -> tuple[NDArray[np.int32], int]:
+    """Entries [len(rows), PENALTY_FIELDS] of the kernel `penalise`, and how many tokens they point to."""
+    entries, floats = np.full((len(rows), PENALTY_FIELDS), -1, np.int32), np.empty((len(rows), 3), np.float32)
+    start = 0
+    for place, row in enumerate(rows):
+        sequence, params = sequences[row], sequences[row].params
+        first = 0 if params.repetition_penalty != 1.0 else sequence.num_prompt_tokens  # others count the output alone
+        length = min(positions[row], len(sequence.token_ids)) - first
+        entries[place, :4] = row, start, length, sequence.num_prompt_tokens - first
+        floats[place] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        start += length
+    if latest is not None and latest.previous is not None:
+        newest = latest.token_ids[rows]
+        entries[:, 4] = np.where(newest < 0, -1 - newest, -1)
+    entries[:, 5:] = floats.view(np.int32)
+    return entries, start
+
+
+def write_tokens(
+    entries: NDArray[np.int32], rows: list[int], sequences: SequenceABC[Sequence], to: NDArray[np.int32]
+) -> None:
+    """Write the tokens that the entries of these rows point to."""
+    for row, (_, start, length, num_prompt, *_) in zip(rows, entries.tolist(), strict=True):
+        if length:
+            token_ids, first = sequences[row].token_ids, sequences[row].num_prompt_tokens - num_prompt
+            # A view that lives no longer than this line, since an array cannot grow while one does.
+            to[start : start + length] = np.frombuffer(token_ids, np.int32, length, first * token_ids.itemsize)
 
 
 def _penalise_by_counts(logits: Tensor, rows: list[int], step: _Step) -> None:
@@ -247,6 +274,6 @@ _CHANGES: tuple[tuple[Callable[[Sequence], Any], Callable[[Tensor, list[int], _S
     (lambda sequence: sequence.params.allowed_token_ids, _keep_allowed),
     (lambda sequence: sequence.bad_words, _forbid_bad_words),
     (lambda sequence: sequence.params.logit_bias, _add_biases),
-    (lambda sequence: sequence.params.penalises, _penalise),
+    (penalises, _penalise),
     (lambda sequence: sequence.params.logits_processors, _run_all_processors),
 )

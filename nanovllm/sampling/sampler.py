@@ -38,6 +38,10 @@ class Sampler:
         if kernel is not None:
             self.draw = partial(kernel, gamma=signed_32(GAMMA_32), non_finite=NON_FINITE)
 
+    def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
+        """What `draw` takes besides logits, for rows that it can draw."""
+        return DrawInputs.from_sequences(sequences, positions)
+
     def sample(
         self,
         logits: Tensor,
@@ -92,7 +96,8 @@ class Sampler:
         """Draw from logits that are as the requests want them before the temperature."""
         inputs = DrawInputs.from_sequences(sequences, positions)
         if logits.device.type == "cpu":
-            return _draw_on_cpu(logits, inputs)
+            scores, token_ids = best_on_cpu(logits, inputs)
+            return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
         return self.draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
 
     @staticmethod
@@ -113,17 +118,32 @@ def _rows_of(logits: Tensor, rows: list[int], *, copies: bool = False) -> Tensor
     return logits.clone() if copies else logits
 
 
-def _draw_on_cpu(logits: Tensor, inputs: DrawInputs) -> Tensor:
-    """`draw` on a CPU: greedy rows need no noise; that of others is made row by row, within the processor's cache."""
-    best, token_ids = logits.max(dim=-1)  # max passes a NaN on; a row of all -inf has no token to give
+def best_on_cpu(
+    logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
+
+    Args:
+        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
+        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
+
+    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
+    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
+    """
+    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
+    largest = own_largest if largest is None else largest
+    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
     rows = np.flatnonzero(inputs.noise_scales).tolist()
     if rows:
-        chosen = logits if len(rows) == len(logits) else logits[rows]
-        levels = chosen.float() - chosen.amax(dim=-1, keepdim=True).float()
+        is_all = len(rows) == len(logits)
+        chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
+        levels = chosen.float() - tops[:, None].float()
         levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
         filters = inputs.top_k[rows].tolist(), inputs.top_p[rows].tolist(), inputs.min_p[rows].tolist()
-        scores = keep_likely(levels, *filters)
-        keys, counters = torch.from_numpy(inputs.noise_keys[rows]), token_counters(logits.shape[1], logits.device)
-        pairs = zip(scores.split(1), keys.split(1), strict=True)
-        token_ids[rows] = torch.cat([(row + gumbel_noise(key, counters)).argmax(dim=-1) for row, key in pairs])
-    return token_ids.masked_fill_(~best.isfinite(), NON_FINITE)
+        levels = keep_likely(levels, *filters)
+        counters = token_counters(logits.shape[1], logits.device, first_token)
+        pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
+        drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]
+        scores[rows] = torch.cat([best.values for best in drawn])
+        token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
+    return scores, token_ids

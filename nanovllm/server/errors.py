@@ -109,6 +109,14 @@ def engine_stalled(seconds: float, limit: float) -> ApiError:
     )
 
 
+def no_replica(count: int) -> ApiError:
+    return ApiError(
+        503,
+        f"none of the {count} replicas is up; they are being started again, and requests wait for them.",
+        code="no_replica",
+    )
+
+
 def engine_dead() -> ApiError:
     return ApiError(503, "the engine has failed; the server is shutting down.", code="engine_dead")
 

@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.outputs import ReplicaStatus
 from nanovllm.server import errors
 from nanovllm.server.listening import format_address
 from nanovllm.server.retry_after import RetryAfter
@@ -39,7 +40,8 @@ class Admission:
         self.num_open = 0
         config = engine.config
         # Maximum number of samples in the engine, queue included; None: no limit.
-        self.max_unfinished = None if config.max_queue is None else config.max_num_seqs + config.max_queue
+        places = config.max_num_seqs * config.data_parallel_size
+        self.max_unfinished = None if config.max_queue is None else places + config.max_queue
 
     def check(self) -> None:
         """Raise ApiError (503) if the engine is dead or the server drains."""
@@ -56,6 +58,13 @@ class Admission:
         """Raise ApiError (503) if the engine has stalled."""
         if self.is_stalled:
             raise errors.engine_stalled(self._engine.heartbeat().age, self._stall_timeout)
+
+    def check_replicas(self) -> list[ReplicaStatus]:
+        """The replicas' states; raises ApiError (503) if none is up."""
+        replicas = self._engine.replicas()
+        if replicas and not any(replica.state == "up" for replica in replicas):
+            raise errors.no_replica(len(replicas))
+        return replicas
 
     def queue_full(self) -> errors.ApiError:
         """Build the error (429) for a request beyond the queue."""

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import ReplicaStatus, RequestOutput
 from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
@@ -42,12 +42,13 @@ class EngineFigures(Collector):
         if self.heartbeat is None:
             return
         stats = self.heartbeat.stats
+        usage = stats.num_used_blocks / max(1, stats.num_blocks)  # none before any replica has reported
         gauges = {
             "num_requests_running": ("Running samples.", stats.num_running),
             "num_requests_waiting": ("Waiting samples.", stats.num_waiting),
             "engine_step_age_seconds": ("Seconds since the last step ended, while there is work.", self.heartbeat.age),
             "engine_stalled": ("1 if engine_step_age_seconds is above stall_timeout.", int(self.is_stalled)),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.num_used_blocks / stats.num_blocks),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", usage),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -71,6 +72,30 @@ class EngineFigures(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+
+
+class ReplicaFigures(Collector):
+    """Collector of what is known of each replica; the engine's metrics are sums over them."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.replicas: list[ReplicaStatus] = []
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.replicas:
+            return
+        labels = ["model_name", "replica"]
+        restarts = CounterMetricFamily(PREFIX + "replica_restarts", "Times it was started again.", labels=labels)
+        up = GaugeMetricFamily(PREFIX + "replica_up", "1 if it serves.", labels=labels)
+        running = GaugeMetricFamily(PREFIX + "replica_requests_running", "Its running samples.", labels=labels)
+        waiting = GaugeMetricFamily(PREFIX + "replica_requests_waiting", "Its waiting samples.", labels=labels)
+        for replica in self.replicas:
+            names = [self._model_name, str(replica.index)]
+            restarts.add_metric(names, replica.num_restarts)
+            up.add_metric(names, replica.state == "up")
+            running.add_metric(names, replica.num_running)
+            waiting.add_metric(names, replica.num_waiting)
+        yield from (up, running, waiting, restarts)
 
 
 class GapHistogram(Collector):
@@ -133,7 +158,9 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._engine = EngineFigures(model_name)
+        self._replicas = ReplicaFigures(model_name)
         self.registry.register(self._engine)
+        self.registry.register(self._replicas)
         ProcessCollector(registry=self.registry)
         self._outcomes = Counter(
             PREFIX + "request_success", "Requests by finish reason.", ["model_name", "finished_reason"],
@@ -213,9 +240,10 @@ class ServerMetrics:
     def record_response(self, endpoint: str, status: int) -> None:
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
-    def text(self, heartbeat: Heartbeat, *, is_stalled: bool) -> bytes:
+    def text(self, heartbeat: Heartbeat, replicas: list[ReplicaStatus], *, is_stalled: bool) -> bytes:
         """Return all metrics in Prometheus' text format."""
         self._engine.heartbeat, self._engine.is_stalled = heartbeat, is_stalled
+        self._replicas.replicas = replicas
         return generate_latest(self.registry)
 
 

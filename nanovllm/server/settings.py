@@ -10,6 +10,8 @@ from pathlib import Path
 from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
+# Engine defaults of a server: an unbounded queue would grow with its clients.
+ENGINE_DEFAULTS = {"max_queue": 1024}
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
 
 
@@ -146,3 +148,8 @@ class ServerSettings:
 def cache_salt(key: str) -> str:
     """Return the cache salt of a key's requests: a one-way hash of the key."""
     return hashlib.sha256(b"nanovllm cache salt\0" + key.encode()).hexdigest()
+
+
+def request_salt(settings: ServerSettings, key: str | None, own: str) -> str:
+    """Prefix the client's salt with that of its key under cache_salt_per_key."""
+    return own if key is None or not settings.cache_salt_per_key else f"{cache_salt(key)}:{own}"

@@ -10,13 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from nanovllm.engine import Engine
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
 from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.outputs import ReplicaStatus, RequestOutput
+from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.heartbeat import Heartbeat
-from nanovllm.streaming.streams import OutputRouter
 
 logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
@@ -32,6 +32,16 @@ IDLE_SECONDS = 0.5
 EXIT_SECONDS = 30.0
 
 
+class AnyRouter(Protocol):
+    """An `OutputRouter`, or what takes outputs like it."""
+
+    def deliver(self, outputs: list[RequestOutput]) -> list[str]: ...
+
+    def without_loop(self) -> list[str]: ...
+
+    def end(self, refusal: Callable[[], Exception]) -> None: ...
+
+
 class EngineThread:
     """Steps an engine in its own thread while there is work; captures CUDA graphs or sleeps while idle.
 
@@ -39,10 +49,10 @@ class EngineThread:
     stopped or when anything except a step fails; later calls are refused, and all streams are ended.
     """
 
-    def __init__(self, engine: Engine, router: OutputRouter, *, prepares_when_idle: bool = False) -> None:
+    def __init__(self, engine: AnyEngine, router: AnyRouter, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
         self._router = router
-        self._calls: deque[tuple[Future[Any], Callable[[Engine], Any]]] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[AnyEngine], Any]]] = deque()
         self._changes = threading.Condition()  # guards _calls, _is_stopping and _has_ended
         self._is_stopping = False
         self._has_ended = False
@@ -50,7 +60,8 @@ class EngineThread:
         self._last_look = time.monotonic()
         self._stats = engine.stats()  # as of the end of the last step
         self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
-        self._prepares = prepares_when_idle  # False once a capture failed
+        self._wake = engine.wake
+        self._prepares = prepares_when_idle or self._wake is not None  # False once a capture failed
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
@@ -58,7 +69,7 @@ class EngineThread:
 
     # ---------------------------------------------------------------------------------------------- from any thread
 
-    def submit(self, call: Callable[[Engine], Result]) -> Future[Result]:
+    def submit(self, call: Callable[[AnyEngine], Result]) -> Future[Result]:
         """Run `call(engine)` before the next step; raises EngineDeadError or EngineClosedError after the last one."""
         if self.is_elsewhere:
             raise self.refusal()
@@ -70,12 +81,23 @@ class EngineThread:
             if self._busy_since is None:
                 self._busy_since = time.monotonic()
             self._changes.notify()
+            if self._wake is not None:
+                self._wake()
         return future
 
     def heartbeat(self) -> Heartbeat:
-        """Return the statistics of the last step; never waits for the running one."""
+        """Return the statistics of the last step; never waits for the running one.
+
+        With replicas the age is that of the one that reported last: while one serves, the engine does.
+        """
+        if silences := [replica.silence for replica in self._engine.statuses if replica.state == "up"]:
+            return Heartbeat(self._stats, min(silences))
         stats, busy_since = self._stats, self._busy_since
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """The state of each replica, as of now; never waits."""
+        return list(self._engine.statuses)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -103,6 +125,8 @@ class EngineThread:
         with self._changes:
             self._is_stopping = True
             self._changes.notify()
+            if self._wake is not None and not self._has_ended:
+                self._wake()
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
@@ -152,9 +176,9 @@ class EngineThread:
                 return
         try:
             # Asked anew in each idle time: steps in between may have missed further shapes.
-            while not self._calls and not self._is_stopping and self._engine.model_runner.capture_ahead():
+            while not self._calls and not self._is_stopping and self._engine.use_idle_time():
                 pass
-        except DeviceError:
+        except (DeviceError, EngineDeadError):
             raise
         except Exception:  # a step that needs this graph reports the error to its requests
             self._prepares = False

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 
 from nanovllm.outputs import OutputKind, RequestOutput
 
@@ -85,6 +86,13 @@ class OutputStream:
         left, self._unfinished = self._unfinished, set()
         if left:
             self._abandon(left, self._stream)
+
+
+async def relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator[RequestOutput, None]:
+    """Submit when first read; closing the generator closes the stream."""
+    async with aclosing(await submit()) as outputs:
+        async for output in outputs:
+            yield output
 
 
 class OutputRouter:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from nanovllm.attention.flex_gpu_options import Gpu
+from nanovllm.kernels import paged_decode
 from nanovllm.kernels.paged_decode import MEASURED, PagedDecode, fitting
 
 A100, H200, SMALL = Gpu(108, 166_912), Gpu(132, 232_448), Gpu(36, 101_376)
@@ -30,11 +33,37 @@ def test_an_h200_takes_what_was_measured_on_it():
 def test_split_decodes_have_no_more_pieces_than_the_workspace_holds():
     """Each piece but one of a decode is as long as all contexts over the most pieces, or longer."""
     for num_kv_heads in (1, 3, 8, 40, 96):
-        most = PagedDecode.most_splits(H200.num_multiprocessors, num_kv_heads)
+        most = PagedDecode.most_splits((num_kv_heads, 16), H200.num_multiprocessors, 1000)
         for contexts in ([1] * 300 + [100_000], [500] * 40, [4096], [33] * 1000, [5000, 5000, 1]):
             tiles = -(-np.array(contexts) // MEASURED.tile)
             counts = -(-tiles // -(-tiles.sum() // (most // 2)))
             assert counts[counts > 1].sum() <= most and counts.sum() <= most // 2 + len(contexts)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 40])
+def test_pieces_of_shared_blocks_fit_among_the_programs_and_the_workspace(num_kv_heads, num_groups):
+    """As many bundles as may be, each of as many members; a member leaves its bundle's pieces and its own."""
+    kernel = PagedDecode.__new__(PagedDecode)
+    kernel._least_pieces, kernel._most_pieces = paged_decode._bounds(H200.num_multiprocessors, num_kv_heads, MEASURED)
+    members = paged_decode._bundle_members(num_groups)
+    for num_decodes in (2, 7, 30, 64, 200, 1000):
+        most_bundles = kernel.most_bundles(num_decodes)
+        bound = PagedDecode.most_splits((num_kv_heads, num_groups), H200.num_multiprocessors, num_decodes)
+        for shared, own, num_bundles in itertools.product(
+            [1, 70, 3000], [1, 40], {1, most_bundles // 2, most_bundles} - {0}
+        ):
+            counts = np.full(num_bundles, members)
+            counts[-1] = min(members, num_decodes - counts[:-1].sum())
+            if counts.min() < 1:
+                continue
+            target = min(max(num_decodes, kernel._least_pieces), kernel._most_pieces)
+            assert target > num_bundles
+            length = -(-(num_bundles * shared + num_decodes * own) // (target - num_bundles))
+            of_bundle, of_decode = -(-shared // length), -(-own // length)
+            assert num_bundles * of_bundle + num_decodes * of_decode <= target + num_decodes
+            alone = (num_decodes - counts.sum()) * (of_decode if of_decode > 1 else 0)
+            assert counts.sum() * (of_bundle + of_decode) + alone <= bound
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "is_served"), [

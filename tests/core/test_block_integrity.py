@@ -7,7 +7,6 @@ from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 from tests.support.blocks import SIZE, A, B, C, D, computed, make_manager, release
-from tests.support.scheduling import make_sequence
 
 
 def corrupt(corruption: str) -> tuple[BlockManager, list[Sequence]]:
@@ -94,13 +93,3 @@ def test_check_blocks_names_a_sequence_that_was_left_out():
     manager, sequences = corrupt("none")
     with pytest.raises(RuntimeError, match="reference counts differ"):
         check_blocks(manager, sequences[:1])
-
-
-def test_one_look_rules_out_prefixes_that_a_lookup_would_not_find():
-    manager = make_manager(8)
-    release(manager, computed(manager, list(range(8))))
-    for length in range(1, 14):
-        sequence = make_sequence(range(length))
-        found = len(manager.lookup(sequence))
-        assert [manager.may_hold(sequence, index) for index in range(4)] == [index < found for index in range(4)]
-    assert not manager.may_hold(make_sequence([9] * 9), 0)

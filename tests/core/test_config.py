@@ -32,8 +32,8 @@ def test_an_unknown_option_that_resembles_none_lists_them_all():
 
 
 def test_an_unknown_option_is_refused_beside_known_ones():
-    with pytest.raises(TypeError, match="unknown engine option 'tensor_parallel_size'"):
-        EngineConfig.from_options(max_num_seqs=4, tensor_parallel_size=2)
+    with pytest.raises(TypeError, match="unknown engine option 'pipeline_parallel_size'"):
+        EngineConfig.from_options(max_num_seqs=4, pipeline_parallel_size=2)
 
 
 def test_a_config_is_immutable():

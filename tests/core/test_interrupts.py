@@ -277,9 +277,9 @@ def test_sigint_in_the_middle_of_scheduling_loses_no_step():
     llm.generate(PROMPT, PARAMS, use_tqdm=False)
     before = llm.stats()
 
-    def interrupted(step):
+    def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
-        spend(step)
+        spend(*arguments)
 
     llm._engine.scheduler._spend_what_is_left = interrupted
     with pytest.raises(KeyboardInterrupt):

@@ -136,9 +136,23 @@ def test_one_long_prompt_takes_at_most_the_threshold_while_others_want_the_budge
 def test_leftover_budget_goes_to_the_chunks_that_the_threshold_capped():
     loop = make_loop(max_num_batched_tokens=32, long_prefill_token_threshold=8)
     loop.add(prompt(60))
-    loop.add(prompt(5, 1))
+    loop.add(prompt(5, 1), max_tokens=1)
     assert chunks(loop.step()) == {"0": (0, 24), "1": (0, 5)}
-    assert chunks(loop.step()) == {"1": (5, 6), "0": (24, 52)}
+    assert chunks(loop.step()) == {"0": (24, 56)}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_leftover_budget_delays_decodes_only_while_a_request_waits(waits):
+    """Else a prompt that arrives alone would hold up every stream for a whole step of the budget."""
+    loop = make_loop(max_num_batched_tokens=32, long_prefill_token_threshold=8, max_long_partial_prefills=1)
+    loop.add(prompt(5, 1))
+    loop.step()
+    loop.add(prompt(60))
+    if waits:
+        loop.add(prompt(60, 2))
+    assert chunks(loop.step()) == {"0": (5, 6), "1": (0, 28 if waits else 8)}
+    loop.drain()
+    loop.check_outputs()
 
 
 def test_short_prompts_pass_a_second_long_one():

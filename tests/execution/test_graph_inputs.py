@@ -16,7 +16,7 @@ from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
-from nanovllm.execution.cuda_graphs import MAX_GRAPHS
+from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.execution.graph_inputs import StepPacking, with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs

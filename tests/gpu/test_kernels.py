@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import NON_FINITE
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
+from nanovllm.device import find_kernel
 from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.cuda_graphs import tables_of
 from nanovllm.execution.graph_inputs import StepPacking
@@ -29,8 +31,10 @@ from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
+from tests.support.dense_rotary import dense_rotate
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
 
+rotate_and_store: Any = find_kernel("rotary", "rotate_and_store")  # by name, since its file needs Triton
 _backends: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
 
 
@@ -171,6 +175,31 @@ def test_states_are_stored_as_plain_indexing_stores_them(heads):
     write_states(key, value, expected, slots)
     store_states(key, value, stored, slots)
     assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("sizes", [(16, 8, 128), (3, 1, 80), (5, 5, 96)])
+@pytest.mark.parametrize("num_rows", [5, 1500])
+def test_turned_queries_and_stored_states_equal_those_of_float64(num_rows, sizes, has_norms, dtype):
+    num_heads, num_kv_heads, head_dim = sizes
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    products = randn(1, num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
+    turns, norms = randn(2, 1, num_rows, head_dim), [randn(head_dim), randn(head_dim)] if has_norms else []
+    slots = 1 + torch.randperm(2 * num_rows, generator=generator, device="cuda")[:num_rows]
+    slots[num_rows - num_rows // 3 :] = 0  # padding
+    stored = torch.zeros(2, 1 + 2 * num_rows, num_kv_heads, head_dim, dtype=dtype, device="cuda")
+    expected = stored.clone()
+    query = rotate_and_store(products, *turns, norms, 1e-6, stored, slots)
+    right = dense_rotate(products, *turns, norms, 1e-6, expected, slots)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, theirs in ((query, right), (stored[:, 1:], expected[:, 1:])):  # what padding leaves is never read
+        assert (ours.double() - theirs.double()).norm() <= tolerance * theirs.double().norm()
+    assert query.shape == (num_rows, num_heads, head_dim)
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])

@@ -137,10 +137,12 @@ def test_a_captured_graph_serves_steps_of_any_contexts():
 
 
 def test_every_number_of_decodes_is_served_by_the_same_compiled_kernels():
-    from nanovllm.kernels import paged_decode_triton
+    from nanovllm.kernels import decode_pieces_triton, paged_decode_triton
 
     def num_compiled() -> int:
-        kernels = (getattr(paged_decode_triton, name) for name in ("cut_contexts", "attend_pieces", "merge_pieces"))
+        kernels = (
+            decode_pieces_triton.cut_contexts, paged_decode_triton.attend_pieces, paged_decode_triton.merge_pieces
+        )  # fmt: skip
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
     kernel, before = None, None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanovllm import SamplingParams
 from nanovllm.device import find_kernel
+from nanovllm.execution.buckets import HeadShape
+from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
@@ -221,6 +223,39 @@ def test_penalties_and_allowed_tokens_equal_those_of_the_host():
     expected = change_logits(logits.clone(), requests, [len(r.token_ids) for r in requests], None)
     ours = change_logits(logits.cuda(), requests, [len(r.token_ids) for r in requests], None)
     torch.testing.assert_close(ours.cpu(), expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
+def test_penalties_and_log_probabilities_of_a_head_equal_those_of_the_host():
+    rng, vocab_size, count = np.random.default_rng(0), 3000, 11
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "logprobs": 2}, {}, {"frequency_penalty": 0.4}, {"presence_penalty": -0.7},
+    ]  # fmt: skip
+    requests = []
+    for n in range(count):
+        tokens = tuple(rng.integers(0, 60, rng.integers(30, 5000)).tolist())
+        requests.append(request(n, tokens, 20, **options[n % len(options)]))
+    positions = [len(own.token_ids) + n % 2 for n, own in enumerate(requests)]
+    latest = LatestTokens(np.array([-1 - n if n % 2 else 5 for n in range(count)]), torch.arange(40) * 7)
+    extras = HeadExtras(32, CUDA)
+    needed = extras.needed(requests, positions)
+    assert needed is not None and needed.penalises and needed.num_top == 5
+    head = HeadShape(16, True, False, *needed)
+    assert extras.upload(head, requests, positions, latest)
+    assert not extras.upload(head, requests, positions, latest), "the buffer is large enough"
+    logits = 3 * torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        given = logits.to(dtype).cuda()
+        ours = extras.penalised(given, latest.previous.cuda())
+        expected = change_logits(logits[:count].to(dtype, copy=True), requests, positions, latest)
+        torch.testing.assert_close(ours[:count].cpu(), expected, atol=1e-6, rtol=1e-6)
+        assert torch.equal(ours[count:], given[count:].float()) and torch.equal(given.cpu(), logits.to(dtype))
+        extras.measure(given, torch.arange(16, device=CUDA), 5)
+        ours = extras.measured(head, count).to_host()
+        torch.cuda.synchronize()
+        expected = Measured.from_logits(given[:count].cpu(), torch.arange(count), 5)
+        assert torch.equal(ours.token_ids[:, 0], expected.token_ids[:, 0])
+        torch.testing.assert_close(ours.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
+        assert torch.equal(ours.ranks, expected.ranks)
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["kernels", "torch"])

@@ -14,7 +14,7 @@ from nanovllm.model.patches import AttributePatches
 from nanovllm.model.probe import StateProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import FAMILIES, favour_next_tokens, tiny_model
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
@@ -72,6 +72,14 @@ def test_a_model_that_makes_logits_of_more_than_hidden_states_is_not_split():
     binding = ModelBinding(model, is_live=True)
     assert not binding.splits_head()
     assert not vars(model.base_model).get("_compiled_call_impl")
+
+
+def test_whether_the_head_is_apart_may_change_with_the_model():
+    model = tiny_model("llama")
+    binding = ModelBinding(model, is_live=True)
+    assert binding.splits_head()
+    favour_next_tokens(model)
+    assert not binding.splits_head()
 
 
 def test_a_model_that_does_not_call_its_base_model_is_not_split():

@@ -21,7 +21,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import can_pack
-from nanovllm.model.fused_layers import TOLERANCE
+from nanovllm.model.llama_parts import TOLERANCE
 from nanovllm.model.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.batch import NON_FINITE
-from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw, draw_suffices
+from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import NewRequest, Sequence
@@ -86,11 +86,17 @@ def test_inputs_say_zero_for_what_is_off():
 
 
 @pytest.mark.parametrize("option", [
-    {"logprobs": 0}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3]},
-    {"logits_processors": lambda ids, row: row}, {"min_tokens": 3},
+    {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3]}, {"logits_processors": lambda ids, row: row},
+    {"min_tokens": 3}, {"logit_bias": {3: 1.0}, "presence_penalty": 1.0},
 ], ids=str)  # fmt: skip
-def test_what_needs_more_than_the_draw(option):
+def test_what_needs_the_samplers_own_code(option):
     plain, asking = requests_of(len(WAYS)), request(**option)
-    assert draw_suffices(plain, [2] * len(plain))
-    assert not draw_suffices([*plain, asking], [2] * len(plain) + [4])
-    assert draw_suffices([asking], [5]) == ("min_tokens" in option)
+    assert draw_extras(plain, [2] * len(plain)) == DrawExtras()
+    assert draw_extras([*plain, asking], [2] * len(plain) + [4]) is None
+    assert (draw_extras([asking], [5]) is not None) == ("min_tokens" in option)
+
+
+def test_penalties_and_log_probabilities_are_extras_of_the_draw():
+    asking = [request(), request(logprobs=2), request(presence_penalty=1.0), request(logprobs=0)]
+    assert draw_extras(asking, [4] * 4) == DrawExtras(penalises=True, num_top=2)
+    assert draw_extras(asking[3:], [4]) == DrawExtras(num_top=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StepError
-from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured
+from nanovllm.sampling.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
@@ -239,3 +239,21 @@ def test_a_stream_shows_as_many_as_it_shows_tokens():
         seen = list(llm.stream([5, 6, 7], SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)))
     assert [len(output.outputs[0].logprobs) for output in seen] == [1, 2, 3, 4, 5]
     assert all(len(output.prompt_logprobs) == 3 for output in seen)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_words_of_a_graph_hold_what_was_measured(num_top):
+    logits, token_ids = torch.randn(5, 50), torch.tensor([3, 9, -1, 49, 0])
+    measured = Measured.from_logits(logits, token_ids, num_top)
+    words = torch.full((Measured.num_words(8, num_top) + 10,), -1, dtype=torch.int32)
+    to = Measured.from_words(words, 8, num_top)
+    for part, values in (
+        (to.token_ids, measured.token_ids),
+        (to.logprobs, measured.logprobs),
+        (to.ranks, measured.ranks),
+    ):
+        part[:5] = values
+    assert (words[Measured.num_words(8, num_top) :] == -1).all()
+    found = PackedMeasured(words, num_rows=8, num_top=num_top, count=5).to_host()
+    assert torch.equal(found.token_ids, measured.token_ids) and torch.equal(found.ranks, measured.ranks)
+    assert torch.equal(found.logprobs, measured.logprobs)

@@ -10,7 +10,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.sampling.penalties import LatestTokens, change_logits
+from nanovllm.sampling.penalties import LatestTokens, change_logits, penalty_entries, write_tokens
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
@@ -175,3 +175,19 @@ def test_an_allowed_token_outside_of_the_vocabulary_is_refused_before_anything_r
         with pytest.raises(ValueError, match=f"logit_bias holds {VOCAB_SIZE}"):
             llm.generate([[1]], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), use_tqdm=False)
         assert llm.stats().num_steps == 0
+
+
+def test_what_the_kernel_reads_are_the_tokens_that_its_entries_point_to():
+    sequences = [
+        request([1, 2, 8], [7, 9], repetition_penalty=1.5),
+        request([4, 5], []),
+        request([6], [3, 3, 2], presence_penalty=0.5),
+    ]
+    latest = LatestTokens(np.array([-3, 5, 2]), torch.zeros(4, dtype=torch.int64))
+    entries, num_tokens = penalty_entries([0, 2], sequences, [6, 2, 4], latest)
+    tokens = np.zeros(num_tokens, np.int32)
+    write_tokens(entries, [0, 2], sequences, tokens)
+    assert tokens.tolist() == [1, 2, 8, 7, 9, 3, 3, 2]
+    assert entries[:, :5].tolist() == [[0, 0, 5, 3, 2], [2, 5, 3, 0, -1]]  # row, start, length, prompt, in flight
+    assert entries[:, 5:].view(np.float32).tolist() == [[1.5, 0.0, 0.0], [1.0, 0.0, 0.5]]
+    sequences[0].token_ids.append(1)  # nothing holds the array

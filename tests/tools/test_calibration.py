@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def refused(result: tuple[int, str, str], *named: str) -> None:
 
 def test_a_calibration_is_read_as_it_was_written(stored):
     assert Calibration.load(stored) == CALIBRATION
+
+
+def test_a_calibration_of_several_ranks_carries_their_number(tmp_path):
+    replace(CALIBRATION, tensor_parallel_size=2).save(tmp_path / "two.json")
+    two = Calibration.load(tmp_path / "two.json")
+    assert two.resolve(EngineConfig()).tensor_parallel_size == 2
+    for calibration, size in ((two, 4), (CALIBRATION, 2)):
+        with pytest.raises(ValueError, match=rf"tensor_parallel_size=\d, and tensor_parallel_size={size} is asked for"):
+            calibration.resolve(EngineConfig(tensor_parallel_size=size))
 
 
 def test_options_resolve_as_on_the_measured_engine():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import count
 
 import pytest
 
-from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
-from nanovllm.tools.simulate.replica import Replica
-from nanovllm.tools.simulate.routing import (
+from nanovllm.block_hashes import PromptHashes
+from nanovllm.replicas.routing import (
     OVERLOAD_FACTOR,
     OVERLOAD_MARGIN,
     POLICIES,
@@ -18,8 +18,10 @@ from nanovllm.tools.simulate.routing import (
     replica_load,
     round_robin,
 )
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
+from nanovllm.tools.simulate.replica import Replica
 from nanovllm.tools.simulate.simulator import simulate
-from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, poisson
 from tests.support.scheduling import make_config, make_sequence
 
 COST = CostModel(HostCost(), DeviceCost(knee=4, fixed=1.0, per_token_below=0.01, per_token_above=0.01), HostCost())
@@ -49,7 +51,7 @@ def sequence(prompt: list[int], max_tokens: int = 50):
 
 
 def chosen(route: Route, replicas: list[Replica], prompt: list[int] | None = None, times: int = 1) -> list[int]:
-    return [route(sequence(prompt or [5, 6, 7]), replicas) for _ in range(times)]
+    return [route(PromptHashes(prompt or [5, 6, 7], 16), replicas) for _ in range(times)]
 
 
 PROMPT = list(range(100, 200))
@@ -118,3 +120,49 @@ def test_prefix_aware_keeps_the_requests_of_a_prefix_together_and_saves_its_comp
     # Each prefix is computed once, instead of once per replica.
     assert figures["prefix-aware"]["cached_tokens"] == (60 - 3) * 64
     assert figures["round-robin"]["cached_tokens"] == (60 - 3 * 4) * 64
+
+
+# ------------------------------------------------------------------------------------------------------- stale indices
+
+
+@functools.cache
+def hit_rate(num_replicas: int, num_blocks: int, policy: str = "prefix-aware", index_delay: int | None = None) -> float:
+    """Of conversations that need more blocks than all replicas have."""
+    workload = poisson(chat(conversations=80, turns=5), 10.0)
+    config = make_config(block_size=16, max_model_len=4096, max_num_seqs=64, num_kv_blocks=num_blocks + 1)
+    device = DeviceCost(knee=4, fixed=2e-2, per_token_below=0.0, per_token_above=1e-5)
+    cost_model = CostModel(HostCost(), device, HostCost())
+    simulation = simulate(
+        workload, config, cost_model, num_replicas=num_replicas, route=POLICIES[policy](), index_delay=index_delay
+    )
+    figures = simulation.figures()
+    assert figures["evictions"] > 0
+    return figures["hit_rate"]
+
+
+@pytest.mark.parametrize("index_delay", [0, 1, 10, 100])
+def test_events_that_come_late_cost_few_hits_of_conversations(index_delay: int):
+    alone = hit_rate(1, 2 * 2400)
+    assert hit_rate(2, 2400, index_delay=index_delay) >= 0.95 * alone
+    assert hit_rate(2, 2400, "round-robin") < 0.75 * alone
+
+
+@pytest.mark.parametrize("index_delay", [0, 10**9])
+def test_requests_of_one_burst_stay_together_before_any_event(index_delay: int):
+    prompts = [[*range(1000 * (number % 2), 1000 * (number % 2) + 64), number] for number in range(8)]
+    workload = Workload("two prefixes at once", [TimedRequest(0.0, prompt, 2) for prompt in prompts])
+    route = POLICIES["prefix-aware"]()
+    simulation = simulate(workload, CONFIG, COST, num_replicas=2, route=route, index_delay=index_delay)
+    assert simulation.replica_of == [0, 1] * 4
+
+
+def test_without_prefix_caching_an_index_expects_nothing():
+    config = make_config(block_size=16, max_model_len=512, max_num_seqs=4, enable_prefix_caching=False)
+    workload = Workload("one prompt", [TimedRequest(0.0, PROMPT, 2) for _ in range(4)])
+    simulation = simulate(workload, config, COST, num_replicas=2, route=POLICIES["prefix-aware"](), index_delay=0)
+    assert simulation.replica_of == [0, 1, 0, 1]
+
+
+def test_a_delay_below_zero_is_refused():
+    with pytest.raises(ValueError, match="index_delay is -1; it must be at least 0 steps"):
+        simulate(Workload("one", [TimedRequest(0.0, PROMPT, 2)]), CONFIG, COST, index_delay=-1)

@@ -312,6 +312,6 @@ def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
 
 
 def test_the_simulator_does_without_torch():
-    modules = "nanovllm.tools.simulate.simulator, nanovllm.tools.simulate.routing"
+    modules = "nanovllm.tools.simulate.simulator, nanovllm.replicas.routing"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

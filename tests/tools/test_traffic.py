@@ -18,7 +18,7 @@ from bench.machines.step_counts import StepWatch, Taken, counts, decode_seconds,
 from bench.machines.traffic_engines import VLLM_ENVIRONMENT, VllmOffline, play
 from bench.machines.traffic_report import Results
 from bench.machines.traffic_requests import OPTIONS, lognormal, params_of, params_of_option
-from bench.machines.traffic_worker import PARTS, TINY, Job
+from bench.machines.traffic_worker import PARTS, TINY, Job, run
 from nanovllm import SamplingParams, StepRecord
 from nanovllm.tools.bench.replay import figures
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
@@ -259,7 +259,7 @@ def job() -> Job:
 
 def found_by(part: str, job: Job) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    PARTS[part](job, lambda case, figures: found.setdefault(case, {}).update(figures))
+    run(replace(job, part=part), lambda _, case, figures: found.setdefault(case, {}).update(figures))
     return found
 
 
@@ -272,6 +272,24 @@ def test_offline_times_start_up_the_first_call_and_later_ones(job):
         assert (found[case]["captures"], found[case]["captures, request unfinished"]) == (0, 0)
     ratio = found["first call"]["seconds"] / found["later call 1"]["seconds"]
     assert found["first call"]["x later calls"] == pytest.approx(ratio)
+
+
+def test_parts_that_are_joined_share_an_engine(job, monkeypatch):
+    opened, make = [], Job.open_offline
+    monkeypatch.setattr(Job, "open_offline", lambda *arguments: opened.append(1) or make(*arguments))
+    found: dict[str, list[str]] = {}
+    run(replace(job, part="offline+w+long"), lambda part, case, _: found.setdefault(part, []).append(case))
+    assert found["w"] == ["W1", "W3, 10 in", "W3, 30 in"] and [*found] == ["offline", "w", "long"] and opened == [1]
+
+
+def test_a_joined_part_that_fails_is_named_and_the_rest_runs(job, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("it failed")
+
+    monkeypatch.setitem(PARTS, "w", PARTS["w"]._replace(run=fails))
+    found: dict[str, dict] = {}
+    run(replace(job, part="w+long"), lambda part, _, figures: found.setdefault(part, {}).update(figures))
+    assert found["w"] == {"failed": "RuntimeError: it failed"} and found["long"]["ms a step"] > 0
 
 
 def test_poisson_measures_every_rate_at_the_clients(job):
@@ -326,7 +344,8 @@ def test_a_process_that_takes_too_long_is_ended_and_named(capsys):
 
 @pytest.mark.parametrize("arguments, reason", [
     (["nothing"], "no part 'nothing'"), (["--engines", "other"], "no engine 'other'"), (["--rates", "0"], "--rates"),
-], ids=["part", "engine", "rate"])  # fmt: skip
+    (["w+poisson"], "poisson takes an engine of its own"), (["w+offline"], "offline measures the first call"),
+], ids=["part", "engine", "rate", "joined", "order"])  # fmt: skip
 def test_bad_arguments_are_refused(arguments, reason, capsys):
     with pytest.raises(SystemExit):
         traffic.main(arguments)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from operator import is_not
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.replicas.pool import ReplicaPool
+    from nanovllm.replicas.pool_request import PoolRequest
 
 MAX_CELLS = 1024  # cells of the pool map; a cell covers several blocks of a larger pool
 MAX_ROWS = 32  # rows of running requests, and of waiting ones
@@ -56,8 +61,12 @@ class EngineSnapshot:
     seconds: float
 
 
-def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
+def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
     """Take a snapshot; call it in the engine thread, which appends to `steps`."""
+    return _snapshot_of_pool(engine, steps) if engine.statuses else _snapshot_of_engine(engine, steps)
+
+
+def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
     began = time.perf_counter()
     now, scheduler, pool = engine.clock(), engine.scheduler, engine.block_manager
     shown = [*islice(scheduler.running, MAX_ROWS), *islice(scheduler.waiting, MAX_ROWS)]
@@ -82,6 +91,52 @@ def take_snapshot(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:
         },
         time.perf_counter() - began,
     )
+
+
+def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnapshot:
+    """What the front of several replicas knows: sums for the blocks, whose places it does not know."""
+    began, now, stats = time.perf_counter(), pool.clock(), pool.stats()
+    rows = [row for request in islice(pool.requests.values(), 2 * MAX_ROWS) for row in _pool_rows(request, now)]
+    num_cached = min(stats.num_free_blocks, max(0, stats.num_findable_blocks - stats.num_used_blocks))
+    num_others = stats.num_free_blocks - num_cached
+    return EngineSnapshot(
+        now,
+        tuple(steps),
+        rows[: 2 * MAX_ROWS],
+        stats.num_running,
+        stats.num_waiting,
+        bytes(1) + b"\1" * stats.num_used_blocks + bytes(stats.num_free_blocks),
+        bytes(1 + stats.num_used_blocks) + b"\1" * num_cached + bytes(num_others),
+        {
+            "steps": stats.num_steps,
+            "failed_steps": stats.num_failed_steps,
+            "output_tokens": stats.num_output_tokens,
+            "preemptions": stats.num_preemptions,
+            "evictions": stats.prefix_cache_evictions,
+            "cache_queries": stats.prefix_cache_queries,
+            "cache_hits": stats.prefix_cache_hits,
+        },
+        time.perf_counter() - began,
+    )
+
+
+def _pool_rows(request: PoolRequest, now: float) -> Iterator[tuple[Any, ...]]:
+    """Rows of a request's samples; one that has no token yet counts as waiting."""
+    num_prompt_tokens, metrics = len(request.new.prompt_token_ids), request.metrics
+    for index, sample in enumerate(request.samples):
+        if sample.finish_reason is None:
+            num_tokens = len(sample.token_ids)
+            yield (
+                request.new.request_id[:MAX_ID_CHARS],
+                index,
+                "decode" if num_tokens else "waiting",
+                num_prompt_tokens + num_tokens if num_tokens else 0,
+                num_prompt_tokens + num_tokens,
+                num_prompt_tokens,
+                metrics.num_cached_tokens,
+                round(1e6 * (now - request.new.arrival_time)),
+                metrics.num_preemptions,
+            )
 
 
 def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
@@ -139,7 +194,7 @@ def pool_map(num_holders: bytes, findable: bytes) -> dict[str, Any]:
     """
     holders = np.frombuffer(num_holders, np.uint8)[1:]  # [num_blocks]
     is_found = np.frombuffer(findable, np.uint8)[1:]
-    blocks_per_cell = -(-len(holders) // MAX_CELLS)
+    blocks_per_cell = max(1, -(-len(holders) // MAX_CELLS))  # no blocks: replicas that have not reported yet
     kinds = np.stack([(holders == 0) & (is_found == 1), holders == 1, holders > 1], axis=1)  # [num_blocks, 3]
     cells = np.add.reduceat(kinds.astype("<u2"), np.arange(0, len(kinds), blocks_per_cell), axis=0, dtype="<u2")
     cached, used, shared = kinds.sum(axis=0).tolist()

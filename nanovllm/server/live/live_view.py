@@ -35,7 +35,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
             "version": __version__,
             "budget": config.max_num_batched_tokens,
             "block_size": config.block_size,
-            "num_blocks": config.num_kv_blocks - 1,
+            "num_blocks": (config.num_kv_blocks - 1) * config.data_parallel_size,
             "max_queue": config.max_queue,
             "num_steps": RECENT_STEPS,
             "step_values": STEP_VALUES,

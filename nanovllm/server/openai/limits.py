@@ -9,7 +9,7 @@ from fastapi import Request
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.protocol import SamplingFields
 from nanovllm.server.security import require_api_key
-from nanovllm.server.settings import ServerSettings, cache_salt
+from nanovllm.server.settings import request_salt
 from nanovllm.server.state import ServerState
 
 
@@ -35,14 +35,6 @@ def engine_options(state: ServerState, request: Request, body: SamplingFields) -
     timeouts = [timeout for timeout in (body.timeout, state.settings.request_timeout) if timeout is not None]
     return {
         "priority": body.priority,
-        "cache_salt": _salt(state.settings, request, body.cache_salt or ""),
+        "cache_salt": request_salt(state.settings, require_api_key(request), body.cache_salt or ""),
         "timeout": min(timeouts, default=None),
     }
-
-
-def _salt(settings: ServerSettings, request: Request, own: str) -> str:
-    """Prefix the client's salt with that of its key under cache_salt_per_key."""
-    key = require_api_key(request)
-    if key is None or not settings.cache_salt_per_key:
-        return own
-    return f"{cache_salt(key)}:{own}"

@@ -23,11 +23,13 @@ _STARTED = int(time.time())
 
 @open_router.head("/health", include_in_schema=False)  # for load balancers that probe with HEAD
 @open_router.get("/health", responses=ANSWERS, summary="Health: 200 while requests are served, else 503")
-async def health(request: Request) -> dict[str, str]:
+async def health(request: Request) -> dict[str, Any]:
     admission = server_state(request).admission
     admission.check()
+    replicas = admission.check_replicas()
     admission.check_progress()
-    return {"status": "ok"}
+    shown = [{"index": r.index, "state": r.state, "restarts": r.num_restarts} for r in replicas]
+    return {"status": "ok"} | ({"replicas": shown} if replicas else {})
 
 
 @router.get("/version", responses=ANSWERS, summary="The version of nanovllm")
@@ -119,5 +121,6 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
 @router.get("/metrics", responses=ANSWERS, response_class=Response, summary="Metrics for Prometheus")
 async def metrics(request: Request) -> Response:
     state = server_state(request)
-    text = state.metrics.text(state.engine.heartbeat(), is_stalled=state.admission.is_stalled)
+    engine, is_stalled = state.engine, state.admission.is_stalled
+    text = state.metrics.text(engine.heartbeat(), engine.replicas(), is_stalled=is_stalled)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

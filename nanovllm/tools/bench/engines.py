@@ -23,7 +23,9 @@ class NanoVLLM:
 
     def __init__(self, model: str, options: dict[str, Any], longest: int, trace: TraceWriter | None = None) -> None:
         from nanovllm.build import build_engine
+        from nanovllm.features import check_one_process
 
+        check_one_process("nanovllm bench", options)
         tokenizer = options.pop("tokenizer", None)
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but the benchmark measures ITL. Leave it out.")

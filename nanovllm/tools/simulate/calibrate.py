@@ -28,6 +28,7 @@ from nanovllm.build import build_engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
+from nanovllm.features import check_one_process
 from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.model.loader import LoadedModel
 from nanovllm.observability.step_records import Observer, StepRecord
@@ -82,6 +83,7 @@ def calibrate(
 
     Raises ValueError for options that cannot be measured, and the errors of `LLM`.
     """
+    check_one_process("nanovllm calibrate", options)
     if options.pop("overlap", None):
         raise ValueError(
             "steps are measured one by one, without overlap; leave overlap out and set it in the simulation."
@@ -246,6 +248,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         num_samples=len(samples),
         residuals=residuals(samples, cost_model),
         cost_model=cost_model,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

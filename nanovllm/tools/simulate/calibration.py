@@ -18,11 +18,11 @@ class Calibration:
     """Result of `nanovllm calibrate`.
 
     model: the model's name as given.
-    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size: options of the measured engine; device is
-        "cpu" or "cuda".
+    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size, tensor_parallel_size: options of the
+        measured engine; device is "cpu" or "cuda".
     max_position_embeddings: longest sequence of the model, in tokens.
-    kv_token_bytes: bytes of K and V per token, over all layers.
-    kv_cache_bytes: size of the measured engine's KV cache.
+    kv_token_bytes: bytes of K and V per token, over all layers; of one rank.
+    kv_cache_bytes: size of the measured engine's KV cache, likewise.
     residuals: "median", "p90" and "max" of the relative errors of the device time, over `num_samples` steps.
     """
 
@@ -41,6 +41,7 @@ class Calibration:
     num_samples: int
     residuals: dict[str, float]
     cost_model: CostModel
+    tensor_parallel_size: int = 1
 
     def resolve(self, config: EngineConfig, *, model: str | None = None) -> EngineConfig:
         """Resolve options as the measured engine would.
@@ -57,6 +58,7 @@ class Calibration:
             "attention_backend": None if config.attention_backend == "auto" else config.attention_backend,
             "enforce_eager": config.enforce_eager or None,  # False is the default, hence "not set"
             "cuda_graphs": config.cuda_graphs,
+            "tensor_parallel_size": None if config.tensor_parallel_size == 1 else config.tensor_parallel_size,
         }
         for name, wanted in wants.items():
             if wanted is not None and wanted != getattr(self, name):
@@ -71,6 +73,7 @@ class Calibration:
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
             cuda_graphs=self.cuda_graphs,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
         limits = config.resolve_limits(self.device, self.max_position_embeddings, block_size=self.block_size)
         return limits.resolve_pool(

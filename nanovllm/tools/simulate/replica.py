@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_checks import check_blocks
+from nanovllm.block_hashes import num_leading_hits
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
@@ -86,7 +88,7 @@ class Replica:
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token
-        self._observers = StepObservers([] if on_step is None else [OnStep(on_step)])
+        self.observers = StepObservers([] if on_step is None else [OnStep(on_step)])
         self._device_free = 0.0
         self._in_flight: deque[_Launched] = deque()
         self._requests: dict[str, _Request] = {}
@@ -98,6 +100,10 @@ class Replica:
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    def num_hits(self, hashes: AnySequence[bytes]) -> int:
+        """Blocks of a prompt in the prefix cache; with the queues this makes it a `ReplicaView`."""
+        return num_leading_hits(hashes, self.scheduler.block_manager.entries)
 
     @property
     def has_unfinished(self) -> bool:
@@ -155,14 +161,14 @@ class Replica:
             if sequence.is_finished:
                 ended[sequence.request_id] = request.metrics()
                 del self._requests[sequence.request_id]
-        self._observers.step_ended(self.scheduler, batch, times, now, advanced)
+        self.observers.step_ended(self.scheduler, batch, times, now, advanced)
         if not self._requests and self._in_flight:
             self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
             self._in_flight.clear()
         return ended
 
     def stats(self) -> EngineStats:
-        return self._observers.stats(self.scheduler)
+        return self.observers.stats(self.scheduler)
 
     def check_integrity(self) -> None:
         """Check the block manager's invariants; raises RuntimeError for a broken one."""

@@ -11,19 +11,23 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
+from nanovllm.block_hashes import PromptHashes
 from nanovllm.config import EngineConfig
+from nanovllm.features import check_one_process
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import EngineStats, RequestMetrics
+from nanovllm.replicas.routing import Route, round_robin
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.tools.simulate.cost_model import CostModel
+from nanovllm.tools.simulate.indexed_replica import IndexedReplica
 from nanovllm.tools.simulate.replica import Replica
-from nanovllm.tools.simulate.routing import Route, round_robin
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 # Lowest id of output tokens, above any vocabulary.
@@ -58,6 +62,7 @@ def simulate(
     num_replicas: int = 1,
     route: Route | None = None,
     keep_steps: bool = False,
+    index_delay: int | None = None,
 ) -> Simulation:
     """Simulate a workload to its end.
 
@@ -65,24 +70,30 @@ def simulate(
         config: fully resolved options, the same for every replica.
         route: assigns a replica to each arriving request; None: round robin.
         keep_steps: keep a `StepRecord` of every step.
+        index_delay: steps after which a router learns of a replica's prefix cache, see `IndexedReplica`; None: it sees
+            the cache itself.
 
     A router sees the queues of a replica as of the end of its current step.
 
     Raises ValueError with the index of a request that the engine would refuse.
     """
+    check_one_process("nanovllm simulate", {"data_parallel_size": config.data_parallel_size})
     if config.max_queue is not None:
         raise ValueError(
             f"max_queue is {config.max_queue}, but retries of refused requests are not simulated. Leave max_queue out."
         )
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
+    if index_delay is not None and index_delay < 0:
+        raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):
         _check(number, request, config.max_model_len)
     drawn = count(FIRST_DRAWN_TOKEN)
     steps: list[list[StepRecord]] = [[] for _ in range(num_replicas)]
-    replicas = [Replica(config, cost_model, drawn, on_step=records.append if keep_steps else None) for records in steps]
+    make = Replica if index_delay is None else partial(IndexedReplica, delay=index_delay)
+    replicas = [make(config, cost_model, drawn, on_step=records.append if keep_steps else None) for records in steps]
     run = _Run(workload.requests, replicas, route or round_robin())
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]
@@ -121,10 +132,13 @@ class _Run:
             replica.check_integrity()
 
     def _arrive(self, time: float, number: int) -> None:
-        max_model_len = self._replicas[0].config.max_model_len
-        sequence = _sequence(number, self._requests[number], time, self._num_arrived, max_model_len)
+        config = self._replicas[0].config
+        sequence = _sequence(number, self._requests[number], time, self._num_arrived, config.max_model_len)
         self._num_arrived += 1
-        index = self.replica_of[number] = self._route(sequence, self._replicas)
+        hashes = PromptHashes(
+            sequence.token_ids, config.block_size, cache_salt=sequence.cache_salt, known=sequence.block_hashes
+        )
+        index = self.replica_of[number] = self._route(hashes, self._replicas)
         replica = self._replicas[index]
         if not replica.has_unfinished:
             heapq.heappush(self._begins, (max(replica.now, time), index))

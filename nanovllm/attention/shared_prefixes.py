@@ -1,0 +1,152 @@
+"""Decodes of a step whose block tables begin with the same blocks, in groups that read these blocks once.
+
+::
+
+    tables   a b c d | e        bundle 0   rows 0, 1, 3   blocks a b c d        each reads its own blocks by itself,
+             a b c d | f g               (a bundle holds so many members)       row 2 all of its own
+             x y z
+             a b c d | h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.batch_layout import BatchLayout
+
+MIN_MEMBERS = 2
+# What is read in the time that merging takes, by an estimate: shared blocks come from the L2 cache at some 8 TB/s where
+# each decode reads them by itself (H200), and merging takes 2 µs and 16 ns a member.
+_MEMBER_BYTES, _STEP_BYTES = 128e3, 16e6
+MAX_LEVELS = 8  # of prefixes within prefixes; deeper ones are not looked for
+
+
+class SharingRule(NamedTuple):
+    """When reading together pays.
+
+    bundle_members: decodes that one program reads for.
+    max_bundles: of a step.
+    member_tokens, step_tokens: what merging costs for each member, and in a step that has any, in tokens read.
+    """
+
+    bundle_members: int
+    max_bundles: int
+    member_tokens: float
+    step_tokens: float
+
+    @classmethod
+    def for_heads(cls, bundle_members: int, token_bytes: int) -> SharingRule:
+        """Args: token_bytes: of a token's K and V in one layer."""
+        return cls(bundle_members, 0, _MEMBER_BYTES / token_bytes, _STEP_BYTES / token_bytes)
+
+
+class Group(NamedTuple):
+    """rows: of the decodes; their tables begin with the same `num_blocks` blocks."""
+
+    rows: list[int]
+    num_blocks: int
+    gain: float  # tokens less to read
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """The groups of a step, cut into bundles.
+
+    shared: [num_decodes] int32, blocks that each decode's bundle reads for it; 0 for those in none.
+    members: [num_members] int32, decodes, bundle by bundle.
+    bundles: [num_bundles, 3] int32, index of the first member, number of members, number of blocks.
+    """
+
+    shared: NDArray[np.int32]
+    members: NDArray[np.int32]
+    bundles: NDArray[np.int32]
+
+    @classmethod
+    def from_layout(cls, layout: BatchLayout, block_size: int, rule: SharingRule) -> SharedPrefixes | None:
+        """None where no decodes share enough."""
+        tables = [entry.block_table for entry in layout.decodes]
+        if len(tables) - len({table[0] for table in tables}) < MIN_MEMBERS - 1:
+            return None
+        # A decode reads at least the block of its own token by itself.
+        limits = (layout.positions[: len(tables)] // block_size).tolist()
+        cut = [table[:limit] for table, limit in zip(tables, limits, strict=True)]
+        groups = _Grouping(cut, block_size, rule).groups()
+        return cls._from_groups(groups, len(tables), rule) if groups else None
+
+    @classmethod
+    def _from_groups(cls, groups: list[Group], num_decodes: int, rule: SharingRule) -> SharedPrefixes:
+        shared = np.zeros(num_decodes, np.int32)
+        members: list[int] = []
+        bundles: list[tuple[int, int, int]] = []
+        for rows, num_blocks, _ in groups:
+            shared[rows] = num_blocks
+            num_bundles = -(-len(rows) // rule.bundle_members)
+            ends = [len(rows) * number // num_bundles for number in range(num_bundles + 1)]
+            bundles += [(len(members) + end, after - end, num_blocks) for end, after in pairwise(ends)]
+            members += rows
+        return cls(shared, np.array(members, np.int32), np.array(bundles, np.int32))
+
+
+class _Grouping:
+    """Chooses groups in the tree of common beginnings: each decode joins one, at the depth that saves most."""
+
+    def __init__(self, tables: list[list[int]], block_size: int, rule: SharingRule) -> None:
+        self._tables = tables
+        self._block_size = block_size
+        self._rule = rule
+
+    def groups(self) -> list[Group]:
+        """Those that save most for each of their bundles, as many as there may be bundles."""
+        rows = [row for row, table in enumerate(self._tables) if table]
+        found = [group for branch in self._branches(rows, 0) for group in self._best(branch, 0, MAX_LEVELS)]
+        found.sort(key=lambda group: -group.gain / self._num_bundles(len(group.rows)))
+        chosen, left = [], self._rule.max_bundles
+        for group in found:
+            num_bundles = self._num_bundles(len(group.rows))
+            if num_bundles <= left:
+                chosen.append(group)
+                left -= num_bundles
+        return chosen if sum(group.gain for group in chosen) > self._rule.step_tokens else []
+
+    def _branches(self, rows: list[int], depth: int) -> Iterator[list[int]]:
+        """Rows with the same block at this depth, if there are enough for a group."""
+        by_block: dict[int, list[int]] = {}
+        for row in rows:
+            if depth < len(self._tables[row]):
+                by_block.setdefault(self._tables[row][depth], []).append(row)
+        return (branch for branch in by_block.values() if len(branch) >= MIN_MEMBERS)
+
+    def _best(self, rows: list[int], depth: int, num_levels: int) -> list[Group]:
+        """The groups of rows that share `depth` blocks or more."""
+        tables = [self._tables[row] for row in rows]
+        depth = _common(min(tables), max(tables), depth)  # the first and the last in order differ first
+        chosen: list[Group] = []
+        rest = self._group(rows, depth)
+        for branch in self._branches(rows, depth) if num_levels > 1 else ():
+            deeper = self._best(branch, depth, num_levels - 1)
+            covered = {row for group in deeper for row in group.rows}
+            without = self._group([row for row in rest.rows if row not in covered], depth)
+            if sum(group.gain for group in deeper) + max(0.0, without.gain) > max(0.0, rest.gain):
+                chosen += deeper
+                rest = without
+        return [*chosen, rest] if rest.gain > 0 else chosen
+
+    def _group(self, rows: list[int], num_blocks: int) -> Group:
+        rule, count = self._rule, len(rows)
+        num_tokens = num_blocks * self._block_size * (count - self._num_bundles(count))
+        return Group(rows, num_blocks, num_tokens - rule.member_tokens * count)
+
+    def _num_bundles(self, count: int) -> int:
+        return -(-count // self._rule.bundle_members)
+
+
+def _common(one: list[int], other: list[int], start: int) -> int:
+    """How many blocks two tables begin with that are equal; the first `start` are."""
+    end = min(len(one), len(other))
+    return next((index for index in range(start, end) if one[index] != other[index]), end)

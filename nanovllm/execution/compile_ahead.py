@@ -1,0 +1,104 @@
+"""Compiles a GPU's own kernels before the first step, many at a time, by calling each on a few rows of zeros.
+
+Compiling one takes some tenths of a second, most of it in LLVM and an assembler that hold no lock of Python's; a step
+would compile them one by one. A kernel that is missing here is compiled when it is first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.attention.flex_gpu_options import KernelOptions
+from nanovllm.config import EngineConfig
+from nanovllm.device import DEVICE_LOCK, find_kernel
+from nanovllm.execution.buckets import MIN_ROWS, GraphShape
+from nanovllm.execution.graph_inputs import StepInputs, StepPacking
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.merged_linears import kernel_calls
+from nanovllm.model.rotary_attention import rotary_calls
+from nanovllm.model.stacked_layers import compile_calls_of
+from nanovllm.sampling.sampler import Sampler
+
+_AT_ONCE = 16
+
+
+def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
+    """Compile the kernels of layers, decodes and draws, and import PyTorch's compiler meanwhile.
+
+    Args:
+        config: with its block size and limits resolved.
+    """
+    assert config.block_size is not None and config.max_num_seqs is not None
+    shape = GraphShape(MIN_ROWS, MIN_ROWS, 0)
+    packing = StepPacking(shape, config.block_size, MIN_ROWS)
+    with torch.inference_mode(False):  # tensors made in a caller's inference mode could be written to only there
+        inputs = packing.views(torch.zeros(packing.num_words + MIN_ROWS, dtype=torch.int32, device=binding.device))
+        calls = [
+            _start_compiler,
+            *_decode_calls(binding, config.block_size, max(MIN_ROWS, config.max_num_seqs), inputs),
+            *_draw_calls(binding, inputs),
+            *_layer_calls(binding, MIN_ROWS, config.block_size),
+        ]
+    with DEVICE_LOCK:
+        call_together([partial(_on_device, binding.device, call) for call in calls])
+
+
+def _start_compiler() -> None:
+    """Import PyTorch's compiler, and start the processes in which it compiles kernels of its own."""
+    from torch._inductor import compile_fx  # noqa: F401
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
+
+
+def _decode_calls(
+    binding: ModelBinding, block_size: int, max_decodes: int, inputs: StepInputs
+) -> list[Callable[[], Any]]:
+    """Attention of a few decodes, of whose outputs a kernel of its own merges the parts, and of many."""
+    layer, device = binding.layers[0], binding.device
+    decodes = KernelOptions.for_layer(layer, device, block_size).decode_kernel(max_decodes, device)
+    if decodes is None:
+        return []
+    query = torch.zeros(max_decodes, layer.num_heads, layer.head_dim, dtype=layer.dtype, device=device)
+    cache = torch.zeros(block_size, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype, device=device)
+    tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions
+    attend = [partial(decodes.attend, query[:count], cache, cache, layer.scaling) for count in (MIN_ROWS, max_decodes)]
+    return [partial(decodes.fill, *tables), *attend]
+
+
+def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
+    """Kernels of merged linears, fused attention and stacked layers; few rows are `num_rows`."""
+    calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
+    if binding.ranks is None:
+        calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
+    if binding.may_stack_layers:
+        calls += compile_calls_of(binding.layer_modules, binding.layers, binding.device, block_size)
+    return calls
+
+
+def _draw_calls(binding: ModelBinding, inputs: StepInputs) -> list[Callable[[], Any]]:
+    logits = torch.zeros(MIN_ROWS, binding.vocab_size, dtype=binding.dtype, device=binding.device)
+    draw = Sampler(compiles=True).draw
+    return [partial(draw, logits, inputs.draws, has_filters=has_filters) for has_filters in (False, True)]
+
+
+def _on_device(device: torch.device, call: Callable[[], Any]) -> None:
+    with torch.cuda.device(device):
+        call()
+
+
+def call_together(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call all at the same time, in threads without gradients; raises what one of them raised."""
+
+    def run(call: Callable[[], Any]) -> None:
+        with torch.no_grad():
+            call()
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for future in [pool.submit(run, call) for call in calls]:
+            future.result()

@@ -1,0 +1,97 @@
+"""Penalties and log-probabilities within a captured head: what they read and what they leave, at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+
+import torch
+from torch import Tensor
+
+from nanovllm.device import find_kernel
+from nanovllm.execution.buckets import HeadShape, round_up
+from nanovllm.sampling.draw import DrawExtras, draw_extras
+from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
+from nanovllm.sampling.penalties import PENALTY_FIELDS, LatestTokens, penalises, penalty_entries, write_tokens
+from nanovllm.sequence import Sequence
+
+_LEAST_TOKENS = 2**20  # of the buffer; a larger one is made, and graphs captured anew, when a step needs it
+_NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
+
+
+class HeadExtras:
+    """The buffers of one engine's heads, allocated when a step first needs them."""
+
+    def __init__(self, max_samples: int, device: torch.device) -> None:
+        self._max_samples = max_samples
+        self._device = device
+        self._penalise = find_kernel("penalties", "penalise")
+        self._measure = find_kernel("logprobs", "measure")
+        self._entries: Tensor | None = None  # one for each sample, then the tokens, int32
+        self._words: Tensor | None = None  # of `Measured`
+
+    def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
+        """What the head computes for these rows beside the draw; None if they need the host's sampler."""
+        extras = draw_extras(sequences, positions)
+        if extras is None or (extras.penalises and self._penalise is None):
+            return None
+        if extras.num_top is None:
+            return extras
+        if extras.num_top > MOST_BY_KERNEL or self._measure is None:
+            return None
+        return extras._replace(num_top=round_up(_NUM_TOPS, extras.num_top))
+
+    def upload(
+        self, head: HeadShape, sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens
+    ) -> bool:
+        """Send the tokens of rows with penalties; returns whether captured heads read another buffer by now."""
+        rows = [row for row, sequence in enumerate(sequences) if penalises(sequence)]
+        own, num_tokens = penalty_entries(rows, sequences, positions, latest)
+        first = PENALTY_FIELDS * self._max_samples
+        is_new = self._entries is None or first + num_tokens > len(self._entries)
+        if is_new:
+            capacity = max(_LEAST_TOKENS, 1 << num_tokens.bit_length())
+            with torch.inference_mode(False):
+                self._entries = torch.zeros(first + capacity, dtype=torch.int32, device=self._device)
+        assert self._entries is not None
+        # Pinned memory that PyTorch's allocator gives again only when the copies from it are done.
+        num_words = PENALTY_FIELDS * head.num_samples
+        buffer = torch.empty(num_words + num_tokens, dtype=torch.int32, device="cpu", pin_memory=True)
+        entries = buffer.numpy()[:num_words].reshape(-1, PENALTY_FIELDS)
+        entries[:] = 0
+        entries[:, 4] = -1  # no token in flight
+        entries[rows] = own
+        write_tokens(own, rows, sequences, buffer.numpy()[num_words:])
+        self._entries[:num_words].copy_(buffer[:num_words], non_blocking=True)
+        self._entries[first : first + num_tokens].copy_(buffer[num_words:], non_blocking=True)
+        return is_new
+
+    def penalised(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """A copy of logits [num_samples, vocab_size] in float32, with the penalties of the uploaded step.
+
+        Args:
+            previous: tokens that the step before sampled.
+        """
+        assert self._entries is not None and self._penalise is not None
+        changed = logits.to(torch.float32, copy=True)
+        first = PENALTY_FIELDS * self._max_samples
+        entries = self._entries[: PENALTY_FIELDS * len(logits)].view(-1, PENALTY_FIELDS)
+        self._penalise(changed, entries, self._entries[first:], previous)
+        return changed
+
+    def measure(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
+        """Leave the log-probabilities of drawn tokens [num_samples] for `measured`."""
+        assert self._measure is not None
+        if self._words is None:
+            with torch.inference_mode(False):
+                num_words = Measured.num_words(self._max_samples, MOST_BY_KERNEL)
+                self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        to = Measured.from_words(self._words, len(logits), num_top)
+        for part, values in zip(
+            (to.token_ids, to.logprobs, to.ranks), self._measure(logits, token_ids, num_top), strict=True
+        ):
+            part.copy_(values)
+
+    def measured(self, head: HeadShape, count: int) -> PackedMeasured:
+        """What the head that ran has left for the first `count` samples."""
+        assert self._words is not None and head.num_top is not None
+        return PackedMeasured(self._words, head.num_samples, head.num_top, count)

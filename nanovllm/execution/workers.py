@@ -1,0 +1,280 @@
+"""The processes of the other ranks, and what rank 0 sends them: whole steps, which they compute with it.
+
+Rank 0 is the user's process. The others are started here, one a device; they have neither scheduler nor requests::
+
+    rank 0    schedule, lay out ──┬── compute ─ all-reduce ... draw ── update
+                                  │ rows, block tables, what to draw with
+    rank 1                        └── compute ─ all-reduce ... draw
+
+A process that ends, for whatever reason, or hangs, ends all: its peers notice a closed connection, or that no sign of
+life comes, stop what they wait for, and the engine is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.config import EngineConfig
+from nanovllm.errors import DeviceError
+from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.logprobs import PromptRows
+
+ENTRY = "import sys; from nanovllm.build import run_worker; run_worker(int(sys.argv[1]), int(sys.argv[2]))"
+CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
+HANG_SECONDS = 60.0  # without a sign of life, after which a process counts as ended
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What another rank needs to become one.
+
+    port: where rank 0's store listens on this host.
+    num_threads: of a CPU's cores.
+    """
+
+    rank: int
+    port: int
+    source: str
+    config: EngineConfig
+    num_threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A step as the other ranks need it.
+
+    layout: with entries that name no sequence.
+    draws: None if rank 0 samples.
+    """
+
+    layout: BatchLayout
+    draws: DrawInputs | None
+    prompt: PromptRows | None
+
+    @classmethod
+    def from_step(cls, layout: BatchLayout, draws: DrawInputs | None, prompt: PromptRows | None) -> StepOrder:
+        entries = [entry._replace(sequence=None) for entry in layout.entries]  # type: ignore[arg-type]
+        return cls(replace(layout, entries=entries), draws, prompt and replace(prompt, spans=[]))
+
+
+class WorkerProcesses:
+    """Ranks 1 and up of one engine, started and ended by rank 0.
+
+    Args:
+        source: folder or hub id of the model.
+        device_type: "cpu" or "cuda", of which rank r takes the r-th.
+
+    Attributes:
+        ranks: this process among them.
+
+    Raises DeviceError with a worker's own error if one fails to start.
+    """
+
+    def __init__(self, source: str, config: EngineConfig, device_type: str) -> None:
+        size = config.tensor_parallel_size
+        self._is_closing = False
+        self._failure: str | None = None
+        self._lock = threading.Lock()  # of the ends of processes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._orders: list[Connection[Any, Any]] = []
+        self._lifelines: list[Connection[Any, Any]] = []
+        self._threads_before = torch.get_num_threads()
+        self.ranks: Ranks | None = None
+        num_threads = max(1, self._threads_before // size) if device_type == "cpu" else None
+        # Its port is chosen by the system, and known to this process's children alone.
+        self._store = dist.TCPStore("127.0.0.1", 0, size, True, COLLECTIVE_TIMEOUT, wait_for_workers=False)
+        try:
+            for rank in range(1, size):
+                self._start(Start(rank, self._store.port, source, config, num_threads))
+            for orders in self._orders:  # it is alive and has imported all
+                orders.recv()
+            threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
+            if num_threads is not None:
+                torch.set_num_threads(num_threads)
+            self.ranks = Ranks(0, size, torch.device("cpu" if device_type == "cpu" else "cuda:0"), self._store)
+        except (EOFError, OSError, RuntimeError) as error:
+            self.fail(error)
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+
+    def _start(self, start: Start) -> None:
+        pairs = [socket.socketpair() for _ in range(2)]  # orders, lifeline
+        theirs = [pair[1].fileno() for pair in pairs]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "TQDM_DISABLE": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENTRY, *map(str, theirs)],
+            pass_fds=theirs, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for rank 0
+        )  # fmt: skip
+        for _, own in pairs:
+            own.close()
+        self._processes.append(process)
+        orders, lifeline = (Connection(pair[0].detach()) for pair in pairs)
+        self._orders.append(orders)
+        self._lifelines.append(lifeline)
+        orders.send(start)
+
+    def _watch(self) -> None:
+        """Until a worker ends or hangs: then the others end too, and whatever rank 0 waits for."""
+        last_signs = dict.fromkeys(self._lifelines, time.monotonic())
+        gone: list[int] = []
+        while not gone:
+            for lifeline in wait(self._lifelines, _POLL_SECONDS):
+                try:
+                    lifeline.recv_bytes()  # type: ignore[union-attr]
+                    last_signs[lifeline] = time.monotonic()  # type: ignore[index]
+                except (EOFError, OSError):
+                    gone.append(self._lifelines.index(lifeline))  # type: ignore[arg-type]
+            if self._is_closing:
+                return
+            oldest = min(last_signs, key=last_signs.__getitem__)
+            if time.monotonic() - last_signs[oldest] > HANG_SECONDS:
+                gone.append(self._lifelines.index(oldest))
+                self._processes[gone[-1]].kill()
+        self._record_failure(gone)
+        if self.ranks is not None:
+            self.ranks.abort()
+        self._end_processes()
+
+    def _record_failure(self, numbers: list[int]) -> None:
+        """Keep what the workers with these numbers said last, and how they ended; the first failure counts."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = "; ".join(self._last_words(number) for number in numbers)
+
+    def _last_words(self, number: int) -> str:
+        process, said = self._processes[number], ""
+        with contextlib.suppress(EOFError, OSError):
+            if self._orders[number].poll():
+                said = f":\n{self._orders[number].recv()}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CLOSE_SECONDS)
+        return f"rank {number + 1} (process {process.pid}) ended with exit code {process.returncode}{said}"
+
+    # --------------------------------------------------------------------------------------------------- orders
+
+    def send(self, kind: str, *payload: Any) -> None:
+        """Tell every worker what to do next; raises DeviceError if one is gone."""
+        self.check()
+        try:
+            for orders in self._orders:
+                orders.send((kind, payload))
+        except OSError as error:
+            self.fail(error)
+
+    def check(self) -> None:
+        """Raise DeviceError if a worker is gone."""
+        if self._failure is not None:
+            raise DeviceError(f"a process of the tensor parallel group is gone: {self._failure}")
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End all ranks after an error in a step, which they may have left at different places."""
+        gone = [number for number, process in enumerate(self._processes) if process.poll() is not None]
+        if not gone and isinstance(error, (EOFError, OSError, RuntimeError)):  # of a peer that is just going
+            time.sleep(0.2)
+            gone = [number for number, process in enumerate(self._processes) if process.poll() is not None]
+        if gone:
+            self._record_failure(gone)
+        with self._lock:
+            self._failure = self._failure or f"a step failed on rank 0 ({type(error).__name__}: {error})"
+        self.close()
+        if isinstance(error, Exception):
+            raise DeviceError(f"a process of the tensor parallel group is gone: {self._failure}") from error
+        raise error
+
+    # ------------------------------------------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End every worker and wait until it has; may be called again."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._failure is None:
+            for orders in self._orders:
+                with contextlib.suppress(OSError):
+                    orders.send(("close", ()))
+            end = time.monotonic() + CLOSE_SECONDS
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+        if self.ranks is not None:
+            self.ranks.abort()
+        self._end_processes()
+        torch.set_num_threads(self._threads_before)
+        with self._lock:
+            self._failure = self._failure or "the engine was closed"
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+class Worker:
+    """One of the other ranks, in its own process.
+
+    Args:
+        orders, lifeline: file descriptors of connections to rank 0.
+    """
+
+    def __init__(self, orders: int, lifeline: int) -> None:
+        self._orders: Connection[Any, Any] = Connection(orders)
+        self._lifeline: Connection[Any, Any] = Connection(lifeline)
+        logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 says the same
+        threading.Thread(target=self._end_with_rank_0, args=(os.getppid(),), daemon=True).start()
+
+    def _end_with_rank_0(self, parent: int) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while not self._lifeline.poll(_POLL_SECONDS) and os.getppid() == parent:
+                self._lifeline.send_bytes(b".")  # a sign of life
+        os._exit(1)  # the main thread may wait for a collective that never ends
+
+    def run(self, build: Callable[[Start, Ranks], Any]) -> None:
+        """Become the rank that the first message describes, then do what rank 0 sends, until it closes.
+
+        Args:
+            build: makes the model runner of this rank.
+        """
+        try:
+            start: Start = self._orders.recv()
+            if start.num_threads is not None:
+                torch.set_num_threads(start.num_threads)
+                device = torch.device("cpu")
+            else:
+                device = torch.device("cuda", start.rank)
+            self._orders.send("ready")
+            store = dist.TCPStore("127.0.0.1", start.port, start.config.tensor_parallel_size, False, COLLECTIVE_TIMEOUT)
+            runner = build(start, Ranks(start.rank, start.config.tensor_parallel_size, device, store))
+            while True:
+                kind, payload = self._orders.recv()
+                if kind == "close":
+                    break
+                getattr(runner, kind)(*payload)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._orders.send(traceback.format_exc())
+            os._exit(1)  # threads of collectives may wait for ever
+        os._exit(0)

@@ -1,0 +1,109 @@
+"""CUDA C++ compiled when it is first needed, by the compiler library that comes with PyTorch for GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MAX_SHARED_BYTES = 8  # an attribute of a function
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused; the message says what."""
+
+
+@cache
+def _compiler() -> Any:
+    version = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{version}"
+    folders = [Path(torch.__file__).parents[1] / "nvidia", Path("/usr/local/cuda/lib64")]
+    found = [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.rglob(name))]
+    for path in [*found, name, ctypes.util.find_library("nvrtc")]:
+        try:
+            return ctypes.CDLL(path) if path else None
+        except OSError:
+            continue
+    return None
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def is_available() -> bool:
+    """Whether there is a compiler for this PyTorch."""
+    return torch.version.cuda is not None and _compiler() is not None
+
+
+def compile_source(source: str, architecture: str, definitions: Mapping[str, Any]) -> bytes:
+    """The machine code of a source file.
+
+    Args:
+        architecture: such as "sm_90".
+        definitions: macros and their values.
+    """
+    library = _compiler()
+    if library is None:
+        raise CudaError("there is no libnvrtc beside PyTorch nor on the loader's path; install nvidia-cuda-nvrtc.")
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in definitions.items()]
+    program = ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None), "create")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            raise CudaError(f"the source does not compile:\n{_text(library, program, 'ProgramLog').decode()}")
+        return _text(library, program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(library: Any, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
+
+
+def _check(result: int, action: str) -> None:
+    if result:
+        raise CudaError(f"CUDA answers {result} to: {action}.")
+
+
+class CudaFunction:
+    """A kernel of compiled code, on the current device.
+
+    Args:
+        shared_bytes: of each block.
+    """
+
+    def __init__(self, code: bytes, name: str, *, num_threads: int, shared_bytes: int) -> None:
+        torch.cuda.current_stream().synchronize()  # there is a context now
+        self._num_threads, self._shared_bytes = num_threads, shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "load code")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"find {name}")
+        set_attribute = _driver().cuFuncSetAttribute
+        _check(set_attribute(self._function, _MAX_SHARED_BYTES, shared_bytes), f"take {shared_bytes} shared bytes")
+
+    def launch_at_once(self, num_blocks: int, *arguments: Any) -> None:
+        """Launch on the current stream; all blocks run at the same time. The arguments are of ctypes."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
+        )
+        launch = _driver().cuLaunchCooperativeKernel
+        _check(
+            launch(
+                self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, pointers
+            ),
+            "launch",
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The ranks of one tensor-parallel engine: one process and device each, and the collectives between them.
+
+All ranks call the same collectives in the same order. Two are operators, opaque to the compiler, so that a layer with
+an all-reduce in it stays one graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from nanovllm.device import find_kernel
+
+# A rank that died ends its peers' collectives within seconds; this is for one that lives and hangs. It must outlast
+# what one rank may do alone: compile, or load weights.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_GPU_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a collective that failed ends the process, which is the user's
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # nothing here needs it
+}
+_handles = itertools.count()
+_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # by the handle that operators take
+
+
+class Ranks:
+    """This process among the ranks. Constructing it waits for all of them.
+
+    The default process group of `torch.distributed` is left alone: it is the user's.
+
+    Args:
+        rank, size: this one's number, from 0, and how many there are.
+        store: through which they find each other.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.handle = next(_handles)
+        _ranks[self.handle] = self
+        self._one_shot: Any = None
+        self._is_aborted = False
+        self._options: dict[str, Any] = {
+            "allreduce": dist.AllreduceOptions(), "allgather": AllgatherOptions(), "broadcast": dist.BroadcastOptions()
+        }  # fmt: skip
+        if device.type == "cpu":
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = COLLECTIVE_TIMEOUT
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+            return
+        torch.cuda.set_device(device)
+        for options in self._options.values():
+            options.asyncOp = False  # in the stream of the caller
+        with _environment(_GPU_SETTINGS):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = COLLECTIVE_TIMEOUT
+            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            self.barrier()  # communicators are made in the first call, which must not be one that is captured
+            build: Callable[..., Any] | None = find_kernel("one_shot_reduce", "build_one_shot")
+            if build is not None:
+                self._one_shot = build(rank, size, device, dist.PrefixStore("one_shot", store), self.agree)
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    def all_reduce(self, states: Tensor) -> Tensor:
+        """The sum over all ranks, the same on each, as a new tensor."""
+        if self._one_shot is not None and self._one_shot.suits(states):
+            reduced: Tensor = self._one_shot(states)
+            return reduced
+        reduced = states.clone(memory_format=torch.contiguous_format)
+        self._wait(self._group.allreduce([reduced], self._options["allreduce"]))
+        return reduced
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """[size, *shape] of every rank's values, all of one shape."""
+        gathered = values.new_empty(self.size * values.numel())
+        self._wait(self._group._allgather_base(gathered, values.contiguous().view(-1), self._options["allgather"]))
+        return gathered.view(self.size, *values.shape)
+
+    def gather_columns(self, states: Tensor) -> Tensor:
+        """[..., size * n] of every rank's [..., n]."""
+        return self.all_gather(states).movedim(0, -2).flatten(-2)
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite values by those of rank 0."""
+        self._wait(self._group.broadcast([values], self._options["broadcast"]))
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    def barrier(self) -> None:
+        """Wait on the host for every rank."""
+        self.least(0)
+
+    def least(self, value: int) -> int:
+        """The smallest of every rank's numbers."""
+        return int(self.all_gather(torch.tensor([value], device=self.device)).min())
+
+    def agree(self, holds: bool) -> bool:
+        """Whether it holds on every rank."""
+        return bool(self.least(int(holds)))
+
+    def abort(self) -> None:
+        """End the collectives in progress, of any thread, and all later ones; may be called again.
+
+        On a CPU they end by themselves once a peer's process has.
+        """
+        if self.device.type == "cuda" and not self._is_aborted:
+            self._is_aborted = True
+            if self._one_shot is not None:
+                self._one_shot.abort()
+            self._group.abort()
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Environment variables for a while, where the user has set none."""
+    own = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+
+
+@torch.library.custom_op("nanovllm::all_reduce", mutates_args=())
+def all_reduce(states: Tensor, handle: int) -> Tensor:
+    """`Ranks.all_reduce` of the ranks with this handle."""
+    return _ranks[handle].all_reduce(states)
+
+
+@all_reduce.register_fake
+def _(states: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(states, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("nanovllm::gather_columns", mutates_args=())
+def gather_columns(states: Tensor, handle: int) -> Tensor:
+    """`Ranks.gather_columns` of the ranks with this handle."""
+    return _ranks[handle].gather_columns(states).contiguous()
+
+
+@gather_columns.register_fake
+def _(states: Tensor, handle: int) -> Tensor:
+    return states.new_empty(*states.shape[:-1], states.shape[-1] * _ranks[handle].size)

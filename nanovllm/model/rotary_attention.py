@@ -1,0 +1,197 @@
+"""Attention modules of the most common kind, whose norms of q and k, rotary embedding and KV write are one kernel.
+
+That kind is Llama's (Mistral, Qwen2, Qwen3, SmolLM3 are of it): one product for q, k and v, optional RMS norms of
+the heads of q and k, a rotation of whole heads by halves. Modules are recognised by their names, then both are compared
+on a few rows: a module that computes anything else runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.attention.operator import LAYER_CACHE, AttentionLayer, paged_attention, step_tensors
+from nanovllm.errors import NotFusedError
+from nanovllm.model.merged_linears import MergedLinear, MergedPart
+
+# How far our heads may lie from the module's own, in relation to their size: some roundings.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015, torch.float16: 0.002}
+# All that such a module computes with; one with others may do on some rows what it does not do on those compared.
+OPERATORS = {
+    "_fused_rms_norm", "_to_copy", "_unsafe_view", "add", "addmm", "alias", "bmm", "cat", "clone", "detach", "expand",
+    "linear", "mean", "mm", "mul", "neg", "pow", "rms_norm", "rsqrt", "slice", "split", "t", "transpose", "unsqueeze",
+    "view",
+}  # fmt: skip
+MANY_ROWS = 2048  # for which the kernel is compiled once more
+POSITIONS = (0, 3, 17, 100)  # of the rows on which both are compared
+
+
+class RotaryAttention(nn.Module):
+    """Computes in an attention module's place, by the module's own weights.
+
+    Args:
+        rotate: as `kernels.rotary.rotate_and_store`.
+
+    Raises NotFusedError if the module's parts are of another kind.
+    """
+
+    def __init__(self, layer: AttentionLayer, rotate: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attention: Any = layer.module
+        self.scaling, self.rotate, self._layer = layer.scaling, rotate, layer
+        parts, kind = layer.module._modules, type(layer.module).__name__
+        names = ("q_proj", "k_proj", "v_proj")
+        if not _are_one_product([parts.get(name) for name in names], layer) or "o_proj" not in parts:
+            raise NotFusedError(f"{kind} has no product of {', '.join(names)} alone")
+        norms = [parts[name] for name in ("q_norm", "k_norm") if parts.get(name) is not None]
+        self.has_norms = bool(norms)
+        self.epsilon = _epsilon_of(norms, layer, kind) if norms else 0.0
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim]."""
+        attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
+        handle, slot_mapping = step_tensors(attention, kwargs)
+        query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
+        return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling)), None
+
+    def rotated(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """Write K and V to `cache`; returns the queries [num_rows, num_heads, head_dim]."""
+        products = self.attention.q_proj.product(hidden_states)
+        return self.rotate(products, *position_embeddings, self._norms(), self.epsilon, cache, slot_mapping)
+
+    def _norms(self) -> list[Tensor]:
+        return [self.attention.q_norm.weight, self.attention.k_norm.weight] if self.has_norms else []
+
+    def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
+        """A call of the kernel alone."""
+        layer, weight = self._layer, self.attention.q_proj.all_weights
+        products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, layer.head_dim)
+        cache = weight.new_zeros(2, 1, layer.num_kv_heads, layer.head_dim)
+        slots = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
+        return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
+
+    def projected(self, attended: Tensor) -> Tensor:
+        """attended [1, num_rows, num_heads, head_dim]; returns [1, num_rows, hidden_size]."""
+        result: Tensor = self.attention.o_proj(attended.flatten(2))
+        return result
+
+
+def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
+    first, *others = linears
+    if not isinstance(first, MergedLinear) or not all(isinstance(part, MergedPart) for part in others):
+        return False
+    sizes = [heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)]
+    parts = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
+    is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in others)
+    return is_whole and [(linear.start, linear.end) for linear in linears] == parts
+
+
+def _epsilon_of(norms: list[Any], layer: AttentionLayer, kind: str) -> float:
+    epsilons: set[Any] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+    shapes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
+    if shapes != 2 * [(layer.head_dim,)] or len(epsilons) != 1 or None in epsilons:
+        raise NotFusedError(f"{kind} has norms of q and k that are not RMS norms of each head")
+    return float(epsilons.pop())
+
+
+class _Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().partition("::")[2].partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+class RotaryProbe:
+    """Compares fused modules with their own, in a forward pass whose attention gives each row its own value."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], rotate: Callable[..., Tensor]) -> None:
+        self._layers = layers
+        self.fused = {layer.module: RotaryAttention(layer, rotate) for layer in layers}
+        self._states: tuple[Tensor, Tensor, Tensor] | None = None
+        self.operators = _Operators()
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """A forward hook of an attention module, before it runs."""
+        self.operators.names.clear()
+
+    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> None:
+        self._states = query, key, value
+
+    def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A forward hook of an attention module. Raises NotFusedError."""
+        name, fused, states = type(module).__name__, self.fused[module], self._states
+        others = self.operators.names - OPERATORS
+        if others:
+            raise NotFusedError(f"{name} computes with {min(others)!r} too")
+        if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
+            raise NotFusedError(f"{name} returns something else than a tensor and no weights")
+        try:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            turns = args[1] if len(args) > 1 else kwargs["position_embeddings"]
+            assert states is not None
+            query, key, value = (part[0].transpose(0, 1) for part in states)  # [num_rows, heads, head_dim]
+            if any(part.shape != (1, *key.shape[::2]) for part in turns):
+                raise NotFusedError(f"{name} turns only a part of each head by its position")
+            cache, slots = key.new_zeros(2, *key.shape), torch.arange(len(key), device=key.device)
+            own_query = fused.rotated(hidden, turns, cache, slots)
+            attended = cache[1].repeat_interleave(query.shape[1] // key.shape[1], dim=1)[None]
+            pairs = {"query": (own_query, query), "key": (cache[0], key), "value": (cache[1], value),
+                     "output": (fused.projected(attended), output[0])}  # fmt: skip
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise NotFusedError(f"{name} is called in another way: {error!r}") from error
+        for what, (ours, theirs) in pairs.items():
+            if ours.shape != theirs.shape:
+                raise NotFusedError(f"{name} has a {what} of shape {[*theirs.shape]}")
+            distance = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
+            if not distance.max().item() <= TOLERANCE[key.dtype]:
+                raise NotFusedError(f"{name} computes something else: its {what} differs by {distance.max():.1e}")
+
+
+def fuse_rotary(
+    layers: Sequence[AttentionLayer],
+    rotate: Callable[..., Tensor],
+    probing: Callable[[Any], AbstractContextManager[None]],
+    run: Callable[[Tensor, Tensor], Any],
+) -> dict[nn.Module, RotaryAttention]:
+    """A fused module for each attention module, which were found to compute the same.
+
+    Args:
+        probing: replaces attention by a probe.
+        run: runs the model on token ids and positions [1, num_rows].
+
+    Raises NotFusedError if a module is of another kind.
+    """
+    probe, device = RotaryProbe(layers, rotate), next(layers[0].module.parameters()).device
+    with probing(probe), probe.operators, ExitStack() as hooks:
+        for module in probe.fused:
+            hooks.callback(module.register_forward_pre_hook(probe.begin).remove)
+            hooks.callback(module.register_forward_hook(probe.compare, with_kwargs=True).remove)
+        positions = torch.tensor([POSITIONS], device=device)
+        run(torch.arange(len(POSITIONS), device=device)[None], positions)
+    return probe.fused
+
+
+def rotary_calls(layer: AttentionLayer, rotate: Any, num_rows: int) -> list[Callable[[], Any]]:
+    """Calls of the kernel for few rows and for many, so that it is compiled; none if the layer does not use it."""
+    if rotate is None:
+        return []
+    try:
+        fused = RotaryAttention(layer, rotate)
+    except NotFusedError:
+        return []
+    return [fused.kernel_call(count) for count in (num_rows, MANY_ROWS)]

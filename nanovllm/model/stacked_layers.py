@@ -1,0 +1,254 @@
+"""Decoder layers of Llama's kind as one launch for steps of a few decodes on a GPU (`kernels/layer_stack.py`).
+
+The layers are recognised by their modules' names, then both are compared on a few steps, layer by layer: a model that
+computes anything else, in a layer or between two of them, runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.flex_gpu import GpuFlexPlan
+from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
+from nanovllm.device import find_kernel
+from nanovllm.errors import NotFusedError
+from nanovllm.model.llama_parts import check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.merged_linears import is_plain_linear
+
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
+
+class StackedLayers:
+    """The decoder layers of a model; `calls` has what replaces each module's call.
+
+    Raises NotFusedError if the layers are of another kind, or if there is no kernel for them.
+
+    Args:
+        modules, layers, caches: the decoder layers, their attention, its K and V, all in one order.
+        calls: of the modules otherwise.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        layers: Sequence[AttentionLayer],
+        caches: Sequence[Tensor],
+        calls: dict[nn.Module, Callable[..., Any]],
+        block_size: int,
+    ) -> None:
+        stack = find_kernel("layer_stack", "LayerStack")
+        if stack is None or not modules or len(modules) != len(layers):
+            raise NotFusedError("there is no kernel for them, or the attention modules are in no list of layers")
+        sizes = _sizes(modules[0], layers[0], block_size)
+        device = caches[0].device
+        reason = find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device)  # type: ignore[misc]
+        if reason is not None:
+            raise NotFusedError(reason)
+        weights = [_weights(*layer) for layer in zip(modules, layers, caches, strict=True)]
+        if len({tuple(part is None for part in layer) for layer in weights}) > 1:
+            raise NotFusedError("some of the layers have norms or biases that others have not")
+        for layer in weights:
+            _check_shapes(layer, sizes)
+        self._modules, self._calls = modules, calls
+        self.num_compared = 0  # layers, each in several steps
+        self._num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
+        self._rows_type: Any = find_kernel("layer_stack", "DecodeRows")
+        self._launch_error: Any = find_kernel("nvrtc", "CudaError")
+        try:
+            self._stack = stack(weights, sizes, layers[0].scaling, device)
+        except self._launch_error as error:  # type: ignore[misc]
+            raise NotFusedError(str(error)) from error
+
+    def calls(self) -> dict[nn.Module, Callable[..., Any]]:
+        """What to call in place of each module: the first runs all layers, the others pass its answer on."""
+        return {module: partial(self._call, module) for module in self._modules}
+
+    def _call(self, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = self._rows(hidden_states, kwargs)
+        if rows is None:
+            return self._calls.get(module, module._call_impl)(hidden_states, *args, **kwargs)
+        return self._run(rows, hidden_states, **kwargs) if module is self._modules[0] else hidden_states
+
+    def _rows(self, hidden_states: Tensor, kwargs: Any) -> Any | None:
+        """The decodes of the running step, if they are all of it and few."""
+        plan = running_step(kwargs[STEP_HANDLE]).plan
+        if not isinstance(plan, GpuFlexPlan) or len(plan.step.tile_rows) or plan.num_decodes not in self._num_rows:
+            return None
+        if hidden_states.shape[:2] != (1, plan.num_decodes):
+            return None
+        step = plan.step
+        return self._rows_type(
+            step.decode_positions, kwargs[STEP_SLOT_MAPPING], step.tables, step.decode_tables, step.decode_blocks
+        )
+
+    def _run(
+        self,
+        rows: Any,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        first: int = 0,
+        count: int = 0,
+        **kwargs: Any,
+    ) -> Tensor:
+        cosines, sines = (part[0] for part in position_embeddings)
+        output: Tensor = self._stack.run(hidden_states[0], cosines, sines, rows, first=first, count=count)
+        return output[None]
+
+    def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
+        """Calls of the modules that try each layer beside its module; they raise NotFusedError."""
+        passed: list[tuple[Any, Any]] = []  # of each layer of this pass: its answer and the position embeddings
+
+        def call(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            expected = module._call_impl(*args, **kwargs)
+            before: Any = args[0] if args else kwargs.get("hidden_states")
+            try:
+                embeddings = kwargs["position_embeddings"]
+                if index == 0:
+                    passed.clear()
+                elif len(passed) != index or passed[-1][0] is not before or passed[-1][1] is not embeddings:
+                    raise NotFusedError("something is computed between the layers, or they are called in another order")
+                rows = self._rows(before, kwargs)
+                if rows is None:
+                    raise NotFusedError("they are called with other rows than the step's")
+                own = self._run(rows, before, position_embeddings=embeddings, first=index, count=1)
+            except self._launch_error as error:
+                raise NotFusedError(str(error)) from error
+            except (TypeError, KeyError, AttributeError, IndexError) as error:
+                raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
+            passed.append((expected, embeddings))
+            self._compare(module, before, expected, own, rows)
+            self.num_compared += 1
+            return expected
+
+        return {module: partial(call, index, module) for index, module in enumerate(self._modules)}
+
+    @staticmethod
+    def _compare(module: nn.Module, before: Any, expected: Any, own: Tensor, rows: Any) -> None:
+        name = type(module).__name__
+        if not isinstance(expected, Tensor) or expected.shape != own.shape:
+            raise NotFusedError(f"{name} returns something else than one tensor of its input's shape")
+        real = rows.block_counts > 0
+        worst = worst_distance(before[:, real], expected[:, real], own[:, real])
+        if worst is not None:
+            raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+
+
+def stacked_calls(
+    modules: Sequence[nn.Module],
+    layers: Sequence[AttentionLayer],
+    caches: Sequence[Tensor],
+    calls: dict[nn.Module, Callable[..., Any]],
+    block_size: int,
+    *,
+    compare: Callable[[dict[nn.Module, Callable[..., Any]]], None],
+) -> dict[nn.Module, Callable[..., Any]]:
+    """What to call in place of the layers and the other modules; raises NotFusedError.
+
+    Args:
+        calls: the same without a stack.
+        compare: runs some steps by the calls that it is given.
+    """
+    stacked = StackedLayers(modules, layers, caches, calls, block_size)
+    compare(stacked.comparing_calls())
+    if not stacked.num_compared:
+        raise NotFusedError("the KV cache has no room to compare them")
+    return calls | stacked.calls()
+
+
+def compile_calls_of(
+    modules: Sequence[nn.Module], layers: Sequence[AttentionLayer], device: torch.device, block_size: int
+) -> list[Callable[[], Any]]:
+    """Calls that compile the kernel for these layers, none if it does not serve them; to be made ahead, in threads."""
+    compile_code: Any = find_kernel("layer_stack", "machine_code")
+    if compile_code is None or not modules:
+        return []
+    try:
+        sizes = _sizes(modules[0], layers[0], block_size)
+        linears = [_part(modules[0], name) for name in _LINEARS[:3]]
+    except (NotFusedError, AttributeError):
+        return []
+    if find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device) is not None:  # type: ignore[misc]
+        return []
+    has_biases = any(getattr(linear, "bias", None) is not None for linear in linears)
+    has_norms = _has(modules[0], _NORMS[2])
+
+    def call(num_rows: int) -> None:
+        with suppress(find_kernel("nvrtc", "CudaError")):  # type: ignore[arg-type]
+            compile_code(sizes, num_rows, device, has_norms=has_norms, has_biases=has_biases)
+
+    return [partial(call, num_rows) for num_rows in find_kernel("layer_stack", "NUM_ROWS") or ()]
+
+
+def _sizes(module: nn.Module, layer: AttentionLayer, block_size: int) -> Any:
+    linears = [_part(module, name) for name in ("mlp.gate_proj", "mlp.down_proj")]
+    if not all(is_plain_linear(linear) for linear in linears):
+        raise NotFusedError(f"{type(module).__name__} has projections that are no linear layers")
+    sizes: Any = find_kernel("layer_stack", "StackSizes")
+    return sizes(
+        linears[0].in_features, linears[1].in_features, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size
+    )
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        raise NotFusedError(f"{type(module).__name__} has no {name}") from error
+
+
+def _weights(module: nn.Module, layer: AttentionLayer, cache: Tensor) -> Any:
+    """The layer's tensors; raises NotFusedError."""
+    kind = type(module).__name__
+    linears = [_part(module, name) for name in _LINEARS]
+    if not all(is_plain_linear(linear) for linear in linears):
+        raise NotFusedError(f"{kind} has projections that are no linear layers")
+    if any(linear.bias is not None for linear in linears[3:]):
+        raise NotFusedError(f"{kind} has a bias behind attention or within its MLP")
+    hidden = linears[0].in_features
+    norms: list[Any] = [module.get_submodule(name) if _has(module, name) else None for name in _NORMS]
+    epsilons = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
+    for norm, epsilon, size in zip(norms, epsilons, (hidden, hidden, layer.head_dim, layer.head_dim), strict=True):
+        if norm is None and size is hidden:
+            raise NotFusedError(f"{kind} lacks the RMS norms before attention and MLP")
+        if norm is not None and (epsilon is None or not is_rms_norm(norm, size, epsilon, layer.dtype)):
+            raise NotFusedError(f"{kind} has a norm that is no RMS norm over {size} elements")
+    if (norms[2] is None) != (norms[3] is None):
+        raise NotFusedError(f"{kind} norms q or k alone")
+    if not is_silu(getattr(module.get_submodule("mlp"), "act_fn", None), layer.dtype):
+        raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
+    tensors = [linear.weight.detach() for linear in linears]
+    tensors += [None if norm is None else norm.weight.detach() for norm in norms]
+    biases = [linear.bias for linear in linears[:3]]
+    if any(bias is not None for bias in biases):
+        zeros = [torch.zeros(linear.out_features, dtype=layer.dtype, device=cache.device) for linear in linears[:3]]
+        biases = [zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)]
+    known = [parameter for part in (*linears, *norms) if part is not None for parameter in part.parameters()]
+    check_knows_all(module, known)
+    make: Any = find_kernel("layer_stack", "LayerWeights")
+    return make(*tensors, *biases, cache[0], cache[1], tuple(epsilon or 0.0 for epsilon in epsilons))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    parent, _, own = name.rpartition(".")
+    return isinstance(getattr(module.get_submodule(parent), own, None), nn.Module)
+
+
+def _check_shapes(layer: Any, sizes: Any) -> None:
+    attention, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    hidden, inner = sizes.hidden, sizes.inner
+    expected = [(attention, hidden), (kv, hidden), (kv, hidden), (hidden, attention),
+                (inner, hidden), (inner, hidden), (hidden, inner)]  # fmt: skip
+    shapes = [tuple(part.shape) for part in layer[:7]]
+    if shapes != expected:
+        raise NotFusedError(f"the projections are of other sizes: {shapes}")
+    if not all(part.dtype == torch.bfloat16 and part.is_contiguous() for part in layer[:-1] if part is not None):
+        raise NotFusedError("some of the weights are not contiguous bfloat16")

@@ -1,0 +1,101 @@
+"""Block events: what became findable or was forgotten in the prefix cache, in one batch for each step.
+
+Whoever routes requests among engines follows them: the front of several replicas (`nanovllm/replicas`), or a router
+elsewhere (`kv_events.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
+from nanovllm.sequence import Sequence
+
+logger = logging.getLogger("nanovllm")
+
+
+class Findable(NamedTuple):
+    """A block's tokens became findable behind a prefix.
+
+    parent_hash: hash of the block before; None for a first block.
+    tokens: token ids as bytes of int32.
+    cache_salt: the request's, for a first block.
+    """
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    tokens: bytes
+    cache_salt: str
+
+
+class Forgotten(NamedTuple):
+    """A block's tokens are no longer findable."""
+
+    block_hash: bytes
+
+
+class AllForgotten(NamedTuple):
+    """Nothing is findable any longer."""
+
+
+BlockEvent = Findable | Forgotten | AllForgotten
+Receiver = Callable[[list[BlockEvent]], None]  # called in the engine's thread
+
+
+class BlockEvents(Observer):
+    """Observes a block manager, and hands its events on after each step.
+
+    What happens between steps (an abort, a step that failed) comes with the next request or step; until then an index
+    that is fed from here is stale, which costs a miss.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[BlockEvent] = []
+        self._receivers: list[Receiver] = []
+
+    @classmethod
+    def follow(cls, manager: BlockManager, observers: StepObservers, receive: Receiver) -> None:
+        """Call `receive` with each batch of events of an engine that has not computed anything yet."""
+        if manager.entries:
+            raise RuntimeError(f"{len(manager.entries)} blocks are findable already; follow a new engine.")
+        events = manager.observer
+        if not isinstance(events, cls):
+            events = manager.observer = cls()
+            observers.append(events)
+        events._receivers.append(receive)
+
+    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
+        salt = entry.parent if isinstance(entry.parent, str) else ""
+        self._events.append(Findable(entry.block_hash, parent_hash, entry.tokens, salt))
+
+    def forgotten(self, block_hash: bytes) -> None:
+        self._events.append(Forgotten(block_hash))
+
+    def all_forgotten(self) -> None:
+        self._events = [AllForgotten()]  # whatever came before it is void
+        self.flush()  # an idle engine may not step for long
+
+    def request_added(self, sequences: list[Sequence]) -> None:
+        self.flush()
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand on the events so far; a receiver that raises is logged and dropped."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        for receive in tuple(self._receivers):
+            try:
+                receive(events)
+            except Exception:
+                self._receivers.remove(receive)
+                logger.exception("%s raised on block events; it is not called again", receive)
+
+    def __str__(self) -> str:
+        return "block events"

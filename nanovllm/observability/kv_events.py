@@ -1,0 +1,202 @@
+"""KV events: publishes over ZeroMQ what a prefix cache holds, in vLLM's schema, for routers of other projects.
+
+A message has three frames: topic, sequence number (8 bytes, big endian), and a batch in MessagePack::
+
+    [seconds since 1970, [event, ...], rank]
+    {"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ..., "token_ids": [...], "block_size": 16, ...}
+    {"type": "BlockRemoved", "block_hashes": [...], "medium": "GPU"}
+    {"type": "AllBlocksCleared"}
+
+A thread encodes and sends, so that no step waits for a subscriber. A batch that is lost leaves a gap in the sequence
+numbers; subscribers ask for it at the replay endpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import threading
+import time
+from array import array
+from collections import deque
+from typing import Any
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import EngineConfig
+from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findable, Forgotten
+from nanovllm.observability.step_records import Observer, StepObservers
+
+logger = logging.getLogger("nanovllm")
+
+NEEDS = ("zmq", "msgspec")
+MEDIUM = "GPU"  # the pool that attention reads, as vLLM says it on any device
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+MAX_QUEUED = 10_000  # batches that wait for the thread; more are lost
+MAX_UNSENT = 10_000  # messages that wait for one slow subscriber; it misses more
+MAX_REPLAYED = 10_000  # batches kept for replay
+POLL_SECONDS = 0.05  # longest that a replay request waits while there are no events
+CLOSE_SECONDS = 1.0  # for what is queued when the engine closes
+
+
+class KvEventPublisher(Observer):
+    """Publishes the batches of `BlockEvents` of one engine, until it closes.
+
+    Raises RuntimeError without the packages of the extra `kv-events`, ValueError for an endpoint that cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+            raise RuntimeError(f"kv_events needs {', '.join(missing)}: pip install 'nanovllm[kv-events]'.")
+        from msgspec.msgpack import Encoder
+        from zmq import PUB, ROUTER, Context
+
+        self._encode = Encoder().encode
+        self._topic, self._rank = config.kv_events_topic.encode(), config.kv_events_rank
+        self._next_sequence, self._num_lost = 0, 0
+        self._queue: queue.Queue[tuple[int, float, list[BlockEvent]]] = queue.Queue(MAX_QUEUED)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_REPLAYED)  # (sequence number, payload)
+        self._is_closing = threading.Event()
+        self._context: Any = Context()
+        try:
+            self._publish: Any = self._open(PUB, "kv_events", config.kv_events, MAX_UNSENT)
+            # A ROUTER drops what exceeds its limit; all that is kept may be asked for at once.
+            self._replay: Any = self._open(ROUTER, "kv_events_replay", config.kv_events_replay, 0)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread: threading.Thread | None = None
+
+    def begin(self, manager: BlockManager, observers: StepObservers) -> None:
+        """Follow the engine of this block manager and these observers until it closes."""
+        self._thread = threading.Thread(target=self._run, name="nanovllm-kv-events", daemon=True)
+        self._thread.start()
+        observers.append(self)
+        BlockEvents.follow(manager, observers, self.receive)
+
+    def receive(self, events: list[BlockEvent]) -> None:
+        """Queue a batch for sending; never waits."""
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        try:
+            self._queue.put_nowait((sequence, time.time(), events))
+        except queue.Full:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.warning("KV events come faster than they are sent; batch %d is lost", sequence)
+
+    def engine_closed(self) -> None:
+        """Send what is queued, within `CLOSE_SECONDS`, and close the sockets."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join(2 * CLOSE_SECONDS)
+
+    def __str__(self) -> str:
+        return "kv_events"
+
+    def _open(self, kind: int, option: str, endpoint: str | None, max_unsent: int) -> Any:
+        """A socket at the endpoint of an option, moved by the rank; None if there is none."""
+        if endpoint is None:
+            return None
+        from zmq import SNDHWM, ZMQError
+
+        endpoint = endpoint_of_rank(endpoint, self._rank)
+        is_bound = option == "kv_events_replay" or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:")
+        socket = self._context.socket(kind)
+        socket.setsockopt(SNDHWM, max_unsent)
+        try:
+            (socket.bind if is_bound else socket.connect)(endpoint)
+        except ZMQError as error:
+            raise ValueError(
+                f"{option} is {endpoint!r}, which cannot be {'bound' if is_bound else 'connected'}: {error}. "
+                "Choose another endpoint, or end who holds it."
+            ) from error
+        return socket
+
+    # ------------------------------------------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            if deadline is None and self._is_closing.is_set():
+                deadline = time.monotonic() + CLOSE_SECONDS
+            try:
+                while self._replay is not None and self._replay.poll(0):
+                    self._answer(self._replay.recv_multipart())
+                sequence, now, events = self._queue.get(timeout=0 if deadline else POLL_SECONDS)
+            except queue.Empty:
+                if deadline:
+                    break
+                continue
+            try:
+                number, payload = sequence.to_bytes(8, "big"), self._encode([now, in_schema(events), self._rank])
+                self._sent.append((number, payload))
+                self._publish.send_multipart((self._topic, number, payload))
+            except Exception:
+                logger.exception("batch %d of KV events is lost", sequence)
+        self._context.destroy(linger=int(1000 * CLOSE_SECONDS))
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Send every kept batch from the number that is asked for, and the mark of the end."""
+        if len(request) != 3 or len(request[2]) != 8:
+            logger.warning("a replay request must be an empty frame and one of 8 bytes, not %r", request[1:])
+            return
+        client, first = request[0], request[2]
+        for number, payload in self._sent:
+            if number >= first:  # big endian, so bytes compare as numbers
+                self._replay.send_multipart((client, b"", number, payload))
+        self._replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+def endpoint_of_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of one engine of several: its port, or the name of its socket, counts on."""
+    if rank == 0:
+        return endpoint
+    if endpoint.startswith("ipc:"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
+
+
+def in_schema(events: list[BlockEvent]) -> list[dict[str, Any]]:
+    """vLLM's events; blocks of one chain that follow one another are one event, and so are removed ones."""
+    found: list[dict[str, Any]] = []
+    tail: bytes | None = None  # the last hash of the chain that the last event stores
+    for event in events:
+        if isinstance(event, Findable):
+            if tail is None or event.parent_hash != tail:
+                found.append(_stored(event))
+            stored, tail = found[-1], event.block_hash
+            stored["block_hashes"].append(as_number(event.block_hash))
+            stored["token_ids"] += array("i", event.tokens)
+            if "extra_keys" in stored:  # the salt is a key of the first block
+                salt = event.cache_salt.encode("utf-8", "backslashreplace").decode()  # it may hold lone surrogates
+                stored["extra_keys"].append(None if event.parent_hash else [salt])
+            continue
+        tail = None
+        if isinstance(event, Forgotten):
+            if not found or found[-1]["type"] != "BlockRemoved":
+                found.append({"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM})
+            found[-1]["block_hashes"].append(as_number(event.block_hash))
+        else:
+            found.append({"type": "AllBlocksCleared"})
+    return found
+
+
+def _stored(first: Findable) -> dict[str, Any]:
+    """An event for a chain of blocks that begins with this one, still without any."""
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": [],
+        "parent_block_hash": None if first.parent_hash is None else as_number(first.parent_hash),
+        "token_ids": [],
+        "block_size": len(first.tokens) // 4,
+        "lora_id": None,
+        "medium": MEDIUM,
+        "lora_name": None,
+    }
+    return event | {"extra_keys": []} if first.cache_salt else event
+
+
+def as_number(block_hash: bytes) -> int:
+    """A hash as routers take it: its last 64 bits."""
+    return int.from_bytes(block_hash[-8:], "big")

@@ -1,0 +1,101 @@
+"""`ModelRunner` where several processes share the model: rank 0 sends each step to the others, which launch it too."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.batch import ScheduledBatch
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.config import EngineConfig
+from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
+from nanovllm.execution.workers import StepOrder, WorkerProcesses
+from nanovllm.features import TENSOR_PARALLEL, refuse
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.sampling.logprobs import StepLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RankPendingTokens(PendingTokens):
+    """Tokens of a step of several ranks."""
+
+    workers: WorkerProcesses
+
+    def result(self) -> list[int]:
+        token_ids = PendingTokens.result(self)
+        self.workers.check()  # of a rank that is gone the step has nothing
+        return token_ids
+
+
+class RankRunner(ModelRunner):
+    """The model runner of one rank.
+
+    At start-up every rank runs the same code, and its collectives meet. From then on the others follow rank 0's orders.
+
+    Args:
+        workers: the other ranks, on rank 0.
+    """
+
+    sampler: RankSampler
+
+    def __init__(
+        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, workers: WorkerProcesses | None
+    ) -> None:
+        self._workers: WorkerProcesses | None = None
+        super().__init__(binding, config, choice)
+        if workers is not None:
+            self._workers = workers
+            self._launch = self._launch_together
+            weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
+
+    def _build_sampler(self) -> RankSampler:
+        sampler = RankSampler(self.binding, compiles=self._choice.uses_graphs)
+        self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self._choice.uses_graphs)
+        return sampler
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        pending = super().execute(batch)
+        if self._workers is None:
+            return pending
+        return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self._workers)
+
+    def _launch_together(self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs) -> Tensor:
+        assert self._workers is not None
+        draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
+        try:
+            self._workers.send("follow", StepOrder.from_step(layout, draws, report.prompt))
+            return self._executor.launch(batch, layout, masks, report)
+        except BaseException as error:  # the others are in the middle of the step
+            self._workers.fail(error)
+
+    def follow(self, order: StepOrder) -> None:
+        """Launch a step that rank 0 sent, without its requests."""
+        if self.device.type == "cuda":
+            self._follow_last_stream()
+        self.sampler.step_draws = order.draws
+        batch = ScheduledBatch(0, tuple(order.layout.entries))
+        masks: Any = self.backend.plan(order.layout)
+        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt))
+
+    def capture_ahead(self) -> bool:
+        if self._workers is None:
+            return super().capture_ahead()
+        try:
+            self._workers.send("capture_ahead")
+            return super().capture_ahead()
+        except BaseException as error:
+            self._workers.fail(error)
+
+    def check_editable(self) -> None:
+        refuse("weights_changed", TENSOR_PARALLEL)
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+        super().close()

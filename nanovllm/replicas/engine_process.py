@@ -1,0 +1,246 @@
+"""An engine process: builds an engine on its GPU or its cores, runs what the front sends, reports after each step.
+
+It lives in a session of its own, so that Ctrl-C in a terminal reaches the front alone, and ends when the front does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.engine import Engine
+from nanovllm.observability.block_events import BlockEvent, BlockEvents
+from nanovllm.observability.step_records import Observer, StepRecord
+from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.replicas.channel import Channel, inherited
+from nanovllm.replicas.messages import (
+    Abort,
+    Add,
+    Died,
+    LoadFailed,
+    Ready,
+    Report,
+    ResetCache,
+    SentCompletion,
+    SentOutput,
+    Start,
+    ToEngine,
+    decode_to_engine,
+    encode,
+    metric_values,
+)
+from nanovllm.replicas.prefix_index import encode as encode_events
+from nanovllm.requests.output_processor import Request
+from nanovllm.streaming.engine_thread import EngineThread
+from nanovllm.streaming.engines import AnyEngine
+
+logger = logging.getLogger("nanovllm")
+
+# Seconds between two looks at whether the front lives. Its end closes the channel, unless a forked child holds it open.
+FRONT_CHECK_SECONDS = 1.0
+# Seconds between two reports of the tokens of requests that nobody streams: what a moved one need not sample again.
+PROGRESS_SECONDS = 0.2
+# Seconds between two reports of steps without outputs.
+RECORDS_SECONDS = 0.05
+
+
+class Reporter(Observer):
+    """Sends the outputs of an engine to the front; called in the engine's thread, as its router and its observer.
+
+    placements: the number of each unfinished request's placement, by its id.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel, start: Start) -> None:
+        self.placements: dict[str, int] = {}
+        self._engine, self._channel, self._sends_records = engine, channel, start.sends_records
+        self._records: list[StepRecord] = []
+        self._block_events: list[BlockEvent] = []
+        if start.sends_block_events:  # flushed before this observer is told of a step
+            BlockEvents.follow(engine.block_manager, engine.observers, self._block_events.extend)
+        engine.observers.append(self)
+        self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, of requests whose output is final
+        self._num_prompt_logprobs: dict[str, int] = {}
+        self._last_report = self._last_progress = 0.0
+
+    def add(self, sent: Add) -> None:
+        requests = [request.to_new() for request in sent.requests]
+        self._engine.add(*requests)
+        for request, new in zip(sent.requests, requests, strict=True):
+            self.placements[new.request_id] = request.placement
+            # A prompt's log-probabilities come with the final output alone, so such a request begins anew.
+            if new.output_kind is OutputKind.FINAL and new.params.prompt_logprobs is None:
+                counts = [0] * new.params.n
+                if new.resumed is not None:
+                    counts = [len(sample.token_ids) for sample in new.resumed.samples]
+                self._num_sent[new.request_id] = counts
+
+    def abort(self, sent: Abort) -> None:
+        if self.placements.get(sent.request_id) == sent.placement:
+            self._engine.abort(sent.request_id)
+            self._forget(sent.request_id)
+            self._report([])
+
+    def reset_prefix_cache(self, engine: AnyEngine) -> None:
+        engine.reset_prefix_cache()
+        self._report([])
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        if self._sends_records:
+            self._records.append(record)
+        if not self._engine.outputs and time.monotonic() - self._last_report > RECORDS_SECONDS:
+            self._report([])
+
+    def deliver(self, outputs: list[RequestOutput]) -> list[str]:
+        """As `OutputRouter.deliver`; there is always a reader."""
+        self._report([self._sent(output) for output in outputs])
+        return []
+
+    def without_loop(self) -> list[str]:
+        return []
+
+    def end(self, refusal: Callable[[], Exception]) -> None:
+        """The engine died: nothing else ends its thread."""
+        self._channel.send_all(encode(Died(str(refusal()))))
+        os._exit(1)
+
+    def _report(self, outputs: list[SentOutput]) -> None:
+        now = time.monotonic()
+        if now - self._last_progress > PROGRESS_SECONDS:
+            outputs += self._progress()
+            self._last_progress = now
+        self._last_report = now
+        block_events = encode_events(self._block_events)
+        self._channel.send_all(encode(Report(outputs, self._engine.stats(), self._records, block_events)))
+        self._records.clear()
+        self._block_events.clear()
+
+    def _sent(self, output: RequestOutput) -> SentOutput:
+        request_id = output.request_id
+        sent = SentOutput.from_output(output, self.placements[request_id])
+        if output.prompt_logprobs is not None:
+            if len(output.prompt_logprobs) == self._num_prompt_logprobs.get(request_id):
+                sent.prompt_logprobs = None
+            self._num_prompt_logprobs[request_id] = len(output.prompt_logprobs)
+        if output.finished:
+            self._forget(request_id)
+        return sent
+
+    def _progress(self) -> list[SentOutput]:
+        """The new tokens of the requests whose output is final."""
+        requests = self._engine.requests
+        found = [self._progress_of(requests[request_id], sent) for request_id, sent in self._num_sent.items()]
+        return [output for output in found if output is not None]
+
+    def _progress_of(self, request: Request, num_sent: list[int]) -> SentOutput | None:
+        completions = []
+        for sequence in request.sequences:
+            first = num_sent[sequence.index]
+            num_sent[sequence.index] = sequence.num_output_tokens
+            token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :].tolist()
+            logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
+            reason, stop = sequence.finish_reason, sequence.stop_reason
+            completions.append(SentCompletion(sequence.index, "", token_ids, reason, stop, logprobs))
+        if not any(completion.token_ids for completion in completions):
+            return None
+        placement, num_cached = self.placements[request.request_id], request.sequences[0].num_cached_tokens
+        values = metric_values(request.metrics())
+        return SentOutput(placement, request.request_id, completions, False, num_cached, values)
+
+    def _forget(self, request_id: str) -> None:
+        del self.placements[request_id]
+        self._num_sent.pop(request_id, None)
+        self._num_prompt_logprobs.pop(request_id, None)
+
+
+def main(descriptor: int, front: int) -> None:
+    """Run an engine for the process `front` at the other end of a socket, until one of the two ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front decides: it may have requests to finish
+    channel = inherited(descriptor)
+    threading.Thread(target=_end_with_front, args=(channel, front), daemon=True).start()
+    messages = _messages(channel)
+    start = next(messages)
+    if not isinstance(start, Start):
+        raise TypeError(f"the first message is {start!r}.")
+    setup = pickle.loads(start.setup)
+    logging.basicConfig(format=f"%(levelname)s:%(name)s:replica {setup['index']}: %(message)s")
+    logging.getLogger("nanovllm").setLevel(setup["log_level"])
+    try:
+        engine, ready = build(setup["model"], setup["tokenizer"], options_of(setup))
+    except Exception as error:
+        channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
+        os._exit(1)
+    reporter = Reporter(engine, channel, start)
+    thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
+    channel.send_all(encode(ready))
+    for message in messages:
+        run(thread, reporter, message)
+
+
+def options_of(setup: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options: those of all replicas, but each publishes KV events at ports of its own."""
+    options: dict[str, Any] = setup["options"]
+    if options.get("kv_events") is None:
+        return options
+    return options | {"kv_events_rank": options.get("kv_events_rank", 0) + setup["index"]}
+
+
+def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, Ready]:
+    """The engine, and what the front has to know of it."""
+    from nanovllm.build import build_engine
+
+    engine = build_engine(model, tokenizer, None, options)
+    config = {field.name: getattr(engine.config, field.name) for field in dataclasses.fields(engine.config)}
+    ready = Ready(config, engine.input_processor.limits, engine.eos_token_ids, engine.block_manager.hash_seed)
+    return engine, ready
+
+
+def run(thread: EngineThread, reporter: Reporter, message: ToEngine) -> None:
+    """Pass a message of the front on to the engine's thread."""
+    if isinstance(message, Add):
+        added = message
+        thread.submit(lambda _: reporter.add(added)).add_done_callback(_end_if_failed)
+    elif isinstance(message, Abort):
+        aborted = message
+        thread.submit(lambda _: reporter.abort(aborted))
+    elif isinstance(message, ResetCache):
+        thread.submit(reporter.reset_prefix_cache)
+
+
+def _end_if_failed(future: Any) -> None:
+    """The front has checked its requests, so a refusal is an error of ours, which no request may wait for."""
+    if (error := future.exception()) is not None:
+        logger.error("a request could not be queued", exc_info=error)
+        os._exit(1)
+
+
+def _messages(channel: Channel) -> Any:
+    while True:
+        channel.wait()
+        for message in channel.receive():
+            yield decode_to_engine(message)
+        if channel.is_closed:
+            os._exit(0)
+
+
+def _end_with_front(channel: Channel, front: int) -> None:
+    while channel.has_peer(FRONT_CHECK_SECONDS) and os.getppid() == front:
+        pass
+    os._exit(0)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return b""
+    return data

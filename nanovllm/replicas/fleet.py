@@ -1,0 +1,123 @@
+"""The engine processes of a pool: what they send, which of them died, when one is started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import time
+from collections.abc import Iterator, Sequence
+
+from nanovllm.replicas.messages import Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
+from nanovllm.replicas.replica import Replica
+
+logger = logging.getLogger("nanovllm")
+
+# A replica with work that reports no step for so long is killed, and its requests go on elsewhere.
+STALL_SECONDS = 120.0
+# At most this much of the time between two looks counts as silence: who did not listen has heard nothing.
+MAX_LISTENING_SECONDS = 1.0
+
+
+class Fleet:
+    """Replicas and the channels to them. Not thread-safe, except `wake`."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = replicas
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._last_look = time.monotonic()
+
+    @property
+    def up(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.is_up]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every replica is given up."""
+        return all(replica.state == "failed" for replica in self.replicas)
+
+    def launch(self, replica: Replica) -> None:
+        self._selector.register(replica.launch(), selectors.EVENT_READ, replica)
+        self._follow(replica)
+
+    def send(self, replica: Replica, message: ToEngine) -> None:
+        """Send a message, later if there is no room now; never if the replica is dead."""
+        replica.send(message)
+        self._follow(replica)
+
+    def wake(self) -> None:
+        """Make `listen` return; any thread may call it."""
+        os.eventfd_write(self._wake, 1)
+
+    def listen(self, timeout: float | None) -> Iterator[tuple[Replica, FromEngine | None]]:
+        """Wait for messages at most so long; yields each with its sender, and None last of one that died."""
+        for key, events in self._selector.select(timeout):
+            replica: Replica | None = key.data
+            if replica is None:
+                os.eventfd_read(self._wake)
+                continue
+            channel = replica.channel
+            if channel is None:
+                continue
+            if events & selectors.EVENT_WRITE:
+                channel.flush()
+                self._follow(replica)
+            for data in channel.receive() if events & selectors.EVENT_READ else ():
+                message = decode_from_engine(data)
+                replica.silence = 0.0
+                if isinstance(message, Ready):
+                    replica.came_up(time.monotonic(), message.config["max_num_seqs"])
+                elif isinstance(message, LoadFailed | Died):
+                    logger.error("replica %d: %s", replica.index, message.message)
+                yield replica, message
+            if channel.is_closed:
+                yield replica, None
+
+    def stalled(self) -> list[Replica]:
+        """Those with work that have reported nothing for too long."""
+        now = time.monotonic()
+        elapsed, self._last_look = min(now - self._last_look, MAX_LISTENING_SECONDS), now
+        found = []
+        for replica in self.up:
+            if replica.requests:
+                replica.silence += elapsed
+            if replica.silence > STALL_SECONDS:
+                logger.error("replica %d has reported nothing for %g s and is killed", replica.index, STALL_SECONDS)
+                found.append(replica)
+        return found
+
+    def restart(self) -> None:
+        """Start those again whose time has come."""
+        now = time.monotonic()
+        for replica in self.replicas:
+            if replica.is_due(now):
+                replica.num_restarts += 1
+                try:
+                    self.launch(replica)
+                except OSError as error:  # the host is short of processes or memory
+                    logger.error("replica %d could not be started: %s", replica.index, error)
+                    replica.bury(now)
+
+    def drop(self, replica: Replica) -> None:
+        """Listen to a replica no longer: it is about to be buried."""
+        if replica.channel is not None:
+            self._selector.unregister(replica.channel)
+
+    def close(self) -> None:
+        """End every process."""
+        self._selector.close()
+        for replica in self.replicas:
+            replica.kill()
+        for replica in self.replicas:
+            replica.join()
+        os.close(self._wake)
+
+    def _follow(self, replica: Replica) -> None:
+        """Wait for room in its channel too, while there is something left to send."""
+        if (channel := replica.channel) is None:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        if self._selector.get_key(channel).events != events:
+            self._selector.modify(channel, events, replica)

@@ -1,0 +1,215 @@
+"""What crosses between the front and an engine process, encoded by msgspec as MessagePack.
+
+::
+
+    front                                     engine process
+    Start                    ─────────────▶   builds its engine
+                             ◀─────────────   Ready, or LoadFailed
+    Add, Abort, ResetCache   ─────────────▶   between two steps
+                             ◀─────────────   Report: outputs, statistics, step records
+                             ◀─────────────   Died: the engine can go on no longer
+
+A request carries the number of its placement beside its id: outputs of an earlier placement are known as such.
+Times are seconds of `time.monotonic`, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from nanovllm.observability.step_records import StepRecord
+from nanovllm.outputs import (
+    CompletionOutput,
+    EngineStats,
+    ErrorKind,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Resumed
+
+# ----------------------------------------------------------------------------------------------- to the engine process
+
+
+class Start(Struct, tag=True, array_like=True):
+    """What to build.
+
+    setup: pickled options, see `opening`; they never leave the host.
+    sends_records, sends_block_events: whether the front reads them.
+    """
+
+    setup: bytes
+    sends_records: bool
+    sends_block_events: bool
+
+
+class SentRequest(Struct, array_like=True):
+    """A `NewRequest` without its text. params: the sampling options that are not the default."""
+
+    placement: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    bad_words: tuple[tuple[int, ...], ...]
+    priority: int
+    cache_salt: str
+    timeout: float | None
+    arrival_time: float
+    output_kind: OutputKind
+    resumed: Resumed | None
+
+    @classmethod
+    def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
+        """A cumulative output crosses as deltas, which the front joins."""
+        is_final = new.output_kind is OutputKind.FINAL
+        return cls(
+            placement,
+            new.request_id,
+            new.prompt_token_ids,
+            {name: value for name, default in DEFAULTS.items() if (value := getattr(new.params, name)) != default},
+            new.bad_words,
+            new.priority,
+            new.cache_salt,
+            new.timeout,
+            new.arrival_time,
+            OutputKind.FINAL if is_final else OutputKind.DELTA,
+            resumed,
+        )
+
+    def to_new(self) -> NewRequest:
+        return NewRequest(
+            self.request_id,
+            self.prompt_token_ids,
+            SamplingParams(**self.params),
+            bad_words=self.bad_words,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            timeout=self.timeout,
+            arrival_time=self.arrival_time,
+            output_kind=self.output_kind,
+            resumed=self.resumed,
+        )
+
+
+class Add(Struct, tag=True, array_like=True):
+    """Requests to queue."""
+
+    requests: list[SentRequest]
+
+
+class Abort(Struct, tag=True, array_like=True):
+    """A request to end without a further output, if it still runs as this placement."""
+
+    request_id: str
+    placement: int
+
+
+class ResetCache(Struct, tag=True, array_like=True):
+    """Forget every cached prefix."""
+
+
+# ---------------------------------------------------------------------------------------------- from the engine process
+
+
+class Ready(Struct, tag=True, array_like=True):
+    """The engine's resolved options, and what its model can serve.
+
+    hash_seed: of the block hashes, as for `BlockManager`.
+    """
+
+    config: dict[str, Any]
+    limits: RequestLimits
+    eos_token_ids: tuple[int, ...]
+    hash_seed: str
+
+
+class LoadFailed(Struct, tag=True, array_like=True):
+    """The engine could not be built. error: pickled exception, empty if it does not pickle."""
+
+    error: bytes
+    message: str
+
+
+class SentCompletion(Struct, array_like=True):
+    """A `CompletionOutput`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None
+
+    def to_output(self) -> CompletionOutput:
+        return CompletionOutput(
+            self.index, self.text, self.token_ids, self.finish_reason, self.stop_reason, self.logprobs
+        )
+
+
+class SentOutput(Struct, array_like=True):
+    """A delta, the final output of a request, or the tokens so far of one whose output is final.
+
+    metrics: the values of `RequestMetrics`.
+    prompt_logprobs: None if they are those sent last.
+    """
+
+    placement: int
+    request_id: str
+    completions: list[SentCompletion]
+    finished: bool
+    num_cached_tokens: int
+    metrics: tuple[Any, ...]
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @classmethod
+    def from_output(cls, output: RequestOutput, placement: int) -> SentOutput:
+        completions = [
+            SentCompletion(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs)
+            for c in output.outputs
+        ]
+        return cls(
+            placement,
+            output.request_id,
+            completions,
+            output.finished,
+            output.num_cached_tokens,
+            metric_values(output.metrics),
+            output.error,
+            output.error_kind,
+            output.prompt_logprobs,
+        )
+
+
+class Report(Struct, tag=True, array_like=True):
+    """What has happened since the last report; stats are as of now, block_events a batch for a `PrefixIndex`."""
+
+    outputs: list[SentOutput]
+    stats: EngineStats
+    records: list[StepRecord]
+    block_events: bytes
+
+
+class Died(Struct, tag=True, array_like=True):
+    """The last message of an engine that failed."""
+
+    message: str
+
+
+ToEngine = Start | Add | Abort | ResetCache
+FromEngine = Ready | LoadFailed | Report | Died
+
+DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
+metric_values = attrgetter(*(field.name for field in fields(RequestMetrics)))
+encode = Encoder().encode
+decode_to_engine = Decoder(ToEngine).decode
+decode_from_engine = Decoder(FromEngine).decode

@@ -1,0 +1,164 @@
+"""From options to a pool of replicas that are up: what each may use of the host, and all of them started at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineDeadError
+from nanovllm.features import REPLICAS, refuse
+from nanovllm.model.loader import find, load_tokenizer
+from nanovllm.observability.step_records import OnStep, StepHook
+from nanovllm.replicas.fleet import Fleet
+from nanovllm.replicas.messages import LoadFailed, Ready
+from nanovllm.replicas.pool import Parts, ReplicaPool, sends_block_events
+from nanovllm.replicas.replica import Replica, Share
+from nanovllm.replicas.routing import POLICIES
+from nanovllm.requests.input_processor import InputProcessor
+
+logger = logging.getLogger("nanovllm")
+
+DEFAULT_ROUTING = "prefix-aware"
+
+
+def open_pool(
+    model: Any,
+    tokenizer: Any,
+    on_step: StepHook | None,
+    options: dict[str, Any],
+    *,
+    trace: Any = None,
+    sends_records: bool = False,
+    prepares_when_idle: bool = False,
+) -> ReplicaPool:
+    """Start `data_parallel_size` engine processes; arguments and errors as for `LLM`.
+
+    Args:
+        sends_records: replicas send their step records, for observers that are appended later.
+
+    Raises ValueError, before any process is started, for what replicas do not do and for more of them than GPUs or
+    cores.
+    """
+    hook = None if on_step is None else OnStep(on_step)
+    config = EngineConfig.from_options(**options)
+    setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
+    shares = shares_of_host(config)
+    find(setup["model"], needs_tokenizer=tokenizer is None)
+    setup["prepares_when_idle"] = prepares_when_idle
+    fleet = Fleet(
+        [
+            Replica(
+                index,
+                share,
+                setup,
+                sends_records=sends_records or hook is not None,
+                sends_block_events=sends_block_events(config),
+            )
+            for index, share in enumerate(shares)
+        ]
+    )
+    try:
+        for replica in fleet.replicas:
+            fleet.launch(replica)
+        own_tokenizer = load_tokenizer(model, tokenizer, config)  # while they load theirs
+        ready = _wait_until_up(fleet)
+    except BaseException:
+        fleet.close()
+        raise
+    route = POLICIES[config.routing or DEFAULT_ROUTING]()
+    pool = ReplicaPool(fleet, _parts(config, own_tokenizer, ready), route)
+    if hook is not None:
+        pool.observers.append(hook)
+    return pool
+
+
+def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
+    """GPUs, or as many cores, for each replica; raises ValueError if there are not enough."""
+    count, cores = config.data_parallel_size, sorted(os.sched_getaffinity(0))
+    if config.device.startswith("cuda:"):
+        refuse("a GPU by its number as device", REPLICAS)
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        num_gpus = torch.cuda.device_count()
+        if count * gpus_each > num_gpus:
+            raise ValueError(
+                f"data_parallel_size is {count}, and there are {num_gpus} GPUs for replicas of {gpus_each} each. Set "
+                f"it to at most {num_gpus // gpus_each}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)."
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        gpus = [name.strip() for name in visible.split(",")]
+        groups = [gpus[first : first + gpus_each] for first in range(0, count * gpus_each, gpus_each)]
+        return [Share(frozenset(cores), {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
+    if count > len(cores):
+        raise ValueError(
+            f"data_parallel_size is {count}, and there are {len(cores)} cores for one replica each at least. Set it to "
+            f"at most {len(cores)}."
+        )
+    shares = [cores[index * len(cores) // count : (index + 1) * len(cores) // count] for index in range(count)]
+    limit = int(os.environ.get("OMP_NUM_THREADS") or len(cores))
+    return [
+        Share(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})
+        for share in shares
+    ]
+
+
+def _setup(
+    model: Any, tokenizer: Any, config: EngineConfig, options: dict[str, Any], *, has_trace: bool
+) -> dict[str, Any]:
+    """What a replica is started with; raises for what cannot be sent there."""
+    if isinstance(model, torch.nn.Module):
+        refuse("a loaded module as model", REPLICAS)
+    if not isinstance(model, (str, os.PathLike)):
+        raise TypeError(f"model must be a name or a folder, not {model!r}.")
+    if has_trace:
+        refuse("trace", REPLICAS)
+    if config.tensor_parallel_size > 1:
+        refuse("tensor_parallel_size", REPLICAS)
+    try:
+        pickle.dumps(tokenizer)
+    except Exception:
+        refuse("a tokenizer that cannot be pickled", REPLICAS)
+    # The front bounds the queue, and ends what is too much before it is sent.
+    own = {name: value for name, value in options.items() if name != "max_queue"}
+    return {
+        "model": os.fspath(model),
+        "tokenizer": tokenizer,
+        "options": own,
+        "log_level": logger.getEffectiveLevel(),
+    }
+
+
+def _wait_until_up(fleet: Fleet) -> list[Ready]:
+    """What each says when it is ready; raises the error of the first that fails."""
+    ready: dict[int, Ready] = {}
+    while len(ready) < len(fleet.replicas):
+        for replica, message in fleet.listen(None):
+            if isinstance(message, LoadFailed):
+                raise pickle.loads(message.error) if message.error else EngineDeadError(message.message)
+            if isinstance(message, Ready):
+                ready[replica.index] = message
+            elif message is None:
+                raise EngineDeadError(f"replica {replica.index} died while it loaded the model; its output says why.")
+    return [ready[replica.index] for replica in fleet.replicas]
+
+
+def _parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> Parts:
+    config = _smallest_config([EngineConfig(**one.config) for one in ready], options)
+    limits = min((one.limits for one in ready), key=lambda limits: limits.max_model_len)
+    return Parts(config, InputProcessor(tokenizer, limits), tokenizer, ready[0].eos_token_ids, ready[0].hash_seed)
+
+
+def _smallest_config(configs: Sequence[EngineConfig], options: EngineConfig) -> EngineConfig:
+    """The options of a pool, from those that its replicas have resolved: what any of them can serve."""
+    return replace(
+        configs[0],
+        max_queue=options.max_queue,
+        max_model_len=min(config.max_model_len for config in configs),
+        num_kv_blocks=min(config.num_kv_blocks for config in configs),
+    )

@@ -1,0 +1,323 @@
+"""The front of several replicas: an engine whose steps run in other processes.
+
+::
+
+    add ──▶ route ──▶ replica 0 ──▶ outputs ─┐
+                ╰───▶ replica 1 ──▶ outputs ─┴─▶ step: take what has come
+                        died: its requests go on in replica 0, with the tokens that they have
+
+Invariant: an unfinished request is placed in exactly one replica that is up, or waits in `_homeless`; an output counts
+only if it comes from that placement. So every token reaches its reader exactly once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from nanovllm.block_hashes import PromptHashes
+from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.features import check_sampling_params, refuse
+from nanovllm.observability.step_records import StepObservers
+from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.replicas.fleet import Fleet
+from nanovllm.replicas.messages import Abort, Add, Ready, Report, ResetCache, SentOutput, SentRequest
+from nanovllm.replicas.pool_request import PoolRequest
+from nanovllm.replicas.pool_stats import PoolStats
+from nanovllm.replicas.replica import Replica
+from nanovllm.replicas.routing import Route
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.seeds import sample_seeds
+from nanovllm.sequence import NewRequest
+from nanovllm.validation import text
+
+logger = logging.getLogger("nanovllm")
+
+# Maximum wait of a step for messages: how late a deadline, a restart or Ctrl-C may be seen.
+WAIT_SECONDS = 0.1
+# A replica ends its overdue requests itself; the front does it after this, since a replica may be stopped or slow.
+GRACE_SECONDS = 0.5
+# Replicas that may die with a request which got no token from them, until the request itself is suspected.
+MAX_DEATHS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a front is made of.
+
+    config: of one replica, with the smallest limits of any.
+    input_processor: makes the requests that `add` takes.
+    """
+
+    config: EngineConfig
+    input_processor: InputProcessor
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    hash_seed: str
+
+
+def sends_block_events(config: EngineConfig) -> bool:
+    """Whether requests are routed by what replicas have cached."""
+    return config.enable_prefix_caching and config.routing in (None, "prefix-aware")
+
+
+class ReplicaPool:
+    """Several engines of one model that are used like one. Not thread-safe, except `wake`.
+
+    Args:
+        fleet: all of its replicas are up.
+        route: chooses among those that are up.
+    """
+
+    def __init__(self, fleet: Fleet, parts: Parts, route: Route) -> None:
+        self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
+        self.clock = time.monotonic
+        self.observers = StepObservers()
+        self.outputs: deque[RequestOutput] = deque()
+        self.requests: dict[str, PoolRequest] = {}
+        self.wake, self.replicas = fleet.wake, fleet.replicas
+        self._fleet, self._parts, self._route = fleet, parts, route
+        self._expects_prefixes = sends_block_events(self.config)
+        self._homeless: deque[PoolRequest] = deque()  # while no replica is up
+        self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
+        self._num_unfinished = 0  # samples
+        self._numbers, self._placements = itertools.count(), itertools.count()
+        self._step_ids = itertools.count(1)
+        self._stats = PoolStats()
+        self._death: BaseException | None = None
+        self._process_id = os.getpid()
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def check_queue(self, count: int) -> None:
+        """As `Engine.check_queue`, with the places of all replicas."""
+        limit = self.config.max_queue
+        places = self.config.max_num_seqs * len(self.replicas)
+        if limit is not None and self._num_unfinished + count > places + limit:
+            raise QueueFullError(
+                f"{self._num_unfinished} requests (each sample counted) are unfinished; with {count} more there would "
+                f"be more than {len(self.replicas)} x max_num_seqs ({places}) to run and max_queue ({limit}) to wait. "
+                "Try again later, or raise max_queue."
+            )
+
+    def add(self, *requests: NewRequest) -> None:
+        """Route requests, all of them or none; raises as `Engine.add`."""
+        self.check_alive()
+        self.check_queue(sum(request.params.n for request in requests))
+        ids = Counter(request.request_id for request in requests)
+        for request_id, count in ids.items():
+            if count > 1 or request_id in self.requests:
+                raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
+        for new in requests:
+            check_sampling_params(new.params, "data_parallel_size")
+            text("request_id", new.request_id)  # what cannot be sent is refused here
+            text("cache_salt", new.cache_salt or "")
+        added = [PoolRequest(self._with_seed(new, next(self._numbers))) for new in requests]
+        for request in added:
+            self.requests[request.new.request_id] = request
+            self._num_unfinished += request.new.params.n
+            if request.deadline is not None:
+                self._deadlines.add((request.deadline, request.new.request_id))
+        self._place(added)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """As `Engine.abort`; waits for no replica."""
+        request = self.requests.get(request_id)
+        return None if request is None else self._end(request, "abort")
+
+    def fail(self, failure: StepError, num_failed_steps: int) -> None:
+        """As `Engine.fail`: replicas undo and fail their own steps."""
+        raise failure
+
+    def _with_seed(self, new: NewRequest, number: int) -> NewRequest:
+        """With the seed that one engine would give it, so that it draws the same in whichever replica runs it."""
+        if new.params.seed is not None:
+            return new
+        (seed,) = sample_seeds(None, 1, engine_seed=self.config.seed, request_number=number)
+        return replace(new, params=replace(new.params, seed=seed))
+
+    def _place(self, requests: Sequence[PoolRequest]) -> None:
+        """Send requests to replicas; without one that is up they wait."""
+        up = self._fleet.up
+        if not up:
+            self._homeless.extend(requests)
+            return
+        sent: dict[Replica, list[SentRequest]] = {}
+        for request in requests:
+            new, placement = request.new, next(self._placements)
+            hashes = PromptHashes(
+                new.prompt_token_ids,
+                self.config.block_size,
+                hash_seed=self._parts.hash_seed,
+                cache_salt=new.cache_salt,
+            )
+            replica = up[self._route(hashes, up)]
+            is_moved = request.placement >= 0
+            resumed = request.resumed(num_preemptions=1) if is_moved else None
+            replica.place(request, placement)
+            if self._expects_prefixes:
+                replica.prefixes.expect(new.request_id, hashes)
+            sent.setdefault(replica, []).append(SentRequest.from_new(new, placement, resumed))
+        for replica, group in sent.items():
+            self._fleet.send(replica, Add(group))
+
+    def _end(self, request: PoolRequest, reason: str, error: str | None = None) -> RequestOutput:
+        """End a request by the front's own decision."""
+        if request.replica is not None:
+            replica = self.replicas[request.replica]
+            self._fleet.send(replica, Abort(request.new.request_id, request.placement))
+        elif request in self._homeless:
+            self._homeless.remove(request)
+        self._forget(request)
+        return request.end(
+            reason,
+            self.clock(),
+            self.config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self._parts.eos_token_ids,
+            error=error,
+        )
+
+    def _forget(self, request: PoolRequest) -> None:
+        del self.requests[request.new.request_id]
+        self._num_unfinished -= request.new.params.n
+        if request.deadline is not None:
+            self._deadlines.remove((request.deadline, request.new.request_id))
+        if request.replica is not None:
+            self.replicas[request.replica].remove(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    # ----------------------------------------------------------------------------------------------------- step
+
+    def step(self) -> None:
+        """Take what the replicas have sent, waiting a moment for it; bury the dead and start them again.
+
+        Appends to `outputs` as `Engine.step` does. Raises EngineDeadError once every replica is given up.
+        """
+        self.check_alive()
+        for replica, message in self._fleet.listen(0.0 if self.outputs else WAIT_SECONDS):
+            if isinstance(message, Report):
+                self._take(replica, message)
+            elif isinstance(message, Ready):
+                homeless, self._homeless = list(self._homeless), deque()
+                self._place(homeless)
+            elif message is None:
+                self._bury(replica)
+        self._end_overdue()
+        for replica in self._fleet.stalled():
+            self._bury(replica)
+        self._fleet.restart()
+
+    def use_idle_time(self) -> bool:
+        """Watch the replicas for a moment while there are no requests; there is always more to watch."""
+        self.step()
+        return True
+
+    def _take(self, replica: Replica, report: Report) -> None:
+        replica.stats = report.stats
+        replica.prefixes.apply(report.block_events)
+        for sent in report.outputs:
+            self._deliver(replica, sent)
+        for record in report.records:
+            record = replace(record, step_id=next(self._step_ids))  # those of several replicas would repeat
+            self.observers.notify("step_ended", record, None)
+
+    def _deliver(self, replica: Replica, sent: SentOutput) -> None:
+        request = replica.requests.get(sent.placement)
+        if request is None:  # it was aborted, or ended by its deadline
+            return
+        output = request.take(sent)
+        replica.prefixes.settle(sent.request_id)  # its prompt is cached
+        if sent.finished:
+            self._forget(request)
+        if output is not None:
+            self.outputs.append(output)
+
+    def _end_overdue(self) -> None:
+        overdue = self.clock() - GRACE_SECONDS
+        while self._deadlines and self._deadlines[0][0] <= overdue:
+            self.outputs.append(self._end(self.requests[self._deadlines[0][1]], "timeout"))
+
+    def _bury(self, replica: Replica) -> None:
+        """Its requests go on elsewhere; it is started again after a pause."""
+        self._fleet.drop(replica)
+        self._stats.keep(replica.stats)
+        orphans = replica.bury(self.clock())
+        fate = "given up" if replica.state == "failed" else "started again"
+        logger.error("replica %d has died with %d requests; it is %s", replica.index, len(orphans), fate)
+        if self._fleet.has_failed:
+            self._death = RuntimeError(f"all {len(self.replicas)} replicas died again and again")
+            self.check_alive()
+        moved = []
+        for request in orphans:
+            request.num_deaths += 1
+            if request.num_deaths < MAX_DEATHS:
+                moved.append(request)
+                continue
+            error = f"request {request.new.request_id!r}: {MAX_DEATHS} replicas died before they gave it a token"
+            self.outputs.append(self._end(request, "error", error))
+        self._place(moved)
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`, in every replica."""
+        self.check_alive()
+        for replica in self.replicas:
+            self._fleet.send(replica, ResetCache())
+
+    def drop_computed(self) -> None:
+        """Refused: nobody can have edited the weights of another process."""
+        refuse("weights_changed", "data_parallel_size")
+
+    def stats(self) -> EngineStats:
+        """Sums over the replicas as of their last reports, those of dead ones included; the queues are exact."""
+        if os.getpid() != self._process_id:
+            raise ForkedChildError("ReplicaPool", self._process_id)
+        num_running = sum(replica.num_running for replica in self.replicas)
+        return self._stats.total(
+            [replica.stats for replica in self.replicas if replica.stats is not None],
+            num_running=num_running,
+            num_waiting=self._num_unfinished - num_running,
+            hook_error=self.observers.error,
+        )
+
+    def num_output_tokens(self) -> int:
+        return self.stats().num_output_tokens
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [replica.status for replica in self.replicas]
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death is not None
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if every replica is given up, ForkedChildError in a forked child."""
+        if os.getpid() != self._process_id:
+            raise ForkedChildError("ReplicaPool", self._process_id)
+        if self._death is not None:
+            raise EngineDeadError(f"these replicas are dead ({self._death}); build new ones.") from self._death
+
+    def close(self) -> None:
+        """End all requests and processes; does nothing in a forked child."""
+        if os.getpid() != self._process_id:
+            return
+        self.requests.clear()
+        self._homeless.clear()
+        self._deadlines.clear()
+        self.outputs.clear()
+        self._fleet.close()

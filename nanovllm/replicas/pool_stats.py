@@ -1,0 +1,47 @@
+"""Statistics of several engines as if they were one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanovllm.outputs import EngineStats
+
+# Those that only grow: they keep what processes that died had counted.
+COUNTERS = (
+    "prefix_cache_queries", "prefix_cache_hits", "prefix_cache_evictions", "num_preemptions", "num_steps",
+    "num_failed_steps", "num_scheduled_tokens", "num_output_tokens",
+)  # fmt: skip
+BLOCKS = ("num_blocks", "num_used_blocks", "num_free_blocks", "num_findable_blocks")
+
+
+class PoolStats:
+    """Adds up the statistics of replicas."""
+
+    def __init__(self) -> None:
+        self._past = dict.fromkeys(COUNTERS, 0)
+
+    def keep(self, stats: EngineStats | None) -> None:
+        """Keep the counters of a process that died."""
+        if stats is not None:
+            for name in COUNTERS:
+                self._past[name] += getattr(stats, name)
+
+    def total(
+        self, each: Sequence[EngineStats], *, num_running: int, num_waiting: int, hook_error: str | None
+    ) -> EngineStats:
+        sums = {name: sum(getattr(stats, name) for stats in each) for name in (*COUNTERS, *BLOCKS)}
+        for name, count in self._past.items():
+            sums[name] += count
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            recent_hit_rate=_mean([stats.recent_hit_rate for stats in each]),
+            recent_budget_use=_mean([stats.recent_budget_use for stats in each]),
+            hook_error=hook_error,
+            **sums,
+        )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,180 @@
+"""One replica as the front sees it: its process, its channel, its queues, its past."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.outputs import EngineStats, ReplicaStatus
+from nanovllm.replicas.channel import Channel
+from nanovllm.replicas.messages import Start, ToEngine, encode
+from nanovllm.replicas.pool_request import PoolRequest
+from nanovllm.replicas.prefix_index import PrefixIndex
+
+logger = logging.getLogger("nanovllm")
+
+# Seconds until a replica that died is started again; after the last it is given up, unless it served in between.
+BACKOFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0)
+# Seconds of service after which earlier deaths no longer count.
+STABLE_SECONDS = 60.0
+EXIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of the host one replica has.
+
+    cores: that its process runs on.
+    environment: variables of its process, such as CUDA_VISIBLE_DEVICES.
+    """
+
+    cores: frozenset[int]
+    environment: dict[str, str]
+
+
+class Replica:
+    """An engine process and what is known of it. It is a `ReplicaView` for the routing policies.
+
+    Args:
+        setup: options of the engine, see `opening`.
+        sends_records, sends_block_events: as in `Start`.
+
+    requests: those it runs, by their placement.
+    """
+
+    def __init__(
+        self, index: int, share: Share, setup: dict[str, Any], *, sends_records: bool, sends_block_events: bool
+    ) -> None:
+        self.index, self._share = index, share
+        self._start = Start(pickle.dumps(setup | {"index": index}), sends_records, sends_block_events)
+        self.prefixes = PrefixIndex()
+        self.state = "starting"
+        self.requests: dict[int, PoolRequest] = {}
+        self.num_samples = 0  # of these requests
+        self.max_num_seqs = 1
+        self.stats: EngineStats | None = None  # of the process that runs
+        self.channel: Channel | None = None
+        self.num_restarts = 0
+        self.silence = 0.0  # seconds that the front has listened in vain, while the replica had work
+        self.start_time: float | None = None  # when a restart is due
+        self._num_deaths = 0  # in a row
+        self._up_since = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # ------------------------------------------------------------------------------------------------- its queues
+
+    @property
+    def num_running(self) -> int:
+        return min(self.num_samples, self.max_num_seqs)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_samples - self.num_running
+
+    def num_hits(self, hashes: Sequence[bytes]) -> int:
+        return self.prefixes.num_hits(hashes)
+
+    def place(self, request: PoolRequest, placement: int) -> None:
+        """Note a request that is about to be sent."""
+        request.replica, request.placement = self.index, placement
+        self.requests[placement] = request
+        self.num_samples += request.new.params.n
+
+    def remove(self, request: PoolRequest) -> None:
+        self.prefixes.settle(request.new.request_id)
+        del self.requests[request.placement]
+        self.num_samples -= request.new.params.n
+        request.replica = None
+
+    # ------------------------------------------------------------------------------------------------ its process
+
+    @property
+    def is_up(self) -> bool:
+        return self.state == "up"
+
+    @property
+    def status(self) -> ReplicaStatus:
+        process_id = None if self._process is None else self._process.pid
+        return ReplicaStatus(
+            self.index, self.state, process_id, self.num_running, self.num_waiting, self.num_restarts, self.silence
+        )
+
+    def launch(self) -> Channel:
+        """Start its process; returns the channel to it."""
+        channel, other = Channel.pair()
+        share, descriptor = self._share, other.fileno()
+        # Not by multiprocessing, which would import the caller's main module again.
+        program = (
+            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {sys.path}; "
+            f"from nanovllm.replicas.engine_process import main; main({descriptor}, {os.getpid()})"
+        )
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | share.environment,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
+        self.channel, self.start_time, self.silence = channel, None, 0.0
+        self.send(self._start)
+        return channel
+
+    def send(self, message: ToEngine) -> None:
+        if self.channel is not None:
+            self.channel.send(encode(message))
+
+    def came_up(self, now: float, max_num_seqs: int) -> None:
+        self.state, self.max_num_seqs, self._up_since = "up", max_num_seqs, now
+
+    def kill(self) -> None:
+        """End its process and the workers of its compiler, whatever they do."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def bury(self, now: float) -> list[PoolRequest]:
+        """Note that its process has died and when the next is due; returns the requests that it had."""
+        self.kill()
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        if self.is_up and now - self._up_since > STABLE_SECONDS:
+            self._num_deaths = 0
+        if self._num_deaths < len(BACKOFF_SECONDS):
+            self.state, self.start_time = "restarting", now + BACKOFF_SECONDS[self._num_deaths]
+        else:
+            self.state, self.start_time = "failed", None
+        self._num_deaths += 1
+        self.stats = None
+        self.prefixes.clear()
+        requests, self.requests, self.num_samples = list(self.requests.values()), {}, 0
+        for request in requests:
+            request.replica = None
+        return requests
+
+    def is_due(self, now: float) -> bool:
+        """Whether to start it again: the backoff is over, and the system has freed what its process held."""
+        if self.start_time is None or now < self.start_time:
+            return False
+        return self._process is None or self._process.poll() is not None
+
+    def join(self) -> None:
+        """Kill its process and wait for its end."""
+        self.kill()
+        if self._process is not None:
+            try:
+                self._process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("process %d of replica %d does not end", self._process.pid, self.index)
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None

@@ -1,0 +1,65 @@
+"""What the front doors ask of an engine, be it in this process or several in others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import StepError
+from nanovllm.observability.step_records import StepObservers
+from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.sequence import NewRequest
+
+
+class AnyEngine(Protocol):
+    """`Engine`, or what is used like it; `Engine` says what its methods do and raise."""
+
+    config: EngineConfig
+    input_processor: InputProcessor
+    tokenizer: Any
+    observers: StepObservers
+    clock: Callable[[], float]
+    outputs: deque[RequestOutput]
+
+    @property
+    def wake(self) -> Callable[[], None] | None:
+        """Makes a step that waits for messages return, from any thread; None if no step does."""
+
+    @property
+    def statuses(self) -> Sequence[ReplicaStatus]: ...
+
+    @property
+    def requests(self) -> Mapping[str, Any]: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    @property
+    def is_dead(self) -> bool: ...
+
+    def check_queue(self, count: int) -> None: ...
+
+    def add(self, *requests: NewRequest) -> None: ...
+
+    def abort(self, request_id: str) -> RequestOutput | None: ...
+
+    def step(self) -> None: ...
+
+    def fail(self, failure: StepError, num_failed_steps: int) -> None: ...
+
+    def use_idle_time(self) -> bool: ...
+
+    def drop_computed(self) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def num_output_tokens(self) -> int: ...
+
+    def check_alive(self) -> None: ...
+
+    def close(self) -> None: ...

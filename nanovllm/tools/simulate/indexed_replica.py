@@ -1,0 +1,68 @@
+"""Replica that a router knows from its block events alone, as the front of several engine processes does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
+
+from nanovllm.batch import ScheduledBatch
+from nanovllm.block_hashes import PromptHashes
+from nanovllm.config import EngineConfig
+from nanovllm.observability.block_events import BlockEvent, BlockEvents
+from nanovllm.observability.step_records import Observer, StepHook, StepRecord
+from nanovllm.replicas.prefix_index import PrefixIndex, encode
+from nanovllm.sequence import Sequence
+from nanovllm.tools.simulate.cost_model import CostModel
+from nanovllm.tools.simulate.replica import Replica
+
+
+class IndexedReplica(Replica):
+    """Its events, and the first tokens of its requests, reach the index `delay` steps after the step that made them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost_model: CostModel,
+        draw_token: Iterator[int],
+        *,
+        on_step: StepHook | None = None,
+        delay: int = 0,
+    ) -> None:
+        super().__init__(config, cost_model, draw_token, on_step=on_step)
+        self._index = PrefixIndex()
+        late = _Late(self._index, delay)
+        BlockEvents.follow(self.scheduler.block_manager, self.observers, late.take)
+        self.observers.append(late)
+
+    def num_hits(self, hashes: AnySequence[bytes]) -> int:
+        return self._index.num_hits(hashes)
+
+    def add(self, sequence: Sequence) -> None:
+        hashes = PromptHashes(
+            sequence.token_ids, self.config.block_size, cache_salt=sequence.cache_salt, known=sequence.block_hashes
+        )
+        if self.config.enable_prefix_caching:
+            self._index.expect(sequence.request_id, hashes)
+        super().add(sequence)
+
+
+class _Late(Observer):
+    """Events of the last steps, which the index has not received."""
+
+    def __init__(self, index: PrefixIndex, delay: int) -> None:
+        self._index, self._delay = index, delay
+        self._events: list[BlockEvent] = []  # since the last step
+        self._reports: deque[tuple[bytes, list[str]]] = deque()  # a step's events, and whom it gave tokens
+
+    def take(self, events: list[BlockEvent]) -> None:
+        self._events += events
+
+    def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
+        self._reports.append((encode(self._events), [sequence.request_id for sequence in batch.sampling]))
+        self._events = []
+        while len(self._reports) > self._delay:
+            events, request_ids = self._reports.popleft()
+            self._index.apply(events)
+            for request_id in request_ids:
+                self._index.settle(request_id)

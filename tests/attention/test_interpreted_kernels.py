@@ -1,0 +1,39 @@
+"""Decodes that read shared blocks together, by Triton's interpreter; tests/gpu/test_shared_decodes.py is for a GPU.
+
+Run with TRITON_INTERPRET=1 where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from tests.support.shared_decodes import SharedDecodes, random_case
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton, and TRITON_INTERPRET=1",
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_groups_equal_dense_attention(seed):
+    case = random_case(seed, "cpu", most=16)
+    prefixes = case.prefixes()
+    case.check(case.run(prefixes))
+    assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"
+    case.check(case.run(None))
+
+
+def test_a_group_reads_its_blocks_once_for_each_bundle():
+    """17 of 20 decodes share 8 blocks of 16 tokens: three bundles, of 16 query heads at most."""
+    tables = [[*range(1, 9), 10 + number] for number in range(17)] + [[30 + number] for number in range(3)]
+    case = SharedDecodes(tables, [8 * 16 + 3] * 17 + [5] * 3, heads=(1, 2, 64), gpu=(1, 232_448), padding=0)
+    prefixes = case.prefixes()
+    assert prefixes is not None and prefixes.bundles.tolist() == [[0, 5, 8], [5, 6, 8], [11, 6, 8]]
+    case.check(case.run(prefixes))
+    pieces = case.kernel._pieces[1 : 1 + case.num_pieces]
+    assert pieces[pieces[:, 0] < 0, 0].unique().tolist() == [-6, -5]  # a bundle of so many members
+    assert (pieces[:, 6] < 0).sum() >= 17  # of a decode behind a bundle

@@ -1,0 +1,477 @@
+"""KV events on ZeroMQ in vLLM's schema, read as a router reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from nanovllm import SamplingParams
+from nanovllm.block_hashes import PromptHashes
+from nanovllm.config import EngineConfig
+from nanovllm.observability import kv_events
+from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
+from nanovllm.observability.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema
+from nanovllm.observability.step_records import StepObservers
+from tests.support.async_llms import collect
+from tests.support.async_llms import open_llm as open_async_llm
+from tests.support.blocks import A, B, C, D, computed, make_manager, release
+from tests.support.llms import generate, open_llm
+
+# The schema as vLLM documents it to subscribers, since 0.24: an array, whose events are maps with a tag.
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+
+class Router:
+    """A subscriber that keeps which blocks the engine holds, and names them by its own key: all tokens before."""
+
+    def __init__(self, context: zmq.Context, endpoint: str, topic: str = "") -> None:
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.socket.connect(endpoint)
+        self.numbers: list[int] = []
+        self.batches: list[KVEventBatch] = []
+        self.topics: set[bytes] = set()
+        self.tokens: dict[int, tuple[int, ...]] = {}  # hash -> the tokens of its block and all before
+
+    def read(self, count: int = 1, timeout: float = 10.0) -> None:
+        for _ in range(count):
+            assert self.socket.poll(1000 * timeout), f"no message after {timeout} s"
+            topic, number, payload = self.socket.recv_multipart()
+            self.topics.add(topic)
+            self.take(int.from_bytes(number, "big"), decode(payload))
+
+    def read_all(self) -> None:
+        """Every message until none comes for half a second."""
+        while self.socket.poll(500):
+            self.read()
+
+    def take(self, number: int, batch: KVEventBatch) -> None:
+        self.numbers.append(number)
+        self.batches.append(batch)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                tokens = () if event.parent_block_hash is None else self.tokens[event.parent_block_hash]
+                size = event.block_size
+                assert len(event.token_ids) == size * len(event.block_hashes)
+                for index, block_hash in enumerate(event.block_hashes):
+                    tokens = (*tokens, *event.token_ids[index * size : (index + 1) * size])
+                    self.tokens[block_hash] = tokens
+            elif isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    del self.tokens[block_hash]
+            else:
+                self.tokens.clear()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/events"
+
+
+def replayed(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
+    """What a subscriber gets that asks for the batches from `first` on, with the end's mark."""
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        found: list[tuple[int, bytes]] = []
+        while not found or found[-1][0] >= 0:
+            assert socket.poll(10_000), "no answer"
+            empty, number, payload = socket.recv_multipart()
+            assert empty == b""
+            found.append((int.from_bytes(number, "big", signed=True), payload))
+        return found
+
+
+class Published:
+    """A block manager whose events are published at the end of each `step`."""
+
+    def __init__(self, num_blocks: int = 8, **options: object) -> None:
+        self.manager, self.observers = make_manager(num_blocks), StepObservers()
+        self.publisher = KvEventPublisher(EngineConfig(**options))
+        self.publisher.begin(self.manager, self.observers)
+
+    def __enter__(self) -> Published:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.observers.notify("engine_closed")
+
+    def step(self) -> None:
+        self.observers.notify("step_ended", None, None)
+
+
+def subscribed(published: Published, context: zmq.Context, endpoint: str, topic: str = "") -> Router:
+    """A router that has joined: what is published from now on reaches it."""
+    router = Router(context, endpoint, topic)
+    while not router.socket.poll(50):
+        published.manager.reset_prefix_cache()
+    router.read_all()
+    router.numbers.clear()
+    router.batches.clear()
+    return router
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- the schema
+
+
+def test_a_chain_is_one_event_and_so_are_blocks_removed_in_a_row():
+    first, second, third = PromptHashes([*A, *B, *C, 9], 4)
+    tokens = [bytes(make_manager(2)._digest(b"")) for _ in range(3)]  # four int32 each
+    events: list[BlockEvent] = [
+        Findable(first, None, tokens[0], ""),
+        Findable(second, first, tokens[1], ""),
+        Findable(third, second, tokens[2], ""),
+        Forgotten(third),
+        Forgotten(second),
+        AllForgotten(),
+    ]
+    stored, removed, cleared = in_schema(events)
+    assert stored["block_hashes"] == [as_number(first), as_number(second), as_number(third)]
+    assert stored["parent_block_hash"] is None and stored["block_size"] == 4 and len(stored["token_ids"]) == 12
+    assert removed["block_hashes"] == [as_number(third), as_number(second)]
+    assert cleared == {"type": "AllBlocksCleared"}
+
+
+def test_a_block_behind_another_than_the_last_one_begins_an_event():
+    first, second = PromptHashes([*A, *B, 9], 4)
+    (other,) = PromptHashes([*C, 9], 4)
+    tokens = bytes(16)
+    events: list[BlockEvent] = [
+        Findable(first, None, tokens, ""),
+        Findable(other, None, tokens, ""),
+        Findable(second, first, tokens, ""),
+    ]
+    assert [event["parent_block_hash"] for event in in_schema(events)] == [None, None, as_number(first)]
+
+
+def test_a_removal_between_two_blocks_of_a_chain_parts_them_in_order():
+    first, second = PromptHashes([*A, *B, 9], 4)
+    (other,) = PromptHashes([*C, 9], 4)
+    events: list[BlockEvent] = [
+        Findable(first, None, bytes(16), ""),
+        Forgotten(other),
+        Findable(second, first, bytes(16), ""),
+    ]
+    assert [event["type"] for event in in_schema(events)] == ["BlockStored", "BlockRemoved", "BlockStored"]
+
+
+def test_every_event_decodes_by_the_structs_of_vllm(context: zmq.Context, endpoint: str):
+    with Published(2, kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        before = time.time()
+        release(published.manager, computed(published.manager, [*A, *B], cache_salt="salt"))
+        computed(published.manager, D)  # evicts the second block
+        published.step()
+        published.manager.reset_prefix_cache()
+        router.read(2)
+        one, two = router.batches
+        first, second = (as_number(h) for h in PromptHashes([*A, *B, 9], 4, cache_salt="salt"))
+        (third,) = (as_number(h) for h in PromptHashes([*D, 9], 4))
+        stored = BlockStored([first, second], None, [*A, *B], 4, None, "GPU", None, [("salt",), None])
+        other = BlockStored([third], None, D, 4, None, "GPU", None)
+        assert one.events == [stored, BlockRemoved([second], "GPU"), other]
+        assert two.events == [AllBlocksCleared()]
+        assert before <= one.ts <= two.ts <= time.time()
+        assert one.data_parallel_rank == two.data_parallel_rank == 0
+
+
+def test_a_salt_may_hold_any_text(context: zmq.Context, endpoint: str):
+    with Published(kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        computed(published.manager, A, cache_salt="\ud800é")
+        published.step()
+        router.read()
+        assert router.batches[0].events[0].extra_keys == [("\\ud800é",)]
+
+
+def test_a_batch_that_cannot_be_encoded_is_a_logged_gap(
+    context: zmq.Context, endpoint: str, caplog: pytest.LogCaptureFixture
+):
+    with Published(kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        published.publisher.receive([Findable(b"", None, b"not int32", "")])
+        computed(published.manager, A)
+        published.step()
+        router.read()
+        assert f"batch {router.numbers[0] - 1} of KV events is lost" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------------- an engine
+
+
+def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context: zmq.Context, endpoint: str):
+    options = {"kv_events": endpoint, "kv_events_topic": "kv@pod-1@tiny", "num_kv_blocks": 9, "max_model_len": 96}
+    with open_llm(**options) as llm:
+        manager = llm._engine.block_manager
+        router = Router(context, endpoint, topic="kv@")
+        while not router.socket.poll(50):
+            llm.reset_prefix_cache()
+        for start in range(0, 200, 10):
+            prompt = [*range(start, start + 33)]
+            generate(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=8))
+        router.read_all()
+        assert set(router.tokens) == {as_number(block_hash) for block_hash in manager.entries}
+        assert router.tokens[as_number(PromptHashes(prompt, 16, hash_seed=manager.hash_seed)[1])] == tuple(prompt[:32])
+        assert router.topics == {b"kv@pod-1@tiny"}
+        assert any(isinstance(event, BlockRemoved) for batch in router.batches for event in batch.events)
+        assert router.numbers == list(range(router.numbers[0], router.numbers[-1] + 1))
+        llm.reset_prefix_cache()
+        router.read_all()
+        assert router.tokens == {}
+
+
+def test_an_async_engine_publishes_until_it_is_closed(context: zmq.Context, endpoint: str):
+    async def run() -> Router:
+        async with open_async_llm(kv_events=endpoint) as llm:
+            router = Router(context, endpoint)
+            while not router.socket.poll(50):
+                await llm.reset_prefix_cache()
+            await collect(llm.generate(list(range(40)), SamplingParams(temperature=0.0, max_tokens=2)))
+        return router
+
+    router = asyncio.run(run())
+    router.read_all()
+    assert set(router.tokens.values()) == {tuple(range(16)), tuple(range(32))}
+    assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-kv-events"]
+
+
+def test_what_an_engine_has_queued_is_sent_when_it_closes(context: zmq.Context, endpoint: str):
+    with Published(kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        computed(published.manager, A)
+        published.step()
+    router.read()
+    assert len(router.tokens) == 1
+    assert not published.publisher._thread.is_alive()
+
+
+# ------------------------------------------------------------------------------------------------------------ replay
+
+
+def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context: zmq.Context, endpoint: str, tmp_path: Path):
+    replay = f"ipc://{tmp_path}/replay"
+    with Published(kv_events=endpoint, kv_events_replay=replay) as published:
+        for tokens in (A, B, C):
+            computed(published.manager, tokens)
+            published.step()
+        assert within(5.0, lambda: len(replayed(context, replay, 0)) == 4)
+        *batches, (end, payload) = replayed(context, replay, 0)
+        assert [number for number, _ in batches] == [0, 1, 2]
+        assert (end, payload) == (-1, b"")
+        router = Router(context, endpoint)
+        for number, batch in batches:
+            router.take(number, decode(batch))
+        assert set(router.tokens) == {as_number(block_hash) for block_hash in published.manager.entries}
+        assert [number for number, _ in replayed(context, replay, 2)] == [2, -1]
+        assert [number for number, _ in replayed(context, replay, 3)] == [-1]
+
+
+def test_old_batches_are_not_kept_for_replay(
+    context: zmq.Context, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kv_events, "MAX_REPLAYED", 2)
+    replay = f"ipc://{tmp_path}/replay"
+    with Published(kv_events=endpoint, kv_events_replay=replay) as published:
+        for tokens in (A, B, C, D):
+            computed(published.manager, tokens)
+            published.step()
+        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [2, 3, -1])
+
+
+def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(
+    context: zmq.Context, endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    replay = f"ipc://{tmp_path}/replay"
+    with Published(kv_events=endpoint, kv_events_replay=replay) as published:
+        with context.socket(zmq.DEALER) as socket:
+            socket.connect(replay)
+            socket.send(b"all of it")
+            assert within(5.0, lambda: "an empty frame and one of 8 bytes" in caplog.text)
+        computed(published.manager, A)
+        published.step()
+        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [0, -1])
+
+
+# ------------------------------------------------------------------------------------------------- slow subscribers
+
+
+def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(
+    context: zmq.Context, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kv_events, "MAX_UNSENT", 1)
+    context.setsockopt(zmq.RCVHWM, 1)
+    replay = f"ipc://{tmp_path}/replay"
+    with Published(2, kv_events=endpoint, kv_events_replay=replay) as published:
+        router = subscribed(published, context, endpoint)
+        first = published.publisher._next_sequence
+        num_batches, longest = 3000, 0.0
+        for number in range(num_batches):
+            release(published.manager, computed(published.manager, [number] * 8))
+            begin = time.perf_counter()
+            published.step()
+            longest = max(longest, time.perf_counter() - begin)
+        assert longest < 0.5
+        assert within(20.0, lambda: published.publisher._queue.empty())
+        seen = []
+        while router.socket.poll(500):
+            seen.append(int.from_bytes(router.socket.recv_multipart()[1], "big"))
+        assert len(seen) < num_batches and seen == sorted(set(seen))
+        missing = next(number for number in range(first, first + num_batches) if number not in seen)
+        numbers = [number for number, _ in replayed(context, replay, missing)]
+        assert numbers == [*range(missing, first + num_batches), -1]
+
+
+def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(
+    context: zmq.Context, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(kv_events, "MAX_QUEUED", 2)
+    with Published(kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        stuck, may_go_on = threading.Event(), threading.Event()
+        encode = published.publisher._encode
+
+        def slow(batch: object) -> bytes:
+            stuck.set()
+            may_go_on.wait()
+            return encode(batch)
+
+        published.publisher._encode = slow
+        first = published.publisher._next_sequence
+        for tokens in (A, B, C, D, [5] * 4):
+            computed(published.manager, tokens)
+            published.step()
+            stuck.wait()
+        assert caplog.text.count(f"batch {first + 3} is lost") == 1
+        may_go_on.set()
+        router.read_all()
+        computed(published.manager, [6] * 4)
+        published.step()
+        router.read()
+        assert [number - first for number in router.numbers] == [0, 1, 2, 5]
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("missing", ["zmq", "msgspec"])
+def test_without_its_packages_the_error_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, endpoint: str):
+    find = kv_events.importlib.util.find_spec
+    monkeypatch.setattr(kv_events.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(RuntimeError, match=rf"kv_events needs {missing}: pip install 'nanovllm\[kv-events\]'"):
+        open_llm(kv_events=endpoint)
+
+
+def test_an_endpoint_that_is_taken_is_named(context: zmq.Context):
+    with context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(ValueError, match=rf"kv_events is 'tcp://\*:{port}', which cannot be bound: .*in use"):
+            KvEventPublisher(EngineConfig(kv_events=f"tcp://*:{port}"))
+
+
+def test_the_endpoint_is_free_again_after_a_model_that_does_not_load(context: zmq.Context):
+    with context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_model_len is 10000000"):
+            open_llm(kv_events=f"tcp://*:{port}", max_model_len=10_000_000)
+
+
+def test_an_endpoint_without_a_star_is_connected_to(context: zmq.Context):
+    with context.socket(zmq.SUB) as socket:
+        socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with Published(kv_events=f"tcp://127.0.0.1:{port}") as published:
+            while not socket.poll(50):
+                published.manager.reset_prefix_cache()
+            assert decode(socket.recv_multipart()[2]).events == [AllBlocksCleared()]
+
+
+def test_the_rank_moves_the_ports_and_is_told(context: zmq.Context, endpoint: str):
+    assert endpoint_of_rank("tcp://*:5557", 3) == "tcp://*:5560"
+    assert endpoint_of_rank("tcp://*:5557", 0) == "tcp://*:5557"
+    with Published(kv_events=endpoint, kv_events_rank=2) as published:
+        router = subscribed(published, context, f"{endpoint}_dp2")
+        computed(published.manager, A)
+        published.step()
+        router.read()
+        assert router.batches[-1].data_parallel_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_events": "5557"}, "kv_events is '5557'; it must be like"),
+        ({"kv_events": "tcp://*"}, "kv_events is 'tcp://\\*'; it must be like"),
+        ({"kv_events": ""}, "kv_events is ''; it must be like"),
+        ({"kv_events": 5557}, "kv_events is 5557; it must be like"),
+        ({"kv_events": "tcp://*:1", "kv_events_replay": "inproc://a"}, "kv_events_replay is 'inproc://a'"),
+        ({"kv_events_replay": "tcp://*:5558"}, "kv_events_replay is .*Set kv_events too"),
+        ({"kv_events_topic": "kv"}, "kv_events_topic is 'kv', .*Set kv_events too"),
+        ({"kv_events_rank": 1}, "kv_events_rank is 1, .*Set kv_events too"),
+        ({"kv_events_rank": -1}, "kv_events_rank"),
+        ({"kv_events": "tcp://*:1", "enable_prefix_caching": False}, "caches no prefix"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str):
+    with pytest.raises((ValueError, TypeError), match=message):
+        EngineConfig(**options)
+
+
+def test_ports_that_replicas_would_share_are_refused():
+    options = {"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:5558"}
+    EngineConfig.from_options(**options)
+    with pytest.raises(ValueError, match=r"5558.*at least 2 apart"):
+        EngineConfig.from_options(**options, data_parallel_size=2)

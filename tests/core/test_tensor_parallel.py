@@ -1,0 +1,149 @@
+"""Two ranks in two processes give the tokens of one: those of `transformers`, and with every sampling parameter alike.
+
+Both engines of this file are float32 on a CPU. In the first, prompts are chunked, preempted and found in the prefix
+cache; the second has the kernels and the overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.tiny_models import save_tiny
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+CROWDED = {
+    "attention_backend": "sdpa", "enforce_eager": True, "num_kv_blocks": 17, "block_size": 16, "max_model_len": 230,
+    "max_num_batched_tokens": 80,
+}  # fmt: skip
+FAST = {"attention_backend": "auto", "overlap": True, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+
+
+@functools.cache
+def expected():
+    return [reference(model("llama"), prompt) for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def crowded(folder):
+    with LLM(folder, tensor_parallel_size=2, **CROWDED) as llm:
+        assert llm._engine.model_runner.binding.layers[0].num_heads == 3, "of 6"
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    """An engine of two ranks, and one of a single one with the same options."""
+    with LLM(folder, tensor_parallel_size=2, **FAST) as two, LLM(folder, **FAST) as one:
+        yield two, one
+
+
+def generate(llm, params, batch=None):
+    outputs = llm.generate(prompts() if batch is None else batch, params, use_tqdm=False)
+    llm._engine.check_integrity()
+    return outputs
+
+
+def tokens(outputs):
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def test_greedy_tokens_equal_those_of_transformers(pair):
+    for _ in range(2):  # with a cold and a warm cache
+        assert tokens(generate(pair[0], GREEDY)) == [[own] for own in expected()]
+
+
+def test_greedy_tokens_equal_those_of_transformers_in_chunks_and_after_preemption(crowded):
+    assert tokens(generate(crowded, GREEDY)) == [[own] for own in expected()]
+    assert crowded.stats().prefix_cache_hits > 0
+    assert crowded.stats().num_preemptions > 0
+
+
+def test_seeded_samples_are_the_same_in_chunks_and_after_preemption(crowded, pair):
+    params = SamplingParams(seed=2, n=2, max_tokens=12)
+    before = crowded.stats().num_preemptions
+    assert tokens(generate(crowded, params)) == tokens(generate(pair[1], params))
+    assert crowded.stats().num_preemptions > before
+
+
+def favour_the_last(token_ids, logits):
+    logits[token_ids[-1] :] += 1.0
+    return logits
+
+
+PARAMS = {
+    "seeded": {"seed": 3},
+    "hot and cold": {"seed": 4, "temperature": 1.7},
+    "next to greedy": {"seed": 4, "temperature": 1e-6},
+    "top-k": {"seed": 5, "top_k": 7},
+    "top-p": {"seed": 6, "top_p": 0.8},
+    "min-p": {"seed": 7, "min_p": 0.1},
+    "several samples": {"seed": 8, "n": 3, "top_p": 0.95},
+    "penalties": {"seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "bias": {"temperature": 0.0, "logit_bias": {7: 9.0, 400: 9.0}},
+    "bad words": {"temperature": 0.0, "bad_words": (" the",)},
+    "allowed tokens": {"seed": 10, "allowed_token_ids": (3, 300, 400, 500)},
+    "stop tokens, minimum": {"seed": 11, "stop_token_ids": tuple(range(0, 512, 3)), "min_tokens": 4},
+    "stop strings": {"seed": 12, "stop": ("e", "a"), "max_tokens": 40},
+    "own function": {"seed": 13, "logits_processors": (favour_the_last,)},
+}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_every_parameter_gives_the_tokens_of_one_rank(pair, kind):
+    params = SamplingParams(**({"max_tokens": 12} | PARAMS[kind]))
+    outputs, others = (generate(llm, params, prompts()[3:11]) for llm in pair)
+    assert tokens(outputs) == tokens(others)
+    assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in others]
+    assert [o.outputs[0].finish_reason for o in outputs] == [o.outputs[0].finish_reason for o in others]
+    assert len({tuple(own) for output in tokens(outputs) for own in output}) > 2
+
+
+def test_log_probabilities_are_those_of_one_rank(pair):
+    params = SamplingParams(seed=14, max_tokens=6, logprobs=3, prompt_logprobs=2)
+    for output, other in zip(*(generate(llm, params, prompts()[4:9]) for llm in pair), strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        reports = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+        others = [*other.outputs[0].logprobs, *other.prompt_logprobs[1:]]
+        for report, expected_report in zip(reports, others, strict=True):
+            assert report.keys() == expected_report.keys()
+            for token_id, logprob in report.items():
+                assert logprob.logprob == pytest.approx(expected_report[token_id].logprob, abs=1e-3)
+                assert logprob.rank == expected_report[token_id].rank
+
+
+def test_requests_that_draw_by_shards_and_others_run_in_one_batch(pair):
+    kinds = [SamplingParams(**({"max_tokens": 10} | PARAMS[kind])) for kind in list(PARAMS)[:8]]
+    outputs, others = (tokens(generate(llm, kinds, prompts()[2:10])) for llm in pair)
+    assert outputs == others
+
+
+def test_streams_priorities_and_aborts_work(pair):
+    two, _ = pair
+    stream = two.stream(prompts()[5], GREEDY)
+    next(stream)
+    urgent = two.generate(prompts()[6:8], GREEDY, priority=[3, -3], use_tqdm=False)
+    assert tokens(urgent) == [[own] for own in expected()[6:8]]
+    stream.close()  # its request is aborted
+    assert tokens(generate(two, GREEDY, prompts()[:3])) == [[own] for own in expected()[:3]]
+
+
+def test_an_empty_prefix_cache_changes_no_token(pair):
+    two, _ = pair
+    two.reset_prefix_cache()
+    assert tokens(generate(two, GREEDY, prompts()[:4])) == [[own] for own in expected()[:4]]
+
+
+def test_what_the_table_refuses_is_refused_and_the_engine_goes_on(pair):
+    two, _ = pair
+    with pytest.raises(ValueError, match=r"weights_changed does not work with tensor_parallel_size: .* new engine"):
+        two.weights_changed()
+    assert tokens(generate(two, GREEDY, prompts()[:1])) == [expected()[:1]]

@@ -1,0 +1,142 @@
+"""What cannot run on several ranks is refused before a process starts, and a rank that is gone ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.errors import EngineDeadError, StepError, UnsupportedModelError
+from nanovllm.execution import workers
+from tests.support.async_llms import bounded, collect
+from tests.support.tiny_models import save_tiny, tiny_model
+
+EAGER = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    def start(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(workers.subprocess, "Popen", start)
+
+
+REFUSED = {
+    "a size that is none": ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
+    "a size that does not divide": ({"tensor_parallel_size": 4}, "6 attention heads, 2 key and value heads.* 1, 2"),
+    "a GPU by its number": (
+        {"tensor_parallel_size": 2, "device": "cuda:1"},
+        "a GPU by its number as device .*CUDA_VISIBLE_DEVICES",
+    ),
+    "GPUs that are not there": ({"tensor_parallel_size": 2, "device": "cuda"}, "PyTorch sees no GPU"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_is_loaded(folder, no_process, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **EAGER | options)
+
+
+def test_more_ranks_than_gpus_are_refused(folder, no_process, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, but PyTorch sees 1 GPU"):
+        LLM(folder, tensor_parallel_size=2, device="cuda")
+
+
+def test_a_loaded_module_is_refused(no_process):
+    with pytest.raises(
+        ValueError, match=r"a loaded module as model does not work with tensor_parallel_size: .* folder"
+    ):
+        LLM(tiny_model(), tensor_parallel_size=2, **EAGER)
+
+
+def test_a_worker_that_cannot_start_ends_the_construction(folder, monkeypatch):
+    monkeypatch.setattr(workers, "ENTRY", "raise SystemExit(3)")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) ended with exit code 3"):
+        LLM(folder, tensor_parallel_size=2, **EAGER)
+    assert time.monotonic() - begin < 10
+
+
+def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
+    entry = "import nanovllm.model.binding as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
+    monkeypatch.setattr(workers, "ENTRY", entry)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        LLM(folder, tensor_parallel_size=2, **EAGER)
+
+
+def worker_of(llm):
+    return llm._engine.model_runner._workers._processes[0]
+
+
+def test_a_rank_killed_in_a_step_kills_the_engine_within_seconds(folder):
+    with LLM(folder, tensor_parallel_size=2, **EAGER) as llm:
+        stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=400))
+        next(stream)
+        worker = worker_of(llm)
+        worker.kill()
+        begin = time.monotonic()
+        with pytest.raises(StepError, match=r"rank 1 \(process \d+\) ended with exit code -9"):
+            for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError, match="exit code -9"):
+            llm.generate([[1, 2]], use_tqdm=False)
+        assert time.monotonic() - begin < 10
+        assert worker.poll() is not None
+
+
+def test_a_rank_that_hangs_is_given_up(folder, monkeypatch):
+    with LLM(folder, tensor_parallel_size=2, **EAGER) as llm:
+        os.kill(worker_of(llm).pid, signal.SIGSTOP)
+        monkeypatch.setattr(workers, "HANG_SECONDS", 3.0)
+        with pytest.raises(StepError, match=r"rank 1 \(process \d+\) ended with exit code -9"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+
+
+@bounded
+async def test_a_rank_killed_while_idle_is_noticed_by_the_next_request(folder):
+    async with AsyncLLM(folder, tensor_parallel_size=2, **EAGER) as llm:
+        worker = worker_of(llm._engine_thread)
+        worker.kill()
+        worker.wait()
+        with pytest.raises(EngineDeadError, match="exit code -9"):
+            await collect(llm.generate([1, 2, 3], SamplingParams(max_tokens=4)))
+        assert llm.is_dead
+
+
+def test_the_other_ranks_end_with_the_first(folder):
+    program = (
+        "import os, signal, sys, time\nfrom nanovllm import LLM\n"
+        f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, **{EAGER!r})\n"
+        "print(llm._engine.model_runner._workers._processes[0].pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{worker}")
+
+
+def test_unsupported_models_are_refused_by_name(tmp_path, no_process):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no tensor parallel plan"):
+        LLM(tmp_path, tokenizer=object(), tensor_parallel_size=2)

@@ -1,0 +1,238 @@
+"""Which graphs an executor captures, drops and keeps, with a pool that captures nothing: no GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.execution import cuda_graphs, forward_graphs
+from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.cuda_graphs import GraphExecutor
+from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs
+
+CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=50)
+ODD = GraphShape(8, 256, 32)  # of many short chunks: neither captured at start-up nor usual
+
+
+class Binding:
+    """What an executor asks of a model; its head is where `head_is_apart` says."""
+
+    def __init__(self, *, is_live: bool) -> None:
+        self.is_live = is_live
+        self.device = torch.device("cpu")
+        self.layers = [None]
+        self.addresses = [1, 2]
+        self.head_is_apart = True
+        self.hidden = torch.zeros(8, 4)
+        self.is_stacked = True
+
+    def unstack_layers(self) -> None:
+        self.is_stacked = False
+
+    def weight_addresses(self) -> list[int]:
+        return list(self.addresses)
+
+    def splits_head(self) -> bool:
+        return self.head_is_apart
+
+    def hidden_step(self, *_: Any) -> torch.Tensor:
+        return self.hidden
+
+    def forward_step(self, *_: Any) -> torch.Tensor:
+        return self.hidden + 1
+
+
+class Pool:
+    """Counts captures, and raises `error` instead of the one with the number `raises_at`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_captures = 0
+        self.raises_at: int | None = None
+        self.error: BaseException = KeyboardInterrupt()
+
+    def capture(self, run: Any) -> object:
+        self.num_captures += 1
+        if self.num_captures == self.raises_at:
+            raise self.error
+        return object()
+
+    def synchronize(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Returns an executor that has not captured anything yet."""
+    monkeypatch.setattr(cuda_graphs, "GraphPool", Pool)
+    monkeypatch.setattr(cuda_graphs, "use_write_kernel", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "KernelOptions", SimpleNamespace(for_layer=lambda *_: None))
+    monkeypatch.setattr(cuda_graphs, "GpuFlexAttention", lambda **_: SimpleNamespace(compiles_each_size=False))
+
+    def make(*, is_live: bool = False, cuda_graphs: bool = True) -> Any:
+        config = replace(CONFIG, cuda_graphs=cuda_graphs)
+        executor: Any = GraphExecutor(Binding(is_live=is_live), config, None)  # type: ignore[arg-type]
+        executor._attention_step = lambda shape: ()
+        executor._draw_inputs = SimpleNamespace(sample_rows=torch.arange(8))
+        return executor
+
+    return make
+
+
+def captured(executor: Any) -> tuple[set[Any], set[Any]]:
+    return set(executor._forwards.graphs), set(executor._heads)
+
+
+@pytest.mark.parametrize("comes_next", ["a step", "idle time", "another interrupt"])
+def test_captures_that_an_interrupt_ended_are_taken_up_again(make, comes_next):
+    whole = make()
+    whole.warm_up()
+
+    executor = make()
+    executor.warm_up()
+    executor.model_changed(in_place=False)
+    executor._pool.raises_at = executor._pool.num_captures + 3
+    with pytest.raises(KeyboardInterrupt):
+        executor._captured_shape(GraphShape(4, 4, 0))
+    assert len(executor._forwards.graphs) == 2
+    if comes_next == "another interrupt":  # among the heads
+        executor._pool.raises_at = executor._pool.num_captures + len(captured(whole)[0])
+        with pytest.raises(KeyboardInterrupt):
+            executor._captured_shape(GraphShape(4, 4, 0))
+    if comes_next == "idle time":
+        assert executor.capture_ahead()
+    else:
+        executor._captured_shape(GraphShape(4, 4, 0))
+    assert captured(executor) == captured(whole)
+
+
+def test_a_capture_that_fails_does_not_fail_every_later_step(make):
+    executor = make()
+    executor.warm_up()
+    executor.model_changed(in_place=False)
+    executor._pool.raises_at, executor._pool.error = executor._pool.num_captures + 3, RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor._captured_shape(GraphShape(4, 4, 0))
+    executor._captured_shape(GraphShape(4, 4, 0))
+    while executor.capture_ahead():
+        pass
+    assert set(Buckets(CONFIG).usual()) <= set(executor._forwards.graphs)
+
+
+def test_a_live_module_gets_no_graphs_while_it_is_its_owners(make):
+    executor = make(is_live=True)
+    executor.warm_up()
+    executor.model_changed(in_place=False)
+    assert not executor._lacking
+    executor._captured_shape(ODD)
+    assert set(executor._forwards.graphs) == {ODD}
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_changed_model_leaves_no_tensors_of_the_old_sizes(make, captures):
+    """Also without a graph that would have to be dropped."""
+    executor = make(is_live=True, cuda_graphs=captures)
+    executor._forward(GraphShape(4, 4, 0))
+    assert executor._states.dtype == torch.float32
+    executor._binding.hidden = torch.zeros(8, 6, dtype=torch.float64)
+    executor.model_changed(in_place=False)
+    executor._forward(GraphShape(4, 4, 0))
+    assert (executor._states.shape, executor._states.dtype) == ((8, 6), torch.float64)
+
+
+def test_weights_written_in_place_leave_everything(make):
+    executor = make(is_live=True)
+    executor._captured_shape(ODD)
+    executor._forward(ODD)
+    states = executor._states
+    executor.model_changed(in_place=True)
+    assert executor._states is states and ODD in executor._forwards.graphs and executor._binding.is_stacked
+    executor._binding.addresses = [1, 3]
+    executor.model_changed(in_place=True)
+    assert not executor._forwards.graphs and not executor._binding.is_stacked
+
+
+def test_whether_the_head_is_apart_is_found_again_once_the_model_was_changed(make):
+    executor = make(is_live=True)
+    executor._forward(ODD)
+    assert executor._states.max() == 0
+    executor._binding.head_is_apart = False
+    executor.model_changed(in_place=False)
+    executor._forward(ODD)
+    assert executor._states.min() == 1
+
+
+# ---------------------------------------------------------------------------------------------------- room for graphs
+
+
+def shapes_beyond(count: int) -> list[GraphShape]:
+    return [GraphShape(5, 100 + number, 24) for number in range(count)]
+
+
+@pytest.fixture
+def full(monkeypatch) -> ForwardGraphs:
+    """As many graphs as are kept: those of start-up, and ten others."""
+    graphs = ForwardGraphs(Buckets(CONFIG))
+    graphs.usual.clear()
+    for shape in [*sorted(graphs._kept), *shapes_beyond(10)]:
+        graphs.add(shape, None)
+    monkeypatch.setattr(forward_graphs, "MAX_GRAPHS", len(graphs.graphs))
+    return graphs
+
+
+def run_steps(graphs: ForwardGraphs, shape: GraphShape, count: int) -> None:
+    for _ in range(count):
+        graphs.shape_for_step(shape, at_any_cost=False)
+
+
+def capture_ahead(graphs: ForwardGraphs) -> list[GraphShape]:
+    found = []
+    while (shape := graphs.next_ahead()) is not None:
+        graphs.make_room()
+        graphs.add(shape, None)
+        found.append(shape)
+    return found
+
+
+def test_a_shape_that_steps_miss_takes_the_place_of_one_that_they_no_longer_use(full):
+    stale, *others = shapes_beyond(10)
+    missed = GraphShape(5, 200, 24)
+    for step in range(STALE_STEPS):
+        run_steps(full, missed if step % 2 else others[step // 2 % 9], 1)
+    assert capture_ahead(full) == [missed]
+    assert stale not in full.graphs and full._kept | set(others) <= set(full.graphs)
+    assert full.shape_for_step(missed, at_any_cost=False) == missed
+
+
+def test_usual_shapes_and_those_that_came_once_drop_no_graph(full):
+    run_steps(full, next(iter(full._kept)), STALE_STEPS)
+    run_steps(full, GraphShape(5, 200, 24), 1)
+    full.usual.extend(shapes_beyond(20)[10:])
+    assert capture_ahead(full) == []
+
+
+def test_more_shapes_in_turn_than_there_is_room_for_are_not_captured_in_turn(full):
+    num_captures = 0
+    for step in range(3 * STALE_STEPS):
+        run_steps(full, shapes_beyond(15)[step % 15], 1)
+        num_captures += len(capture_ahead(full))
+    assert num_captures == 0
+
+
+def test_steps_of_more_tiles_than_the_graphs_memory_holds_are_not_captured(make):
+    executor = make(is_live=True)
+    many = GraphShape(8, 256, executor._buckets.max_captured_tiles + 4)
+    assert executor._captured_shape(many) == many
+    assert not executor._forwards.graphs and not executor._forwards.missed
+
+
+def test_a_graph_that_stands_in_for_others_counts_as_used(full):
+    in_use = shapes_beyond(1)[0]
+    nearby = GraphShape(5, 99, 24)
+    assert full.shape_for_step(nearby, at_any_cost=False) == in_use
+    assert next(reversed(full.graphs)) == in_use

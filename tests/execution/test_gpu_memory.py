@@ -1,0 +1,77 @@
+"""Bytes set aside for a GPU's steps, by arithmetic alone; tests/gpu measures what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.config import EngineConfig
+from nanovllm.execution import gpu_memory, memory
+from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
+from nanovllm.kernels import paged_decode
+from nanovllm.kernels.paged_decode import PagedDecode
+
+H200 = Gpu(132, 232_448)
+GIB = 2**30
+CONFIG = EngineConfig(
+    max_num_seqs=64, max_num_batched_tokens=2048, block_size=64, max_model_len=1000, num_kv_blocks=50,
+    attention_backend="flex", cuda_graphs=True,
+)  # fmt: skip
+
+
+def layer_of(dtype: torch.dtype) -> AttentionLayer:
+    return AttentionLayer(nn.Identity(), num_heads=16, num_kv_heads=8, head_dim=128, dtype=dtype, scaling=1.0)
+
+
+@pytest.fixture
+def binding(monkeypatch) -> Any:
+    monkeypatch.setattr(Gpu, "from_device", classmethod(lambda *_: H200))
+    return SimpleNamespace(
+        layers=[layer_of(torch.bfloat16)] * 28, device=torch.device("cpu"), vocab_size=1000,
+        caches=SimpleNamespace(num_bytes=lambda num_slots: 1000 * num_slots),
+    )  # fmt: skip
+
+
+def test_graphs_and_steps_without_one_have_memory_of_their_own(binding):
+    """The graphs' memory pool keeps what a forward pass took, so a step without a graph cannot use it."""
+    without = replace(CONFIG, cuda_graphs=False)
+    beside = [workspace_bytes(binding, CONFIG, StepPeaks(size, 9 * GIB)) for size in (0, GIB)]
+    assert beside[1] - beside[0] == GIB
+    alone = [workspace_bytes(binding, without, StepPeaks(size, 9 * GIB)) for size in (0, GIB)]
+    assert alone[1] == alone[0] < beside[0]
+
+
+def test_the_cache_takes_what_all_of_a_steps_memory_leaves(binding, monkeypatch):
+    monkeypatch.setattr(memory, "measure_peaks", lambda *_: StepPeaks(GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    binding.device = torch.device("cuda")
+    config = replace(CONFIG, num_kv_blocks=None, kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
+    found = memory.memory_for_cache(binding, config, SimpleNamespace(uses_graphs=True))
+    taken = 2 * GIB + workspace_bytes(binding, config, StepPeaks(GIB, 2 * GIB)) + memory.GPU_RESERVE_BYTES
+    assert 0.95 < found / (0.9 * 80 * GIB - 20 * GIB - taken) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_split_decodes_have_the_room_that_their_kernel_takes(binding, monkeypatch, dtype):
+    monkeypatch.setattr(paged_decode, "_kernels", lambda: [SimpleNamespace(ENTRY=8, BUNDLE_ENTRY=4)])
+    options = KernelOptions.for_layer(layer_of(dtype), binding.device, 64)
+    heads = options.num_kv_heads, options.num_groups, options.head_bytes
+    kernel = PagedDecode(heads, 64, gpu=H200, max_decodes=64, device=torch.device("cpu"))
+    taken = sum(tensor.nbytes for tensor in (kernel._outputs, kernel._logarithms, kernel._arrivals))
+    assert taken <= split_bytes(options, 64) <= 1.1 * taken
+
+
+def test_the_peak_of_the_forward_pass_is_noted_before_the_sampler_runs(monkeypatch):
+    peaks = iter([5, 9])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(peaks))
+    sampler = gpu_memory._MeasuredSampler(
+        SimpleNamespace(sample=lambda *_: torch.cuda.max_memory_allocated(None)), torch.device("cpu")
+    )
+    assert sampler.sample() == 9 and sampler.peak_before == 5

@@ -1,0 +1,117 @@
+"""All layers in one launch: equal to a reference, within a step's graph, and for an engine as for its modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.layer_stack import LayerStack, StackSizes, why_not
+from nanovllm.model.binding import ModelBinding
+from tests.support.llama_layers import angles, random_layers, random_rows, run_layers
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
+
+QWEN3, LLAMA = StackSizes(1024, 3072, 16, 8, 128, 64), StackSizes(512, 1280, 8, 2, 64, 16)
+WIDE, ALONE = StackSizes(2560, 4096, 8, 8, 256, 32), StackSizes(256, 512, 4, 1, 64, 16)
+NUM_BLOCKS = 200
+OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "num_kv_blocks": 100, "max_model_len": 300}
+STEPS = [[1], [700], [64, 65], [3, 500, 17], [900, 1, 63, 128], [5] * 4, [40, 700] * 2]
+
+
+def distance(own: torch.Tensor, right: torch.Tensor) -> float:
+    return float((own.float() - right.float()).norm() / right.float().norm())
+
+
+@pytest.mark.parametrize("contexts", STEPS, ids=str)
+@pytest.mark.parametrize("sizes", [QWEN3, LLAMA, WIDE, ALONE], ids=str)
+def test_layers_give_what_their_reference_does(sizes, contexts):
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    assert (why_not(sizes, torch.bfloat16, device) is None) == (sizes is not WIDE)  # which is too large to pay
+    options = {"has_norms": sizes is not LLAMA, "has_biases": sizes is LLAMA}
+    layers = random_layers(3, sizes, NUM_BLOCKS * sizes.block_size, device=device, **options)
+    copies = [layer._replace(keys=layer.keys.clone(), values=layer.values.clone()) for layer in layers]
+    rows = random_rows(contexts, 4, sizes, NUM_BLOCKS, device)
+    hidden = torch.randn(4, sizes.hidden, device=device).bfloat16()
+    given = (hidden, *angles(rows, sizes.head_dim), rows)
+    stack, count = LayerStack(layers, sizes, 0.1, device), len(contexts)
+    for first in range(3):
+        own = stack.run(*given, first=first, count=1)
+        right = run_layers(copies[first : first + 1], sizes, 0.1, *given)
+        assert distance(own[:count] - hidden[:count], right[:count] - hidden[:count]) < 0.01
+        for name in ("keys", "values"):
+            # Block 0 takes what padding writes.
+            written, expected = (getattr(of[first], name)[sizes.block_size :] for of in (layers, copies))
+            assert distance(written, expected) < 1e-3
+    right = run_layers(copies, sizes, 0.1, *given)
+    own = stack.run(*given)
+    assert distance(own[:count], right[:count]) < 0.03
+    # The same bits again: what blocks leave one another is read when it is there.
+    for _ in range(20):
+        assert torch.equal(stack.run(*given)[:count], own[:count])
+
+
+def test_a_captured_launch_reads_the_step_that_is_there_when_it_is_replayed():
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layers = random_layers(2, QWEN3, NUM_BLOCKS * QWEN3.block_size, device=device)
+    stack = LayerStack(layers, QWEN3, 0.1, device)
+    steps = [random_rows(contexts, 4, QWEN3, NUM_BLOCKS, device) for contexts in ([9, 70], [300, 5, 640], [8000])]
+    tables = torch.zeros(200, dtype=torch.int32, device=device)
+    held = steps[0]._replace(tables=tables, **{
+        name: torch.zeros_like(getattr(steps[0], name)) for name in steps[0]._fields if name != "tables"
+    })  # fmt: skip
+    hidden, turns = torch.randn(4, 1024, device=device).bfloat16(), angles(steps[0], 128)
+    stack.run(hidden, *turns, held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = stack.run(hidden, *turns, held)
+    for step in steps:
+        for name in held._fields:
+            getattr(held, name)[: len(getattr(step, name))] = getattr(step, name)
+        graph.replay()
+        count = int((step.block_counts > 0).sum())
+        assert torch.equal(output[:count], stack.run(hidden, *turns, step)[:count])
+
+
+def error_of(folder: Any, exact: Any) -> tuple[float, bool]:
+    """How far the log-probabilities of greedy tokens are from float32's, on average; whether layers ran as one."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
+        outputs = llm.generate(random_prompts(5), params, use_tqdm=False)
+        calls = llm._engine.model_runner.binding._compiled_calls.values()
+        is_stacked = any("StackedLayers" in repr(call) for call in calls)
+    errors = []
+    for output in outputs:
+        assert output.error is None
+        answer = output.outputs[0]
+        tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]], device="cuda")
+        with torch.no_grad():
+            right = exact(tokens).logits[0].log_softmax(-1)
+        for place, (token, own) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+            errors.append(abs(own[token].logprob - right[len(output.prompt_token_ids) + place - 1, token].item()))
+    return sum(errors) / len(errors), is_stacked
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_engine_is_as_exact_with_its_layers_in_one_launch(family, tmp_path, monkeypatch):
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    fields |= {"intermediate_size": 512, "num_layers": 3}
+    folder = save_tiny(tmp_path, family, dtype=torch.bfloat16, **fields)
+    exact = tiny_model(family, dtype=torch.bfloat16, **fields).float().cuda()
+    own, is_stacked = error_of(folder, exact)
+    assert is_stacked
+    monkeypatch.setattr(ModelBinding, "stack_layers", lambda *_: None)
+    other, is_stacked = error_of(folder, exact)
+    assert not is_stacked and own < 1.5 * other
+
+
+@pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"attention_bias": True}], ids=str)
+def test_a_model_that_differs_runs_layer_by_layer(fields, tmp_path):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    folder = save_tiny(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=512, **sizes, **fields)
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
+        calls = llm._engine.model_runner.binding._compiled_calls.values()
+        assert not any("StackedLayers" in repr(call) for call in calls)

@@ -1,0 +1,82 @@
+"""Decodes that read shared blocks together, against dense float32 attention, and in whole engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention import shared_prefixes
+from nanovllm.attention.shared_prefixes import SharedPrefixes
+from tests.support.equality import model
+from tests.support.shared_decodes import SharedDecodes, random_case
+from tests.support.tiny_models import random_prompts, tiny_tokenizer
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_groups_equal_dense_attention(part):
+    for seed in range(part * 6, part * 6 + 6):
+        case = random_case(seed, "cuda", most=100, dtypes=DTYPES)
+        case.check(case.run(case.prefixes()))
+        assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"
+        case.check(case.run(None))
+
+
+def test_a_step_with_groups_gives_the_same_bits_whenever_it_is_computed():
+    tables = [[*range(1, 33), 100 + 3 * number, 101 + 3 * number] for number in range(60)]
+    case = SharedDecodes(
+        tables, [32 * 64 + 70 + number % 50 for number in range(60)], heads=(8, 2, 128), block_size=64,
+        dtype=torch.bfloat16, device="cuda", gpu=(132, 232_448),
+    )  # fmt: skip
+    prefixes = case.prefixes()
+    first = case.run(prefixes)
+    case.check(first)
+    for _ in range(50):
+        assert torch.equal(case.run(prefixes), first)
+
+
+def groups_of_steps(monkeypatch, *, shares: bool) -> list[int]:
+    """Let whatever can be shared be, or nothing; returns the list of each step's number of bundles."""
+    monkeypatch.setattr(shared_prefixes, "_MEMBER_BYTES", 0.0)
+    monkeypatch.setattr(shared_prefixes, "_STEP_BYTES", 0.0)
+    original, counts = SharedPrefixes.from_layout.__func__, []
+
+    def from_layout(cls: Any, *args: Any) -> Any:
+        prefixes = original(cls, *args) if shares else None
+        counts.append(0 if prefixes is None else len(prefixes.bundles))
+        return prefixes
+
+    monkeypatch.setattr(SharedPrefixes, "from_layout", classmethod(from_layout))
+    return counts
+
+
+@pytest.mark.parametrize("pool", [400, 40])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_engine_whose_decodes_share_blocks_answers_the_same_in_float32(monkeypatch, overlap, pool):
+    """A system prompt of all, a longer one of some, several samples of one prompt, and in a small pool preemption."""
+    system, examples = (random_prompts(1, low=size, high=size, seed=size)[0] for size in (50, 40))
+    prompts = [system + prompt for prompt in random_prompts(8, low=1, high=30, seed=1)]
+    prompts += [system + examples + prompt for prompt in random_prompts(6, low=1, high=30, seed=2)]
+    prompts += random_prompts(3, low=1, high=90, seed=3)
+    params = [
+        SamplingParams(temperature=number % 2, max_tokens=8 + 3 * number, n=3 if number % 4 == 1 else 1, seed=number)
+        for number in range(len(prompts))
+    ]
+    answers = []
+    for shares in (True, False):
+        with monkeypatch.context() as context:
+            counts = groups_of_steps(context, shares=shares)
+            with LLM(
+                model("llama"), tokenizer=tiny_tokenizer(), num_kv_blocks=pool, max_model_len=300, max_num_seqs=32,
+                block_size=16, overlap=overlap,
+            ) as llm:  # fmt: skip
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                assert (llm.stats().num_preemptions > 0) == (pool == 40)
+                llm._engine.check_integrity()
+            answers.append([[sample.token_ids for sample in output.outputs] for output in outputs])
+            assert (max(counts) > 1) == shares
+    assert answers[0] == answers[1]

@@ -1,0 +1,52 @@
+"""A model on two GPUs: the tokens of `transformers`, with CUDA graphs and without, and an end by a rank that ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
+from tests.support.equality import model, prompts, reference
+from tests.support.tiny_models import save_tiny
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SMALL = {
+    "tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512,
+    "num_kv_blocks": 80, "block_size": 64,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def generate(llm, params):
+    return [output.outputs[0].token_ids for output in llm.generate(prompts()[:12], params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"attention_backend": "flex"}], ids=["eager", "graphs"])
+def test_tokens_equal_those_of_transformers_and_of_one_gpu(folder, options):
+    expected = [reference(model("qwen3"), prompt) for prompt in prompts()[:12]]
+    kinds = [{}, {"top_p": 0.9}, {"repetition_penalty": 1.3}, {"logprobs": 2, "prompt_logprobs": 1}]
+    sampled = [SamplingParams(seed=5, max_tokens=16, **kind) for kind in kinds]
+    with LLM(folder, **SMALL, **options) as llm:
+        assert generate(llm, GREEDY) == expected
+        found = [generate(llm, params) for params in sampled]
+        llm._engine.model_runner.capture_ahead()
+        assert generate(llm, GREEDY) == expected, "after a capture while idle"
+    with LLM(folder, **SMALL | {"tensor_parallel_size": 1}, **options) as llm:
+        assert found == [generate(llm, params) for params in sampled]
+
+
+def test_a_rank_that_ends_ends_the_engine(folder):
+    with LLM(folder, **SMALL, enforce_eager=True) as llm:
+        stream = llm.stream(prompts()[3], SamplingParams(temperature=0.0, max_tokens=400))
+        next(stream)
+        llm._engine.model_runner._workers._processes[0].kill()
+        with pytest.raises(StepError, match="exit code -9"):
+            for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError):
+            llm.generate([[1, 2]], use_tqdm=False)

@@ -1,0 +1,139 @@
+"""Attention modules in whose place one kernel norms and turns q and k and writes K and V, here a dense form of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.operator import AttentionStep
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.rotary_attention import RotaryAttention
+from tests.support.dense_rotary import dense_rotate
+from tests.support.other_models import small
+from tests.support.tiny_models import tiny_model
+
+NUM_TOKENS = 24
+
+
+class DenseCausal:
+    """Attention of one sequence whose token i is in slot `slots[i]`."""
+
+    def __init__(self, slots):
+        self.slots = slots
+
+    def attend(self, query, key_cache, value_cache, scaling):
+        keys, values = (cache[self.slots].transpose(0, 1)[None] for cache in (key_cache, value_cache))
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
+
+
+@pytest.fixture
+def fuse(monkeypatch):
+    def fused(model, *, kernel=dense_rotate):
+        monkeypatch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: kernel)
+        binding = ModelBinding(model, is_live=False)
+        binding.merge_linears()
+        binding.fuse_rotary()
+        binding.caches.allocate(2 * NUM_TOKENS)
+        return binding
+
+    return fused
+
+
+def is_fused(binding):
+    with binding.installed():
+        return isinstance(binding.model.model.layers[0].self_attn, RotaryAttention)
+
+
+def logits_of(binding, tokens):
+    """Of a sequence alone, through the caches."""
+    slots = torch.randperm(2 * NUM_TOKENS)[: len(tokens)]
+    step = AttentionStep(DenseCausal(slots), len(tokens))
+    positions = torch.arange(len(tokens))
+    return binding.forward_step(step, tokens, positions, slots, positions)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_fused_model_computes_what_its_own_modules_do(fuse, family, dtype, tolerance):
+    model, tokens = tiny_model(family, dtype=dtype), torch.randint(512, (NUM_TOKENS,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0].float()
+    binding = fuse(model)
+    assert is_fused(binding)
+    difference = logits_of(binding, tokens).float() - expected
+    assert difference.norm() <= tolerance * expected.norm()
+
+
+def test_the_modules_are_replaced_only_while_the_model_is_installed(fuse):
+    model = tiny_model("qwen3")
+    own = [layer.self_attn for layer in model.model.layers]
+    binding = fuse(model)
+    assert [layer.self_attn for layer in model.model.layers] == own
+    assert is_fused(binding)
+    binding.uninstall()
+    assert [layer.self_attn for layer in model.model.layers] == own
+
+
+def test_without_the_kernel_the_modules_run_as_they_are(fuse):
+    assert not is_fused(fuse(tiny_model("qwen3"), kernel=None))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: tiny_model("olmo2"), "norms of q and k that are not RMS norms of each head"),
+        (lambda: small("Nemotron", head_dim=32, partial_rotary_factor=0.5), "only a part of each head"),
+        (lambda: small("Helium", head_dim=32), "computes with 'stack'"),
+        (lambda: small("SmolLM3", num_hidden_layers=4), "its query differs"),
+        (lambda: small("Gemma3Text", head_dim=32, sliding_window=None), "its query differs"),
+        (lambda: small("Olmo", clip_qkv=1e6), "computes with 'clamp_'"),
+        (lambda: small("Phi3"), "no product of q_proj, k_proj, v_proj"),
+    ],
+    ids=[
+        "norms over all heads", "partial rotary", "pairs of neighbours", "a layer without rotary embedding",
+        "norms by 1 + weight", "values clipped, none of them here", "one linear layer",
+    ],
+)  # fmt: skip
+def test_modules_of_another_kind_run_as_they_are(fuse, caplog, make, reason):
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        binding = fuse(make())
+    assert not is_fused(binding)
+    [message] = [record.getMessage() for record in caplog.records if "run as they are" in record.getMessage()]
+    assert reason in message
+
+
+def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, caplog):
+    model = tiny_model("qwen3")
+    attention = model.model.layers[1].self_attn
+
+    class Scaled(type(attention)):
+        def forward(self, *args, **kwargs):
+            output, weights = super().forward(*args, **kwargs)
+            return 1.1 * output, weights
+
+    attention.__class__ = Scaled
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        assert not is_fused(fuse(model))
+    assert "its output differs" in caplog.text
+
+
+def test_a_module_with_other_norms_for_q_and_k_runs_as_it_is(fuse):
+    model = tiny_model("qwen3")
+    model.model.layers[0].self_attn.k_norm.variance_epsilon = 0.5
+    assert not is_fused(fuse(model))
+
+
+def test_a_head_is_found_apart_behind_a_step_too(fuse):
+    """The probe runs the modules as they are, though a model that is not live stays hooked between steps."""
+    binding = fuse(tiny_model("llama"))
+    with binding.installed():
+        pass
+    assert binding.splits_head()

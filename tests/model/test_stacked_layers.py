@@ -1,0 +1,219 @@
+"""Layers as one launch: recognised, compared with their modules, and not used where a model computes anything else.
+
+The kernel is stood in for by its reference in PyTorch, since it runs on a GPU alone: see tests/gpu/test_layer_stack.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
+
+from nanovllm.attention.flex_gpu import GpuFlexPlan, StepTables
+from nanovllm.attention.operator import AttentionStep
+from nanovllm.errors import NotFusedError
+from nanovllm.kernels import layer_stack
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.stacked_layers import StackedLayers
+from tests.support.llama_layers import run_layers
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 8
+
+
+class ReferenceStack:
+    """`LayerStack` without a GPU; counts its launches."""
+
+    launches: ClassVar[list[int]] = []
+
+    def __init__(self, layers: Any, sizes: Any, scaling: float, device: torch.device) -> None:
+        self._layers, self._sizes, self._scaling = layers, sizes, scaling
+
+    def run(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: Any, *, first: int = 0, count: int = 0
+    ) -> Tensor:
+        layers = self._layers[first : first + count] if count else self._layers
+        self.launches.append(len(layers))
+        return run_layers(layers, self._sizes, self._scaling, hidden, cosines, sines, rows)
+
+
+@pytest.fixture(autouse=True)
+def reference_stack(monkeypatch):
+    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
+    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
+    monkeypatch.setattr(ReferenceStack, "launches", [])
+
+
+class DenseDecodes:
+    """Attention of a step's decodes over their block tables, one by one."""
+
+    def __init__(self) -> None:
+        self.step: Any = None
+
+    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        output = torch.zeros_like(query)
+        for row, count in enumerate(self.step.decode_blocks.tolist()):
+            table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
+            slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+            slots = slots[: int(self.step.decode_positions[row]) + 1] if count else slots
+            groups = query.shape[1] // keys.shape[1]
+            own = [part[slots].float().repeat_interleave(groups, 1) for part in (keys, values)]
+            weights = (torch.einsum("hd,thd->ht", query[row].float(), own[0]) * scaling).softmax(-1)
+            output[row] = torch.einsum("ht,thd->hd", weights, own[1])
+        return output
+
+
+def binding_of(model: Any) -> ModelBinding:
+    binding = ModelBinding(model, is_live=False)
+    binding.merge_linears()
+    binding.caches.allocate(NUM_BLOCKS * BLOCK_SIZE)
+    torch.manual_seed(1)
+    for cache in binding.caches.of_layers:
+        cache.normal_()
+    return binding
+
+
+def hidden_step(binding: ModelBinding, positions: list[int], num_rows: int = 4) -> Tensor:
+    """Hidden states of decodes at these positions, each in blocks 1 and one of its own."""
+    backend, count = DenseDecodes(), len(positions)
+    padding = [0] * (num_rows - count)
+    tables = [[1] * (position // BLOCK_SIZE) + [2 + row] for row, position in enumerate(positions)]
+    lengths = [len(table) for table in tables]
+    starts = [sum(lengths[:row]) for row in range(count)]
+    slots = [(2 + row) * BLOCK_SIZE + position % BLOCK_SIZE for row, position in enumerate(positions)]
+    none = torch.zeros(0, dtype=torch.int32)
+    parts = dict.fromkeys(StepTables.__dataclass_fields__, none) | {
+        "tables": torch.tensor([block for table in tables for block in table]).int(),
+        "decode_tables": torch.tensor(starts + padding).int(),
+        "decode_blocks": torch.tensor(lengths + padding).int(),
+        "decode_positions": torch.tensor(positions + padding),
+    }
+    backend.step = StepTables(**parts)
+    step = AttentionStep(GpuFlexPlan(backend, backend.step), num_rows)  # type: ignore[arg-type]
+    tokens = (torch.arange(num_rows) * 7 + 3) % VOCAB_SIZE
+    states = binding.hidden_step(step, tokens, torch.tensor(positions + padding), torch.tensor(slots + padding))
+    return states[:count].clone()
+
+
+def stacked(binding: ModelBinding) -> bool:
+    """Whether the layers run as one after they were compared; the launches of comparing are forgotten."""
+    binding.stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
+    ReferenceStack.launches.clear()
+    hidden_step(binding, [1])
+    return bool(ReferenceStack.launches)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+def test_layers_of_llamas_kind_run_as_one_and_answer_as_their_modules(family):
+    binding = binding_of(tiny_model(family, dtype=torch.bfloat16))
+    caches = [cache.clone() for cache in binding.caches.of_layers]
+    expected = hidden_step(binding, [0, 17, 33])
+    written = [cache.clone() for cache in binding.caches.of_layers]
+    assert stacked(binding)
+    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
+        cache.copy_(before)
+    ReferenceStack.launches.clear()
+    own = hidden_step(binding, [0, 17, 33])
+    assert ReferenceStack.launches == [2]
+    torch.testing.assert_close(own, expected, atol=0.06, rtol=0.06)
+    for cache, right in zip(binding.caches.of_layers, written, strict=True):
+        torch.testing.assert_close(cache[:, 2 * BLOCK_SIZE :], right[:, 2 * BLOCK_SIZE :], atol=0.06, rtol=0.06)
+
+
+class InItsPlace(nn.Module):
+    """As `RotaryAttention` stands for an attention module while a step runs."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, **kwargs)
+
+
+def test_layers_whose_attention_modules_are_replaced_in_steps_run_as_one_too():
+    binding = binding_of(tiny_model("qwen3", dtype=torch.bfloat16))
+    layers = binding.model.model.layers
+    binding._rotary = [(layer._modules, "self_attn", InItsPlace(layer.self_attn)) for layer in layers]
+    hidden_step(binding, [3])
+    assert type(layers[0].self_attn) is InItsPlace
+    assert stacked(binding)
+
+
+@pytest.mark.parametrize("num_rows", [3, 5, 16])
+def test_steps_of_other_numbers_of_rows_run_layer_by_layer(num_rows):
+    binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
+    expected = hidden_step(binding, [0, 17], num_rows)
+    assert stacked(binding)
+    ReferenceStack.launches.clear()
+    assert torch.equal(hidden_step(binding, [0, 17], num_rows), expected)
+    assert ReferenceStack.launches == []
+
+
+def small(config_class: Any, model_class: Any, **fields: Any) -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}  # fmt: skip
+    return model_class(config_class(**(sizes | fields))).bfloat16().eval()
+
+
+def tiny_llama(**fields: Any) -> Any:
+    return tiny_model("llama", dtype=torch.bfloat16, **fields)
+
+
+DIFFERENT = {
+    "another activation": (lambda: tiny_llama(hidden_act="gelu"), "no SiLU"),
+    "biases in the MLP": (lambda: tiny_llama(mlp_bias=True), "bias"),
+    "a bias behind attention": (lambda: tiny_llama(attention_bias=True), "bias"),
+    "scaled residuals": (
+        lambda: small(GraniteConfig, GraniteForCausalLM, residual_multiplier=0.5, attention_multiplier=0.25),
+        "computes something else",
+    ),
+    "GPT-2": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=VOCAB_SIZE)).bfloat16().eval(),
+        "layers run|no mlp|has no|passes nothing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_model_that_differs_runs_as_it_is(name, caplog):
+    make, reason = DIFFERENT[name]
+    torch.manual_seed(0)
+    binding = binding_of(make())
+    expected = hidden_step(binding, [0, 17])
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not stacked(binding)
+    assert any(re.search(reason, record.message) for record in caplog.records), caplog.text
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
+
+
+def test_what_computes_something_between_two_layers_is_found_out():
+    binding = binding_of(tiny_llama())
+    second = binding.model.model.layers[1]
+    stack = StackedLayers(binding.layer_modules, binding.layers, binding.caches.of_layers, {}, BLOCK_SIZE)
+    binding._compiled_calls = stack.comparing_calls()
+    hidden_step(binding, [0, 17])
+    first = binding._compiled_calls[binding.model.model.layers[0]]
+    binding._compiled_calls[binding.model.model.layers[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 1.0
+    binding.uninstall()
+    with pytest.raises(NotFusedError, match="between the layers"):
+        hidden_step(binding, [0, 17])
+    assert isinstance(second, nn.Module)
+
+
+def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
+    monkeypatch.undo()
+    sizes = layer_stack.StackSizes(1024, 3072, 16, 8, 128, 64)
+    assert layer_stack.why_not(sizes, torch.bfloat16, torch.device("cpu")) is not None
+    assert sizes.piece == 1024 and sizes._replace(inner=2560).piece == 512 and sizes._replace(hidden=576).piece == 0
+    assert sizes.num_bytes == 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)
+    available = 232_448  # bytes of an H200's multiprocessor
+    for num_rows in layer_stack.NUM_ROWS:
+        for served in (sizes, sizes._replace(inner=2560), sizes._replace(hidden=2048, inner=8192)):
+            slots = served.slots(num_rows, available)
+            assert slots * served.piece >= 4096 and served.shared_bytes(num_rows, slots) <= available
+    assert sizes.slots(4, 32_768) * sizes.piece < 4096

@@ -1,0 +1,281 @@
+"""The router's index of cached prefixes: fed by the block managers' events, it knows exactly what they hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm.block_hashes import PromptHashes, digest, root_hash
+from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findable
+from nanovllm.observability.step_records import StepObservers
+from nanovllm.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
+from nanovllm.replicas.routing import prefix_aware
+from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, release
+from tests.support.scheduling import Loop, make_scheduler, make_sequence
+
+SEED = "model:float32"
+
+
+class Followed:
+    """A block manager with the index of it, fed by `flush`."""
+
+    def __init__(self, manager) -> None:
+        self.manager, self.index = manager, PrefixIndex()
+        self.seen: list[BlockEvent] = []
+        BlockEvents.follow(manager, StepObservers(), lambda events: self.index.apply(encode(events)))
+        BlockEvents.follow(manager, StepObservers(), self.seen.extend)
+
+    def flush(self) -> set[bytes]:
+        self.manager.observer.flush()
+        return self.index.held
+
+    def is_exact(self) -> bool:
+        return self.flush() == set(self.manager.entries)
+
+
+# ------------------------------------------------------------------------------------------------------------ fuzz
+
+STEMS = ([0] * 24, [1, 2, 3, 4, 5, 6, 7, 0] * 3, [1, 2, 3, 4, 5, 6, 7, 1] * 3)
+
+
+def random_prompt(rng: random.Random, longest: int) -> list[int]:
+    tail = [rng.randrange(8) for _ in range(rng.randint(1, 3))]
+    return [*rng.choice(STEMS)[: rng.randint(0, longest - 3)], *tail]
+
+
+def walk(rng: random.Random, loop: Loop, max_model_len: int) -> str:
+    """One call of a scheduler or its block manager, any that the engine may make next; returns its name."""
+    name = rng.choices(
+        ("add", "launch", "read", "fail", "abort", "reset", "drop", "non-finite"), (25, 40, 30, 3, 4, 1, 1, 1)
+    )[0]
+    if name == "add":
+        salt = rng.choice(("", "", "salt"))
+        loop.add(random_prompt(rng, max_model_len - 1), max_tokens=rng.randint(1, 9), cache_salt=salt)
+    elif name in ("launch", "non-finite") and len(loop.in_flight) < 3:
+        running = [sequence.request_id for sequence in loop.scheduler.running]
+        loop.launch(rng.sample(running, 1) if name == "non-finite" and running else ())
+    elif name == "read" and loop.in_flight:
+        loop.read()
+    elif name == "fail" and loop.in_flight:
+        loop.fail(rng.randrange(len(loop.in_flight)))
+    elif name == "abort" and loop.unfinished:
+        loop.abort(rng.choice(loop.unfinished))
+    elif name == "reset":
+        loop.manager.reset_prefix_cache()
+    elif name == "drop" and not loop.in_flight:
+        loop.scheduler.preempt_all()
+        loop.manager.reset_prefix_cache()
+    else:
+        return "nothing"
+    return name
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed: int):
+    """Preemption, aborts, failed steps, resets, NaN; batches of events of any number of calls."""
+    rng = random.Random(seed)
+    block_size, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(12, 28)
+    scheduler = make_scheduler(
+        block_size=block_size,
+        max_model_len=max_model_len,
+        num_kv_blocks=2 + -(-max_model_len // block_size) + rng.randint(0, 8),
+        max_num_batched_tokens=6 + block_size + rng.randint(0, 12),
+        max_num_seqs=rng.randint(2, 6),
+    )
+    loop, done = Loop(scheduler), set()
+    followed = Followed(loop.manager)
+    num_compared = num_found = num_stale = 0
+    for _ in range(500):
+        done.add(walk(rng, loop, max_model_len))
+        if rng.random() < 0.3:
+            continue  # the next batch is of several calls
+        assert followed.is_exact()
+        prompt, salt = random_prompt(rng, max_model_len - 1), rng.choice(("", "salt"))
+        hashes = PromptHashes(prompt, block_size, cache_salt=salt)
+        found = len(loop.manager.lookup(make_sequence(prompt, cache_salt=salt)))
+        # Where a reset or a failed step cut a chain and its head was computed anew, its tail is held and not hit.
+        assert followed.index.num_hits(hashes) >= found
+        num_stale += followed.index.num_hits(hashes) > found
+        num_compared += 1
+        num_found += found > 0
+    loop.drain()
+    assert followed.is_exact()
+    assert {"add", "launch", "read", "fail", "abort", "reset"} <= done
+    assert loop.scheduler.stats.num_preemptions and loop.manager.num_evictions
+    assert num_found > num_compared // 20 and num_stale <= num_compared // 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_event_says_whose_child_the_block_is(seed: int):
+    rng = random.Random(seed)
+    loop = Loop(make_scheduler(max_model_len=28, num_kv_blocks=20, max_num_seqs=4))
+    followed = Followed(loop.manager)
+    for _ in range(500):
+        walk(rng, loop, 28)
+    followed.flush()
+    findable = [event for event in followed.seen if isinstance(event, Findable)]
+    assert {event.cache_salt for event in findable if event.parent_hash is None} == {"", "salt"}
+    for event in findable:
+        parent = event.parent_hash or root_hash("", event.cache_salt)
+        assert event.block_hash == digest(parent + event.tokens)
+
+
+# --------------------------------------------------------------------------------------------------- single events
+
+
+def test_a_content_is_held_until_the_last_of_its_blocks_is_gone():
+    followed = Followed(make_manager(2))
+    first, second = make_sequence(A), make_sequence(A, arrival=1)
+    for sequence in (first, second):  # both were scheduled before either was findable
+        followed.manager.allocate(sequence, 1)
+        sequence.num_computed_tokens = SIZE
+    for sequence in (first, second):
+        followed.manager.register(sequence, 0, 1, step_id=1)
+    held = set(followed.flush())
+    assert held == set(PromptHashes([*A, 9], SIZE)) and len(followed.seen) == 1
+    release(followed.manager, first)
+    computed(followed.manager, D)  # takes the first one's block
+    assert held < followed.flush()
+    release(followed.manager, second)
+    computed(followed.manager, B)
+    assert followed.flush() == set(PromptHashes([*D, 9], SIZE)) | set(PromptHashes([*B, 9], SIZE))
+
+
+def test_what_a_failed_step_made_findable_is_withdrawn():
+    loop = Loop(make_scheduler())
+    followed = Followed(loop.manager)
+    loop.add([*A, *B, 9])
+    loop.launch()
+    assert len(followed.flush()) == 2
+    loop.fail()
+    assert followed.flush() == set()
+
+
+def test_a_reset_empties_the_index_at_once():
+    followed = Followed(make_manager(8))
+    computed(followed.manager, [*A, *B])
+    followed.manager.reset_prefix_cache()
+    assert followed.index.held == set()
+    computed(followed.manager, C)
+    assert followed.is_exact() and len(followed.index.held) == 1
+
+
+def test_a_batch_is_hardly_more_than_its_hashes():
+    batches: list[list[BlockEvent]] = []
+    manager = make_manager(200)
+    BlockEvents.follow(manager, StepObservers(), batches.append)
+    computed(manager, list(range(100 * SIZE)), max_model_len=512)
+    manager.observer.flush()
+    (events,) = batches
+    assert len(events) == 100
+    assert len(encode(events)) == 100 * 16 + 5
+
+
+def test_without_an_observer_a_manager_records_nothing():
+    manager = make_manager(8)
+    computed(manager, [*A, *B])
+    manager.reset_prefix_cache()
+    assert manager.observer is None
+
+
+# ------------------------------------------------------------------------------------------------ batches of an engine
+
+
+def test_events_come_once_a_step_and_with_the_next_request():
+    manager, observers, batches = make_manager(8), StepObservers(), []
+    BlockEvents.follow(manager, observers, batches.append)
+    computed(manager, [*A, *B])
+    assert batches == []
+    observers.notify("step_ended", None, None)
+    observers.notify("step_ended", None, None)
+    assert [len(batch) for batch in batches] == [2]
+    computed(manager, C)
+    observers.notify("request_added", [])
+    assert [len(batch) for batch in batches] == [2, 1]
+
+
+def test_a_receiver_that_raises_is_dropped_and_the_others_are_not(caplog: pytest.LogCaptureFixture):
+    manager, observers, batches = make_manager(8), StepObservers(), []
+
+    def broken(events: list[BlockEvent]) -> None:
+        raise OSError("no pipe")
+
+    BlockEvents.follow(manager, observers, broken)
+    BlockEvents.follow(manager, observers, batches.append)
+    for tokens in (A, B):
+        computed(manager, tokens)
+        manager.observer.flush()
+    assert [len(batch) for batch in batches] == [1, 1]
+    assert len(caplog.records) == 1
+
+
+def test_an_engine_that_holds_blocks_already_is_not_followed():
+    manager = make_manager(8)
+    computed(manager, A)
+    with pytest.raises(RuntimeError, match="1 blocks are findable already"):
+        BlockEvents.follow(manager, StepObservers(), print)
+
+
+# ------------------------------------------------------------------------------------------------------- expectations
+
+
+class View:
+    """A replica without load."""
+
+    num_waiting = num_running = 0
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.num_hits = self.index.num_hits
+
+
+def test_a_burst_with_one_prefix_stays_on_one_replica_before_any_event():
+    views, route, chosen = [View(), View(), View()], prefix_aware(), []
+    for number in range(6):
+        hashes = PromptHashes([*A, *B, *C, number], SIZE, hash_seed=SEED)
+        chosen.append(route(hashes, views))
+        views[chosen[-1]].index.expect(str(number), hashes)
+    assert len(set(chosen)) == 1
+
+
+def test_what_was_expected_is_forgotten_once_all_that_expect_it_have_settled():
+    index, hashes = PrefixIndex(), PromptHashes([*A, *B, 9], SIZE)
+    index.expect("one", hashes)
+    index.expect("two", PromptHashes([*A, 9], SIZE))
+    assert index.num_hits(hashes) == 2
+    index.settle("one")
+    assert index.num_hits(hashes) == 1
+    index.settle("two")
+    index.settle("two")
+    assert index.num_hits(hashes) == 0
+
+
+def test_what_events_confirm_stays_when_a_request_settles():
+    followed = Followed(make_manager(8))
+    hashes = PromptHashes([*A, *B, 9], SIZE)
+    followed.index.expect("one", hashes)
+    compute(followed.manager, make_sequence([*A, *B, 9]))
+    followed.flush()
+    followed.index.settle("one")
+    assert followed.index.num_hits(hashes) == 2
+
+
+def test_a_long_prompt_is_hashed_no_further_than_needed():
+    known: list[bytes] = []
+    hashes = PromptHashes(range(10_000), SIZE, known=known)
+    index = PrefixIndex()
+    assert index.num_hits(hashes) == 0 and len(known) == 1
+    index.expect("long", hashes)
+    assert len(known) == MAX_EXPECTED
+
+
+def test_a_restarted_replica_holds_nothing():
+    followed = Followed(make_manager(8))
+    computed(followed.manager, A)
+    followed.flush()
+    followed.index.expect("one", PromptHashes([*B, 9], SIZE))
+    followed.index.clear()
+    assert followed.index.num_hits(PromptHashes([*A, 9], SIZE)) == 0
+    assert followed.index.num_hits(PromptHashes([*B, 9], SIZE)) == 0
+    followed.index.settle("one")

@@ -1,0 +1,268 @@
+"""A replica that dies costs nobody a token: its requests go on in the other, and it is started again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm.errors import EngineClosedError
+from nanovllm.outputs import OutputKind
+from nanovllm.replicas import fleet, opening, pool, replica
+from nanovllm.replicas.pool_request import PoolRequest
+from tests.support.replicas import (
+    ENDLESS,
+    OPTIONS,
+    all_up,
+    busiest,
+    completions,
+    is_alive,
+    kill,
+    one_engine,
+    process_ids,
+    send_signal,
+    shared_pool,
+    tiny_folder,
+    wait_until,
+)
+from tests.support.tiny_models import random_prompts
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=150, top_p=0.9, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(seed=4, max_tokens=150, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=150, n=3, stop=["xq"], min_tokens=20),
+]
+
+
+@pytest.fixture
+def llm():
+    """Both replicas up, and no memory of earlier deaths."""
+    llm = shared_pool()
+    wait_until(lambda: all_up(llm))
+    for each in llm._engine.replicas:
+        each._num_deaths = 0
+    return llm
+
+
+def whole(prompts, params):
+    return completions(one_engine().generate(prompts, params, use_tqdm=False))
+
+
+def assert_grows_by_single_tokens(outputs):
+    for before, after in itertools.pairwise(outputs):
+        for left, right in zip(before.outputs, after.outputs, strict=False):
+            assert right.text.startswith(left.text) and right.token_ids[: len(left.token_ids)] == left.token_ids
+            assert len(right.token_ids) - len(left.token_ids) <= 1
+
+
+def test_streams_show_every_token_once_though_a_replica_is_killed(llm):
+    prompts, params = random_prompts(8, low=40, high=40, seed=1), PARAMS * 2
+    streams = [llm.stream(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    outputs = [[next(stream) for _ in range(10)] for stream in streams]
+    moved = [request.new.request_id for request in llm._engine.replicas[0].requests.values()]
+    kill(llm, 0)
+    for shown, stream in zip(outputs, streams, strict=True):
+        shown += stream
+        assert_grows_by_single_tokens(shown)
+    assert completions([shown[-1] for shown in outputs]) == whole(prompts, params)
+    assert 0 < len(moved) < 8 and any(shown[-1].metrics.num_preemptions for shown in outputs)
+    for shown in outputs:
+        before, after = shown[0].metrics, shown[-1].metrics
+        assert after.num_preemptions <= (shown[0].request_id in moved)  # it may have ended before
+        assert after.first_token_time == before.first_token_time
+        assert after.max_itl >= max(output.metrics.max_itl or 0.0 for output in shown)
+
+
+def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
+    prompts, params = random_prompts(8, low=40, high=40, seed=2), PARAMS * 2
+    engine, ids = llm._engine, process_ids(llm)
+    outputs = {str(number): [] for number in range(8)}
+    for number in range(8):
+        kind = OutputKind.DELTA if number < 4 else OutputKind.FINAL
+        engine.add(engine.input_processor.process_one(str(number), prompts[number], params[number], output_kind=kind))
+    num_steps = 0
+    while engine.requests:
+        engine.step()
+        num_steps += 1
+        for output in engine.outputs:
+            outputs[output.request_id].append(output)
+        engine.outputs.clear()
+        if num_steps == 40:
+            kill(llm, 1)
+    for number, each in enumerate(outputs.values()):
+        if number >= 4:
+            assert len(each) == 1
+        for later in each[1:]:
+            each[0].extend(later)
+    assert completions([each[0] for each in outputs.values()]) == whole(prompts, params)
+    wait_until(lambda: all_up(llm))
+    assert process_ids(llm)[0] == ids[0] and process_ids(llm)[1] != ids[1]
+    again = llm.generate(prompts, params, use_tqdm=False)
+    assert completions(again) == whole(prompts, params)
+
+
+def test_exactly_once_in_a_storm_of_aborts_and_a_death(llm):
+    """Streams begun, read, closed and killed at random: each shows the beginning of what one engine gives."""
+    choice = random.Random(5)
+    prompts = random_prompts(4, seed=23)
+    params = [PARAMS[0], PARAMS[1], SamplingParams(seed=8, max_tokens=40), PARAMS[3]]
+    expected = {(p, q): whole([prompts[p]], params[q])[0] for p in range(4) for q in range(4)}
+    streams, num_kills = [], 0
+    for turn in range(250):
+        if len(streams) < 6:
+            p, q = choice.randrange(4), choice.randrange(4)
+            streams.append([(p, q), llm.stream(prompts[p], params[q]), None])
+        entry = choice.choice(streams)
+        output = next(entry[1], None)
+        if output is None:
+            assert completions([entry[2]])[0] == expected[entry[0]]
+            streams.remove(entry)
+            continue
+        for completion in output.outputs:
+            tokens = expected[entry[0]][completion.index][1]
+            assert completion.token_ids == tokens[: len(completion.token_ids)]
+        if entry[2] is not None:  # a stream shows one step at a time
+            counts = [[len(c.token_ids) for c in one.outputs] for one in (entry[2], output)]
+            assert all(after - before <= 1 for before, after in zip(*counts, strict=False))
+        entry[2] = output
+        if choice.random() < 0.03:
+            entry[1].close()
+            streams.remove(entry)
+        if turn == 100:
+            kill(llm, choice.randrange(2))
+            num_kills += 1
+    for _, stream, _ in streams:
+        stream.close()
+    assert num_kills == 1 and not llm._engine.requests and not any(r.num_running for r in llm.replicas())
+
+
+def test_sigterm_leaves_a_replica_at_work(llm):
+    """A service manager sends it to every process of a service; the front decides what ends when."""
+    ids, prompt = process_ids(llm), random_prompts(1, seed=24)[0]
+    stream = llm.stream(prompt, PARAMS[0])
+    outputs = [next(stream)]
+    for index in (0, 1):
+        send_signal(llm, index, signal.SIGTERM)
+        send_signal(llm, index, signal.SIGINT)
+    outputs += stream
+    assert completions(outputs[-1:]) == whole([prompt], PARAMS[0]) and process_ids(llm) == ids
+
+
+def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
+    prompts = random_prompts(3, seed=25)
+    stream = llm.stream(prompts[0], PARAMS[0])
+    outputs = [next(stream) for _ in range(5)]
+    stopped = busiest(llm)
+    send_signal(llm, stopped, signal.SIGSTOP)
+    try:
+        other = SamplingParams(temperature=0.0, max_tokens=20)
+        # The stopped replica has one request already, so the least loaded is the other one.
+        assert completions(llm.generate(prompts[1], other, use_tqdm=False)) == whole([prompts[1]], other)
+        begin = time.monotonic()
+        late = [llm.stream(prompt, ENDLESS, timeout=0.3) for prompt in prompts[1:]]
+        assert {list(one)[-1].outputs[0].finish_reason for one in late} == {"timeout"}
+        assert time.monotonic() - begin < 30.0
+    finally:
+        send_signal(llm, stopped, signal.SIGCONT)
+    outputs += stream
+    assert completions(outputs[-1:]) == whole([prompts[0]], PARAMS[0])
+
+
+def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, monkeypatch):
+    monkeypatch.setattr(fleet, "STALL_SECONDS", 2.0)
+    prompt = random_prompts(1, seed=26)[0]
+    stream = llm.stream(prompt, PARAMS[0])
+    outputs = [next(stream) for _ in range(5)]
+    stopped = busiest(llm)
+    before = process_ids(llm)[stopped]
+    send_signal(llm, stopped, signal.SIGSTOP)
+    outputs += stream
+    assert completions(outputs[-1:]) == whole([prompt], PARAMS[0])
+    wait_until(lambda: not is_alive(before))
+    monkeypatch.setattr(fleet, "STALL_SECONDS", 120.0)
+
+
+def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restart(llm, monkeypatch):
+    monkeypatch.setattr(pool, "MAX_DEATHS", 2)
+    prompts = random_prompts(2, seed=27)
+    engine, stream = llm._engine, llm.stream(prompts[0], PARAMS[0])
+    outputs = [next(stream) for _ in range(5)]
+    for index in (0, 1):  # so that the next gets no token before they are killed
+        send_signal(llm, index, signal.SIGSTOP)
+    engine.add(engine.input_processor.process_one("poison", prompts[1], PARAMS[0]))
+    first = engine.requests["poison"].replica
+    kill(llm, first)
+    wait_until(lambda: engine.step() or engine.requests["poison"].replica == 1 - first)
+    kill(llm, 1 - first)
+    outputs.append(next(stream))
+    assert "poison" not in engine.requests
+    outputs += stream
+    assert completions(outputs[-1:]) == whole(prompts[:1], PARAMS[0])
+
+
+def test_the_output_of_such_a_request_says_why(llm):
+    new = llm._engine.input_processor.process_one("poison", [1, 2], PARAMS[0])
+    output = PoolRequest(new).end(
+        "error", 1.0, llm.config, tokenizer=llm.tokenizer, eos_token_ids=(), error="3 replicas died"
+    )
+    assert (output.outputs[0].finish_reason, output.error, output.error_kind) == (
+        "error",
+        "3 replicas died",
+        "internal",
+    )
+    assert output.finished and output.outputs[0].token_ids == []
+
+
+def test_replicas_that_die_again_and_again_are_given_up(monkeypatch):
+    monkeypatch.setattr(replica, "BACKOFF_SECONDS", ())
+    monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
+    with LLM(tiny_folder(), **OPTIONS) as llm:
+        prompt, ids = random_prompts(1, seed=28)[0], process_ids(llm)
+        stream = llm.stream(prompt, PARAMS[0])
+        next(stream)
+        kill(llm, 0)
+        with pytest.raises(EngineDeadError, match="all 1 replicas died"):
+            list(stream)
+        assert [one.state for one in llm.replicas()] == ["failed"]
+        with pytest.raises(EngineDeadError):
+            llm.generate(prompt, PARAMS[0], use_tqdm=False)
+    assert not any(map(is_alive, ids))
+
+
+def test_closing_ends_every_process_and_every_call(monkeypatch):
+    monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
+    llm = LLM(tiny_folder(), **OPTIONS)
+    stream, ids = llm.stream([1, 2], ENDLESS), process_ids(llm)
+    next(stream)
+    llm.close()
+    assert not any(map(is_alive, ids))
+    for call in (lambda: next(stream), lambda: llm.generate([1], use_tqdm=False)):
+        with pytest.raises(EngineClosedError):
+            call()
+    llm.close()
+
+
+FRONT = """
+import sys, time
+from nanovllm.replicas.opening import open_pool
+from tests.support.replicas import OPTIONS
+pool = open_pool(sys.argv[1], None, None, OPTIONS)
+print(*[replica.process_id for replica in pool.statuses], flush=True)
+time.sleep(100)
+"""
+
+
+def test_no_process_outlives_its_front():
+    command = [sys.executable, "-c", FRONT, tiny_folder()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        ids = [int(word) for word in front.stdout.readline().split()]
+        assert len(ids) == 1 and all(map(is_alive, ids))
+        front.kill()
+        wait_until(lambda: not any(map(is_alive, ids)), 20.0)

@@ -1,0 +1,213 @@
+"""The table of features: every public option and call has a row, and what a row refuses is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+
+import pytest
+import torch
+
+from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
+from nanovllm.cli.main import main
+from nanovllm.config import ROUTING_POLICIES
+from nanovllm.features import FEATURES, REPLICAS, check_sampling_params
+from nanovllm.replicas import opening, replica
+from nanovllm.replicas.engine_process import options_of
+from nanovllm.replicas.routing import POLICIES
+from nanovllm.tools.simulate.simulator import simulate
+from tests.support.replicas import shared_pool, tiny_folder
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+REFUSED = {name: reasons[REPLICAS] for name, reasons in FEATURES.items() if REPLICAS in reasons}
+
+
+def public_names():
+    """Options of the engine, of requests and of the front doors, and what the front doors can do."""
+    for options in (EngineConfig, SamplingParams):
+        yield from (field.name for field in dataclasses.fields(options))
+    for door in (LLM, AsyncLLM):
+        calls = [call for name, call in inspect.getmembers(door, callable) if not name.startswith("_")]
+        yield from (call.__name__ for call in calls)
+        for call in (door.__init__, *calls):
+            yield from inspect.signature(call).parameters
+
+
+# Arguments that are no features: the object itself, what a call is about, and bundles of options that have rows.
+ARGUMENTS = {
+    "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
+    "template_options", "request_ids", "look", "use_tqdm",
+}  # fmt: skip
+
+
+def test_every_public_option_and_call_has_a_row():
+    assert set(public_names()) - ARGUMENTS - FEATURES.keys() == set()
+
+
+def test_every_row_is_a_public_name_or_says_more_about_one():
+    extra = {name for name in FEATURES.keys() - set(public_names()) if " " not in name}
+    assert extra == {"is_dead"}  # a property
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Fail if a process is started."""
+
+    def popen(*arguments, **options):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(replica.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+
+
+class Unpicklable:
+    def __call__(self, text):
+        return {"input_ids": [1]}
+
+    def decode(self, token_ids, **options):
+        return ""
+
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+BAD = {
+    "a loaded module as model": lambda: {"model": tiny_model(), "tokenizer": tiny_tokenizer()},
+    "a tokenizer that cannot be pickled": lambda: {"tokenizer": Unpicklable()},
+    "trace": lambda: {"trace": TraceWriter("/dev/null")},
+    "a GPU by its number as device": lambda: {"device": "cuda:1"},
+    "tensor_parallel_size": lambda: {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_sent_is_refused_before_anything_is_loaded(name, no_process):
+    given = {"model": tiny_folder()} | BAD[name]()
+    for door in (LLM, AsyncLLM):
+        with pytest.raises(ValueError, match=f"^{name} does not work with data_parallel_size: ") as refusal:
+            door(**given, data_parallel_size=2)
+        assert str(refusal.value).endswith(REFUSED[name])
+
+
+def test_calls_and_parameters_are_refused_by_a_pool():
+    llm = shared_pool()
+    with pytest.raises(ValueError, match="weights_changed does not work with data_parallel_size"):
+        llm.weights_changed()
+    params = SamplingParams(logits_processors=[lambda ids, row: row])
+    for call in (lambda: llm.generate([1, 2], params, use_tqdm=False), lambda: next(llm.stream([1, 2], params))):
+        with pytest.raises(ValueError, match="logits_processors does not work with data_parallel_size: a function"):
+            call()
+    assert not llm._engine.requests
+
+
+COMMANDS = {
+    "nanovllm bench": ["bench", "--workload", "chat"],
+    "nanovllm tune": ["tune", "--workload", "chat", "--output", "nowhere"],
+    "nanovllm calibrate": ["calibrate", "--output", "calibration.json"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_that_measure_one_engine_refuse_replicas(name, no_process, capsys):
+    assert main([*COMMANDS[name], "--data-parallel-size", "2"]) == 2
+    assert f"{name} does not work with data_parallel_size: {REFUSED[name]}" in capsys.readouterr().err
+
+
+def test_the_simulator_has_replicas_of_its_own():
+    config = EngineConfig(data_parallel_size=2)
+    with pytest.raises(ValueError, match="nanovllm simulate does not work with data_parallel_size: set --replicas"):
+        simulate(None, config, None)
+
+
+def test_each_refusal_of_the_table_is_tested_here():
+    tested = {"weights_changed", "logits_processors", "nanovllm simulate"}
+    assert REFUSED.keys() == BAD.keys() | COMMANDS.keys() | tested
+
+
+def test_parameters_that_do_not_work_are_those_of_the_table():
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    check_sampling_params(SamplingParams(n=2, logprobs=1, stop="a", seed=3), REPLICAS)
+    with pytest.raises(ValueError):
+        check_sampling_params(SamplingParams(logits_processors=[print]), REPLICAS)
+    assert REFUSED.keys() & fields == {"logits_processors"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size is 0; it must be at least 1"),
+        ({"data_parallel_size": 2, "routing": "random"}, "routing is 'random'; it must be one of prefix-aware, least-"),
+        ({"routing": "round-robin"}, "routing is 'round-robin', but there is one replica"),
+        ({"data_parallel_size": 2, "dtype": "float8"}, "dtype is 'float8'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(options, message, no_process):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny_folder(), **options)
+
+
+@pytest.mark.parametrize("size", ["2", 2.0, True])
+def test_the_number_of_replicas_is_a_whole_number(size, no_process):
+    with pytest.raises(TypeError, match="data_parallel_size must be a whole number"):
+        LLM(tiny_folder(), data_parallel_size=size)
+
+
+def test_more_replicas_than_cores_are_refused_with_their_number(no_process, monkeypatch):
+    monkeypatch.setattr(opening.os, "sched_getaffinity", lambda _: {0, 5, 6})
+    with pytest.raises(ValueError, match=r"data_parallel_size is 4, and there are 3 cores .* Set it to at most 3"):
+        LLM(tiny_folder(), data_parallel_size=4, device="cpu")
+
+
+def test_more_replicas_than_gpus_are_refused_with_their_number(no_process, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"data_parallel_size is 3, and there are 2 GPUs .* Set it to at most 2"):
+        LLM(tiny_folder(), data_parallel_size=3)
+
+
+def test_a_model_that_is_not_there_is_refused_before_a_process_is_started(no_process):
+    with pytest.raises(ModelLoadError, match="there is no folder"):
+        LLM("./nowhere", data_parallel_size=2)
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "hello"]])
+def test_commands_say_how_many_replicas_there_can_be(command, no_process, capsys):
+    assert main([*command, "--model", tiny_folder(), "--device", "cpu", "--data-parallel-size", "9999"]) == 2
+    assert "error: data_parallel_size is 9999, and there are " in capsys.readouterr().err
+
+
+def test_an_error_of_a_replica_is_raised_as_one_engine_raises_it():
+    with pytest.raises(ValueError, match=r"max_model_len is 9999, but the model has positions for 2048 tokens"):
+        opening.open_pool(tiny_folder(), None, None, {"max_model_len": 9999})
+
+
+def test_gpus_are_shared_one_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7f")
+    shares = opening.shares_of_host(EngineConfig(data_parallel_size=3))
+    assert [share.environment for share in shares] == [{"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "GPU-7f")]
+    (share,) = opening.shares_of_host(EngineConfig(data_parallel_size=1), gpus_each=3)
+    assert share.environment == {"CUDA_VISIBLE_DEVICES": "4,5,GPU-7f"}
+    with pytest.raises(ValueError, match=r"there are 3 GPUs for replicas of 2 each. Set it to at most 1"):
+        opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=2)
+
+
+def test_cores_are_shared_without_overlap(monkeypatch):
+    monkeypatch.setattr(opening.os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    shares = opening.shares_of_host(EngineConfig(data_parallel_size=3, device="cpu"))
+    assert sorted(core for share in shares for core in share.cores) == list(range(7))
+    assert [len(share.cores) for share in shares] == [2, 2, 3]
+    assert {share.environment["OMP_NUM_THREADS"] for share in shares} == {"2"}
+
+
+def test_each_replica_publishes_kv_events_with_a_rank_of_its_own():
+    given = {"kv_events": "tcp://*:5557", "kv_events_rank": 2}
+    assert [options_of({"options": given, "index": index})["kv_events_rank"] for index in (0, 1)] == [2, 3]
+    assert options_of({"options": {"seed": 1}, "index": 1}) == {"seed": 1}
+
+
+def test_the_policies_are_those_of_the_option():
+    assert sorted(POLICIES) == sorted(ROUTING_POLICIES)

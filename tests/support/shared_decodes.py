@@ -1,0 +1,139 @@
+"""Steps of decodes whose block tables share beginnings, from their entries to the kernel, and their dense reference."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.tiles import Tiles
+from nanovllm.batch import ScheduledSequence
+from nanovllm.batch_layout import build_layout
+from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.cuda_graphs import tables_of
+from nanovllm.execution.graph_inputs import StepPacking
+from nanovllm.kernels.paged_decode import PagedDecode
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest, Sequence
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+MAX_DECODES = 300
+
+
+def decode_entries(tables: list[list[int]], contexts: list[int]) -> list[ScheduledSequence]:
+    """Each decode computes the last token of its context."""
+    entries = []
+    for number, (table, context) in enumerate(zip(tables, contexts, strict=True)):
+        request = NewRequest(str(number), [0] * context, SamplingParams())
+        sequence = Sequence(request, arrival=number, max_model_len=10**6)
+        entries.append(ScheduledSequence(sequence, context - 1, 1, True, table, context - 1))
+    return entries
+
+
+def random_tables(choice: random.Random, count: int, block_size: int) -> tuple[list[list[int]], list[int]]:
+    """Block tables and contexts of so many decodes; new ones go on from the beginning of another, or share nothing."""
+    blocks = iter(choice.sample(range(1, 2000), 1999))
+    tables: list[list[int]] = []
+    contexts: list[int] = []
+    for _ in range(count):
+        beginning: list[int] = []
+        if tables and choice.random() < 0.8:
+            other = choice.choice(tables[-6:])
+            beginning = other[: choice.choice([len(other), len(other) - 1, choice.randint(0, len(other))])]
+            # The block of its own token is the decode's own.
+            of_other = contexts[tables.index(other)] - 1
+            beginning = beginning[: of_other // block_size]
+        own = choice.choice([1, choice.randint(1, block_size), choice.randint(1, 5 * block_size)])
+        contexts.append(len(beginning) * block_size + own)
+        tables.append(beginning + [next(blocks) for _ in range(-(-own // block_size))])
+    return tables, contexts
+
+
+class SharedDecodes:
+    """Decodes with contexts in shuffled blocks, NaN behind them and everywhere else, and padding rows at the end.
+
+    Args:
+        heads: number of KV heads, query heads per KV head, head size.
+        gpu: of which the kernel cuts contexts.
+    """
+
+    def __init__(
+        self, tables, contexts, *, heads=(2, 2, 64), block_size=16, dtype=torch.float32, padding=3, seed=0,
+        device="cpu", gpu=(4, 232_448),
+    ):  # fmt: skip
+        num_kv_heads, groups, head_dim = heads
+        generator = torch.Generator().manual_seed(seed)
+        self.tables, self.contexts, self.block_size, self.groups = tables, contexts, block_size, groups
+        self.scaling, self.padding, self.device = head_dim**-0.5, padding, torch.device(device)
+        self.layout = build_layout(decode_entries(tables, contexts), block_size, longest_first=True)
+        num_slots = (max(block for table in tables for block in table) + 1) * block_size
+        caches = torch.full((2, num_slots, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+        self.slots = []
+        for entry in self.layout.entries:
+            blocks = torch.tensor(entry.block_table)
+            slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[: entry.start + 1]
+            fresh = slots[caches[0, slots, 0, 0].isnan()]
+            caches[:, fresh] = torch.randn(2, len(fresh), num_kv_heads, head_dim, generator=generator).to(dtype)
+            self.slots.append(slots)
+        self.caches = caches.to(self.device)
+        num_rows = len(tables) + padding
+        self.query = torch.randn(num_rows, num_kv_heads * groups, head_dim, generator=generator).to(dtype)
+        self.query = self.query.to(self.device)
+        self.idle: list[int] = []  # rows that see no blocks
+        self.kernel = PagedDecode(
+            (num_kv_heads, groups, head_dim * dtype.itemsize), block_size, gpu=gpu, max_decodes=MAX_DECODES,
+            device=self.device,
+        )  # fmt: skip
+
+    def prefixes(self) -> SharedPrefixes | None:
+        """Whatever can be shared is."""
+        rule = SharingRule(self.kernel.bundle_members, self.kernel.most_bundles(len(self.tables)), 0.0, 0.0)
+        return SharedPrefixes.from_layout(self.layout, self.block_size, rule)
+
+    def run(self, prefixes: SharedPrefixes | None) -> Tensor:
+        """[num_rows, num_heads, head_dim] as in an engine's step, padding included."""
+        num_rows = len(self.query)
+        shape = GraphShape(num_rows, num_rows, 0)
+        packing = StepPacking(shape, self.block_size, num_rows)
+        packed = np.full(packing.num_words + int(self.layout.table_lengths.sum()), 12345, np.int32)
+        packing.pack(self.layout, Tiles.from_layout(self.layout, self.block_size, prefixes), None, packed)
+        step = tables_of(packing.views(torch.from_numpy(packed).to(self.device)), shape)
+        step.decode_blocks[self.idle] = 0
+        sharing = step.shared_blocks, step.members, step.shared_bundles
+        self.kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, sharing)
+        output = torch.full_like(self.query, torch.nan)
+        return self.kernel.attend(self.query, *self.caches, self.scaling, output)
+
+    def check(self, output: Tensor) -> None:
+        expected = torch.zeros(output.shape)
+        query, caches = self.query.float().cpu(), self.caches.float().cpu()
+        for row, slots in enumerate(self.slots):
+            if row in self.idle:
+                continue
+            keys, values = (cache[slots].repeat_interleave(self.groups, 1) for cache in caches)
+            weights = (torch.einsum("hd,khd->hk", query[row], keys) * self.scaling).softmax(-1)
+            expected[row] = torch.einsum("hk,khd->hd", weights, values)
+        tolerance = TOLERANCE[output.dtype]
+        torch.testing.assert_close(output.float().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+    @property
+    def num_pieces(self) -> int:
+        return int(self.kernel._pieces[0, 0])
+
+
+def random_case(seed: int, device: str, *, most: int = 40, dtypes=(torch.float32,)) -> SharedDecodes:
+    choice = random.Random(seed)
+    block_size, head_dim = choice.choice([16, 64, 128]), choice.choice([64, 128])
+    tables, contexts = random_tables(choice, choice.randint(2, most), block_size)
+    case = SharedDecodes(
+        tables, contexts, heads=(choice.choice([1, 2, 3]), choice.choice([1, 2, 3, 4, 8]), head_dim),
+        block_size=block_size, dtype=choice.choice(dtypes), padding=choice.choice([0, 1, 5]), seed=seed, device=device,
+        gpu=(choice.choice([1, 4, 20, 132]), 232_448),
+    )  # fmt: skip
+    prefixes = case.prefixes()
+    alone = [row for row in range(len(tables)) if prefixes is None or not prefixes.shared[row]]
+    case.idle = choice.sample(alone, min(len(alone), choice.choice([0, 2])))
+    return case
