@@ -1,0 +1,32 @@
+"""Many machines on Ray: a Serve application, a stage for `ray.data`, and restartable batch jobs (`nanovllm[ray]`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+# Loaded on first use: nothing imports ray before one of them is asked for.
+_HOMES = {
+    "connect": "nanovllm.ray.cluster",
+    "app": "nanovllm.ray.application",
+    "build": "nanovllm.ray.application",
+    "Stage": "nanovllm.ray.batches",
+    "stage": "nanovllm.ray.batches",
+    "batch": "nanovllm.ray.batches",
+}
+
+__all__ = ["Stage", "app", "batch", "build", "connect", "stage"]
+
+if TYPE_CHECKING:
+    from nanovllm.ray.application import app, build
+    from nanovllm.ray.batches import Stage, batch, stage
+    from nanovllm.ray.cluster import connect
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("ray") is None:
+        raise RuntimeError(f"nanovllm.ray.{name} needs ray, which is not installed: pip install 'nanovllm[ray]'.")
+    return getattr(import_module(_HOMES[name]), name)

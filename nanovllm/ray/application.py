@@ -1,0 +1,151 @@
+"""The Serve application: fronts that take HTTP requests, and replicas that answer them, as many as Serve sees fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
+
+from nanovllm.config import EngineConfig
+from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.ray.cluster import uses_gpu
+from nanovllm.ray.front import Front
+from nanovllm.ray.replica import Replica
+from nanovllm.ray.router import STATS_SECONDS
+from nanovllm.replicas.routing import POLICIES
+from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
+from nanovllm.validation import integer
+
+# Of a server's options those that belong to the listener, which is Serve's own.
+NOT_OURS = {
+    **dict.fromkeys(("host", "port"), "`serve.start(http_options=...)`, or `http_options` of the config file, sets it"),
+    **dict.fromkeys(
+        ("max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout", "access_log"),
+        "Serve's proxy takes the connections",
+    ),
+    "ui": "the live view shows one engine, and a page's requests would go to several",
+}
+# Requests of a replica that autoscaling aims at. Serve's own default of 2 would leave an engine's batches empty.
+TARGET_ONGOING = 64
+MAX_NUM_SEQS = 256  # of an engine that is not told how many
+MAX_FORWARDED = 65536  # answers that a front relays at once; the replicas' queues are the limit
+HEALTH_SECONDS = 5.0  # between two checks of a replica
+
+
+def app(
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    tokenizer: str | None = None,
+    num_replicas: int | None = None,
+    autoscaling_config: Mapping[str, Any] | None = None,
+    num_fronts: int = 1,
+    routing: str = "prefix-aware",
+    server: Mapping[str, Any] | None = None,
+    ray_actor_options: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> Application:
+    """Build the application of a model, for `serve.run`; nothing is loaded in this process.
+
+    Args:
+        model: a folder that every machine can read, a hub id, or "smollm2-135m-instruct".
+        tokenizer: folder or hub id of one; None takes the model's own.
+        num_replicas: engines, one by default; not together with autoscaling_config.
+        autoscaling_config: as Serve takes it, such as {"min_replicas": 1, "max_replicas": 8}; target_ongoing_requests
+            is 64 where it is not given.
+        num_fronts: processes that take HTTP requests and read their prompts for the router.
+        routing: "prefix-aware", "least-loaded" or "round-robin".
+        server: options of `ServerSettings` by name, but for those of the listener, which is Serve's.
+        ray_actor_options: resources of a replica, such as {"num_gpus": 1}, which is the default where the cluster has
+            GPUs and `device` is not "cpu".
+        engine_options: as for `AsyncLLM`; max_queue is 1024 by default.
+
+    Raises TypeError and ValueError for bad options, before anything is started.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        raise TypeError(f"model must be a folder or a hub id, which every machine loads itself, not {model!r}.")
+    if routing not in POLICIES:
+        raise ValueError(f"routing is {routing!r}; it must be one of {', '.join(POLICIES)}.")
+    settings = _settings(server or {})
+    options: dict[str, Any] = ENGINE_DEFAULTS | engine_options
+    if (count := options.get("data_parallel_size", 1)) != 1:
+        raise ValueError(f"data_parallel_size is {count}; on Ray a replica is one engine. Set num_replicas.")
+    EngineConfig.from_options(**options)
+    arguments = os.fspath(model), tokenizer, settings, options
+    replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(
+        graceful_shutdown_timeout_s=settings.drain_timeout, **_replica_counts(num_replicas, autoscaling_config)
+    )
+    front = serve.deployment(serve.ingress()(Front)).options(
+        name="Front",
+        num_replicas=integer("num_fronts", num_fronts, 1),
+        max_ongoing_requests=MAX_FORWARDED,
+        graceful_shutdown_timeout_s=settings.drain_timeout,
+    )
+    return front.bind(replicas.bind(*arguments), *arguments)
+
+
+def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, Any]) -> Deployment:
+    """The deployment of the replicas, without their number."""
+    if "num_gpus" not in actor_options and uses_gpu(options):
+        actor_options["num_gpus"] = options.get("tensor_parallel_size", 1)
+    return serve.deployment(Replica).options(
+        name="Replica",
+        max_ongoing_requests=_room(options),
+        max_queued_requests=_room(options),
+        ray_actor_options=actor_options,
+        health_check_period_s=HEALTH_SECONDS,
+        request_router_config=RequestRouterConfig(
+            request_router_class="nanovllm.ray.router:PolicyRouter",
+            request_router_kwargs={"policy": routing},
+            request_routing_stats_period_s=STATS_SECONDS,
+        ),
+    )
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """`app` for `serve run nanovllm.ray:build model=... num_replicas=2` and the `args` of a config file.
+
+    The command line gives strings: those that are JSON are read as JSON.
+    """
+    return app(**{name: _from_text(value) for name, value in arguments.items()})
+
+
+def _from_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _settings(given: Mapping[str, Any]) -> ServerSettings:
+    """Raise ValueError for an option that Serve's listener has, TypeError for one that nobody has."""
+    names = {field.name for field in dataclasses.fields(ServerSettings)}
+    for name in given:
+        if name in NOT_OURS:
+            raise ValueError(f"{name} cannot be set for an application on Ray: {NOT_OURS[name]}.")
+        if name not in names:
+            raise TypeError(f"{name!r} is not an option of the server; see ServerSettings.")
+    options: dict[str, Any] = {"ui": False}
+    options |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return ServerSettings(**options)
+
+
+def _replica_counts(num_replicas: int | None, autoscaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    if autoscaling is None:
+        return {"num_replicas": integer("num_replicas", 1 if num_replicas is None else num_replicas, 1)}
+    if num_replicas is not None:
+        raise ValueError(f"num_replicas is {num_replicas}, and autoscaling_config is given too. Give one of them.")
+    return {"autoscaling_config": {"target_ongoing_requests": TARGET_ONGOING} | dict(autoscaling)}
+
+
+def _room(options: Mapping[str, Any]) -> int:
+    """Requests that an engine takes, queued ones included: more wait in the front, for any replica."""
+    max_queue = options["max_queue"]
+    return MAX_FORWARDED if max_queue is None else (options.get("max_num_seqs") or MAX_NUM_SEQS) + max_queue

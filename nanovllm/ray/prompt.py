@@ -1,0 +1,32 @@
+"""What the router knows of a request: its prompt's tokens, from which block hashes follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.block_hashes import PromptHashes
+
+
+class Prompt:
+    """A request's prompt for the router, which lives in the front's process: nothing of it is sent to a replica.
+
+    Args:
+        token_ids: empty if they are not known, or the request has no prompt.
+    """
+
+    def __init__(self, token_ids: Sequence[int] = (), cache_salt: str = "") -> None:
+        self._token_ids, self._cache_salt = token_ids, cache_salt
+        self._hashes: dict[tuple[str, int], PromptHashes] = {}
+
+    def hashes(self, hash_seed: str, block_size: int) -> PromptHashes:
+        """Block hashes as replicas with this seed and block size compute them."""
+        key = hash_seed, block_size
+        if key not in self._hashes:
+            self._hashes[key] = PromptHashes(
+                self._token_ids, block_size, hash_seed=hash_seed, cache_salt=self._cache_salt
+            )
+        return self._hashes[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prompt, ()

@@ -1,0 +1,131 @@
+"""Serve's request router with the engine's own routing policies: by queues, and by the prefixes that replicas hold."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from nanovllm.block_hashes import num_leading_hits
+from nanovllm.ray.prompt import Prompt
+from nanovllm.replicas.routing import POLICIES
+
+STATS_SECONDS = 1.0  # between two reports of a replica
+# A report holds so many bytes of each block's hash: among 65,536 blocks one in 65,536 lookups finds a block that is not
+# there, which costs a miss.
+FINGERPRINT_BYTES = 4
+MAX_REPORTED = 65536  # the blocks that were made findable last
+# Seconds for which a prompt's blocks are expected to be where it was sent: its prefill, and a report or two.
+EXPECTED_SECONDS = 15.0
+PROMPT = "prompt"  # argument of a request that holds its `Prompt`
+
+
+def fingerprints(hashes: Iterable[bytes]) -> bytes:
+    return b"".join(block_hash[:FINGERPRINT_BYTES] for block_hash in hashes)
+
+
+class HeldBlocks:
+    """Blocks that a replica holds, as far as is known: those that it reported, and those of prompts just sent to it.
+
+    Both may be wrong, since a report is seconds old: that costs a prefix hit, never an answer.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported: frozenset[bytes] = frozenset()
+        self._expected: OrderedDict[bytes, float] = OrderedDict()  # block hash -> end, in order of their ends
+
+    def report(self, report: bytes) -> None:
+        """Take a replica's `fingerprints` in place of the last ones."""
+        size = FINGERPRINT_BYTES
+        self._reported = frozenset(report[start : start + size] for start in range(0, len(report), size))
+        now = self._clock()
+        while self._expected and next(iter(self._expected.values())) <= now:
+            self._expected.popitem(last=False)
+
+    def expect(self, hashes: Iterable[bytes]) -> None:
+        """A prompt with these blocks was sent to the replica."""
+        end = self._clock() + EXPECTED_SECONDS
+        for block_hash in hashes:
+            self._expected[block_hash] = end
+            self._expected.move_to_end(block_hash)
+        while len(self._expected) > MAX_REPORTED:
+            self._expected.popitem(last=False)
+
+    def __contains__(self, block_hash: object) -> bool:
+        if not isinstance(block_hash, bytes):
+            return False
+        return block_hash[:FINGERPRINT_BYTES] in self._reported or self._expected.get(block_hash, 0.0) > self._clock()
+
+
+class KnownReplica:
+    """One replica as its last report and this router's own requests show it: a `ReplicaView`.
+
+    num_ongoing: requests that it answers or queues, as Serve counts them.
+    """
+
+    def __init__(self) -> None:
+        self.held = HeldBlocks()
+        self.num_ongoing = 0
+        self._max_running = 1
+        self._last_stats: dict[str, Any] | None = None
+
+    def update(self, stats: dict[str, Any], max_running: int, num_ongoing: int | None) -> None:
+        """Take what Serve has of the replica; `num_ongoing` is None if it does not know."""
+        self._max_running = max_running
+        if stats is not self._last_stats and "blocks" in stats:
+            self._last_stats = stats
+            self.held.report(stats["blocks"])
+        if num_ongoing is None:
+            num_ongoing = stats.get("num_waiting", 0) + stats.get("num_running", 0)
+        self.num_ongoing = num_ongoing
+
+    @property
+    def num_running(self) -> int:
+        return min(self.num_ongoing, self._max_running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_ongoing - self.num_running
+
+    def num_hits(self, hashes: Sequence[bytes]) -> int:
+        return num_leading_hits(hashes, self.held)
+
+
+class PolicyRouter(RequestRouter):
+    """Routes each request by a policy of `nanovllm.replicas.routing`; if that replica is full, to any other."""
+
+    def initialize_state(self, policy: str = "prefix-aware") -> None:
+        self._route = POLICIES[policy]()
+        self._known: dict[ReplicaID, KnownReplica] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if not candidate_replicas:
+            return []
+        self._known = {r.replica_id: self._known.get(r.replica_id) or KnownReplica() for r in candidate_replicas}
+        for replica in candidate_replicas:
+            self._known[replica.replica_id].update(
+                replica.routing_stats,
+                replica.replica_metadata.get("max_num_seqs", 1),
+                self.replica_queue_len_cache.get(replica.replica_id),
+            )
+        hashes = self._hashes(pending_request, candidate_replicas[0])
+        index = self._route(hashes, [self._known[replica.replica_id] for replica in candidate_replicas])
+        return [[candidate_replicas[index]], [*candidate_replicas[:index], *candidate_replicas[index + 1 :]]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        replica, known = self.curr_replicas.get(replica_id), self._known.get(replica_id)
+        if replica is not None and known is not None:
+            known.held.expect(self._hashes(pending_request, replica))
+
+    def _hashes(self, pending_request: PendingRequest | None, replica: RunningReplica) -> Sequence[bytes]:
+        prompt = pending_request.kwargs.get(PROMPT) if pending_request is not None else None
+        metadata = replica.replica_metadata
+        if not isinstance(prompt, Prompt) or "hash_seed" not in metadata:
+            return ()
+        return prompt.hashes(metadata["hash_seed"], metadata["block_size"])
