@@ -19,7 +19,7 @@ from nanovllm.engine import Engine
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
-from nanovllm.execution.workers import Start, Worker, WorkerProcesses
+from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.gc_control import collector_paused
 from nanovllm.model import loader
@@ -109,8 +109,9 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
     workers = WorkerProcesses(source, config, device.type)
     assert workers.ranks is not None
     try:
-        loaded = loader.load_sharded(source, tokenizer, config, workers.ranks)
-        return loaded, build_rank(loaded, config, workers.ranks, workers)
+        with computing_with(workers.num_threads):
+            loaded = loader.load_sharded(source, tokenizer, config, workers.ranks)
+            return loaded, build_rank(loaded, config, workers.ranks, workers)
     except BaseException as error:
         if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
             workers.fail(error)  # a collective ends so where a peer has failed

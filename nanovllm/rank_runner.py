@@ -14,7 +14,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
-from nanovllm.execution.workers import StepOrder, WorkerProcesses
+from nanovllm.execution.workers import StepOrder, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner, PendingTokens
@@ -60,9 +60,10 @@ class RankRunner(ModelRunner):
         return sampler
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        pending = super().execute(batch)
         if self._workers is None:
-            return pending
+            return super().execute(batch)
+        with computing_with(self._workers.num_threads):
+            pending = super().execute(batch)
         return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self._workers)
 
     def _launch_together(self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs) -> Tensor:

@@ -1,10 +1,11 @@
-"""For every test: a quiet tokenizers library, since tests fork; slow tests only when asked for; a browser."""
+"""For every test: a quiet tokenizers library, threads as before; slow tests only when asked for; a browser."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 
@@ -20,6 +21,22 @@ def pytest_collection_modifyitems(config, items):
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def threads_stay():
+    """A test that leaves PyTorch with another number of threads fails, rather than some test after it."""
+    before = _num_threads()
+    yield
+    after = _num_threads()
+    if before is not None and after != before:
+        sys.modules["torch"].set_num_threads(before)
+        pytest.fail(f"PyTorch computed with {before} threads before this test, and with {after} after it")
+
+
+def _num_threads():
+    torch = sys.modules.get("torch")  # which the tests without it shall not import
+    return torch and torch.get_num_threads()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -39,7 +39,9 @@ from nanovllm.sampling.logprobs import PromptRows
 ENTRY = "import sys; from nanovllm.build import run_worker; run_worker(int(sys.argv[1]), int(sys.argv[2]))"
 CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
 HANG_SECONDS = 60.0  # without a sign of life, after which a process counts as ended
+ENDING_SECONDS = 2.0  # between a worker's lost connections and its exit code, on a busy host
 _POLL_SECONDS = 1.0
+_LOST = (EOFError, OSError, RuntimeError)  # what a connection to a worker that is gone raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,24 @@ class StepOrder:
         return cls(replace(layout, entries=entries), draws, prompt and replace(prompt, spans=[]))
 
 
+@contextlib.contextmanager
+def computing_with(num_threads: int | None) -> Iterator[None]:
+    """Compute with this many of PyTorch's threads inside the block; with None, with as many as outside.
+
+    PyTorch keeps the number per calling thread: what one thread sets, no other can take back. So rank 0 takes its share
+    for each step, and not from construction to `close`, which may be another thread's. It costs 0.3 µs.
+    """
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class WorkerProcesses:
     """Ranks 1 and up of one engine, started and ended by rank 0.
 
@@ -84,6 +104,7 @@ class WorkerProcesses:
 
     Attributes:
         ranks: this process among them.
+        num_threads: each rank's share of a CPU's cores, for `computing_with`; None on a GPU.
 
     Raises DeviceError with a worker's own error if one fails to start.
     """
@@ -96,19 +117,16 @@ class WorkerProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._orders: list[Connection[Any, Any]] = []
         self._lifelines: list[Connection[Any, Any]] = []
-        self._threads_before = torch.get_num_threads()
         self.ranks: Ranks | None = None
-        num_threads = max(1, self._threads_before // size) if device_type == "cpu" else None
+        self.num_threads = max(1, torch.get_num_threads() // size) if device_type == "cpu" else None
         # Its port is chosen by the system, and known to this process's children alone.
         self._store = dist.TCPStore("127.0.0.1", 0, size, True, COLLECTIVE_TIMEOUT, wait_for_workers=False)
         try:
             for rank in range(1, size):
-                self._start(Start(rank, self._store.port, source, config, num_threads))
+                self._start(Start(rank, self._store.port, source, config, self.num_threads))
             for orders in self._orders:  # it is alive and has imported all
                 orders.recv()
             threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
-            if num_threads is not None:
-                torch.set_num_threads(num_threads)
             self.ranks = Ranks(0, size, torch.device("cpu" if device_type == "cpu" else "cuda:0"), self._store)
         except (EOFError, OSError, RuntimeError) as error:
             self.fail(error)
@@ -191,11 +209,7 @@ class WorkerProcesses:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks after an error in a step, which they may have left at different places."""
-        gone = [number for number, process in enumerate(self._processes) if process.poll() is not None]
-        if not gone and isinstance(error, (EOFError, OSError, RuntimeError)):  # of a peer that is just going
-            time.sleep(0.2)
-            gone = [number for number, process in enumerate(self._processes) if process.poll() is not None]
-        if gone:
+        if gone := self._find_gone(error):
             self._record_failure(gone)
         with self._lock:
             self._failure = self._failure or f"a step failed on rank 0 ({type(error).__name__}: {error})"
@@ -203,6 +217,16 @@ class WorkerProcesses:
         if isinstance(error, Exception):
             raise DeviceError(f"a process of the tensor parallel group is gone: {self._failure}") from error
         raise error
+
+    def _find_gone(self, error: BaseException) -> list[int]:
+        """Numbers of the ended workers; waits for one that is just ending, if the error may be a lost connection."""
+        may_be_lost = isinstance(error, _LOST) or isinstance(error.__cause__, _LOST)
+        end = time.monotonic() + (ENDING_SECONDS if may_be_lost else 0.0)
+        while True:
+            gone = [number for number, process in enumerate(self._processes) if process.poll() is not None]
+            if gone or time.monotonic() >= end:
+                return gone
+            time.sleep(0.01)
 
     # ------------------------------------------------------------------------------------------------------ end
 
@@ -222,7 +246,6 @@ class WorkerProcesses:
         if self.ranks is not None:
             self.ranks.abort()
         self._end_processes()
-        torch.set_num_threads(self._threads_before)
         with self._lock:
             self._failure = self._failure or "the engine was closed"
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import EngineDeadError, StepError, UnsupportedModelError
@@ -78,14 +79,30 @@ def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
         LLM(folder, tensor_parallel_size=2, **EAGER)
 
 
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
 def worker_of(llm):
     return llm._engine.model_runner._workers._processes[0]
 
 
-def test_a_rank_killed_in_a_step_kills_the_engine_within_seconds(folder):
+def test_a_rank_killed_in_a_step_kills_the_engine_within_seconds(folder, four_threads):
+    within = []
+
+    def look(token_ids, logits):
+        within.append(torch.get_num_threads())
+        return logits
+
     with LLM(folder, tensor_parallel_size=2, **EAGER) as llm:
-        stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=400))
+        assert torch.get_num_threads() == 4
+        stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=400, logits_processors=(look,)))
         next(stream)
+        assert set(within) == {2} and torch.get_num_threads() == 4, "a share within the step, all outside of it"
         worker = worker_of(llm)
         worker.kill()
         begin = time.monotonic()
@@ -96,6 +113,7 @@ def test_a_rank_killed_in_a_step_kills_the_engine_within_seconds(folder):
             llm.generate([[1, 2]], use_tqdm=False)
         assert time.monotonic() - begin < 10
         assert worker.poll() is not None
+    assert torch.get_num_threads() == 4
 
 
 def test_a_rank_that_hangs_is_given_up(folder, monkeypatch):
@@ -107,7 +125,7 @@ def test_a_rank_that_hangs_is_given_up(folder, monkeypatch):
 
 
 @bounded
-async def test_a_rank_killed_while_idle_is_noticed_by_the_next_request(folder):
+async def test_a_rank_killed_while_idle_is_noticed_by_the_next_request(folder, four_threads):
     async with AsyncLLM(folder, tensor_parallel_size=2, **EAGER) as llm:
         worker = worker_of(llm._engine_thread)
         worker.kill()
@@ -115,6 +133,7 @@ async def test_a_rank_killed_while_idle_is_noticed_by_the_next_request(folder):
         with pytest.raises(EngineDeadError, match="exit code -9"):
             await collect(llm.generate([1, 2, 3], SamplingParams(max_tokens=4)))
         assert llm.is_dead
+    assert torch.get_num_threads() == 4, "though the engine was closed in another thread"
 
 
 def test_the_other_ranks_end_with_the_first(folder):

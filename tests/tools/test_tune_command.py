@@ -268,7 +268,7 @@ def ended_after_one_measurement(arguments: list[str]) -> tuple[int, str, list[ps
     return process.returncode, out, children
 
 
-def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys):
+def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, capsys, monkeypatch):
     folder = str(save_tiny(tmp_path / "model"))
     arguments = [
         "--workload", "random:requests=4,prompt=40,output=6,vocab=512", "--max-num-batched-tokens", "128",
@@ -281,6 +281,8 @@ def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, ca
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     before = (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()
     assert len(before) == 2 and '"runs"' in before[1]
+    # Threads are part of the environment, and must be those of the command's process above.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: json.loads(before[1])["runs"][0]["environment"]["threads"])
     assert main(["tune", "--model", folder, *arguments]) == 0
     assert (tmp_path / "t" / "measurements.jsonl").read_text().splitlines()[:2] == before
     out = capsys.readouterr().out
