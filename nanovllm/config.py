@@ -7,22 +7,17 @@ were set can contradict one another.
 from __future__ import annotations
 
 import difflib
-import math
-import numbers
-import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nanovllm.validation import integer, real, truth
+from nanovllm.option_checks import check_options
+from nanovllm.validation import integer, truth
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0, "kv_events_rank": 0}  # of the other whole numbers: 1
-MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
-_ENDPOINT = re.compile(r"tcp://.+:\d{1,5}|ipc://.+")
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
@@ -156,59 +151,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, choices))}.")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'.")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
-        ageing = self.priority_ageing_s
-        if ageing is not None and 0.0 < real("priority_ageing_s", ageing, 0.0, math.inf) < MIN_AGEING_S:
-            raise ValueError(
-                f"priority_ageing_s is {ageing}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing."
-            )
-        if (self.kv_events, self.kv_events_replay, self.kv_events_topic, self.kv_events_rank) != (None, None, "", 0):
-            self._check_kv_events()
-        if self.revision is not None and not isinstance(self.revision, str):
-            raise TypeError(f"revision must be a string, not {self.revision!r}.")
-        if self.routing is not None and self.data_parallel_size == 1:
-            raise ValueError(
-                f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
-                "least 2, or leave routing out."
-            )
-        if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
-            raise ValueError(
-                f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
-                " tokens. Leave block_size out, or use attention_backend='flex'."
-            )
-        if self.enforce_eager and self.attention_backend in ("flex", "flash", "cpp"):
-            raise ValueError(
-                f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
-                "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
-            )
-
-    def _check_kv_events(self) -> None:
-        for name in ("kv_events", "kv_events_replay"):
-            endpoint = getattr(self, name)
-            if endpoint is not None and not (isinstance(endpoint, str) and _ENDPOINT.fullmatch(endpoint)):
-                raise ValueError(
-                    f"{name} is {endpoint!r}; it must be like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'."
-                )
-        if not isinstance(self.kv_events_topic, str):
-            raise TypeError(f"kv_events_topic must be a string, not {self.kv_events_topic!r}.")
-        for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
-            if getattr(self, name) and self.kv_events is None:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but no events are published. Set kv_events too.")
-        ports = [int(end.rpartition(":")[2]) for end in (self.kv_events, self.kv_events_replay) if end and "tcp" in end]
-        if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < self.data_parallel_size:
-            raise ValueError(
-                f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
-                f"number. Set ports that are at least {self.data_parallel_size} apart."
-            )
-        if self.kv_events is not None and not self.enable_prefix_caching:
-            raise ValueError(
-                f"kv_events is {self.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
-                "out."
-            )
+        check_options(self)
 
     # ---------------------------------------------------------------------------------------------- resolution
 

@@ -23,7 +23,8 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.block_checks import check_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.outputs import EngineStats, ErrorKind, RequestOutput
 from nanovllm.requests.input_processor import InputProcessor

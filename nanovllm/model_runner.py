@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
-from nanovllm.device import give_memory_back, raise_device_error, to_host
+from nanovllm.device import give_memory_back, raise_device_error
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import (
@@ -30,40 +29,13 @@ from nanovllm.execution.dummy_batches import (
     values_in_block_one,
     warm_up_spans,
 )
+from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTokens:
-    """A launched step's sampled tokens and log-probabilities, on their way to the host."""
-
-    token_ids: Tensor  # [num_samples] int64, on the host
-    report: StepLogprobs
-    arrival: torch.cuda.Event | None  # None if they are there
-
-    @classmethod
-    def send(cls, token_ids: Tensor, report: StepLogprobs) -> PendingTokens:
-        """token_ids [num_samples] int64, which may be overwritten once a next step is launched."""
-        if token_ids.device.type == "cpu":
-            return cls(token_ids, report, None)
-        arrival = torch.cuda.Event()
-        pending = cls(to_host(token_ids), report.to_host(), arrival)
-        arrival.record(torch.cuda.current_stream(token_ids.device))
-        return pending
-
-    def result(self) -> list[int]:
-        """Wait for the step and return its tokens in the order of `ScheduledBatch.sampling`; then `report` is there."""
-        try:
-            if self.arrival is not None:
-                self.arrival.synchronize()
-            return self.token_ids.tolist()
-        except RuntimeError as error:
-            raise_device_error(error)
 
 
 class ModelRunner:

@@ -13,11 +13,12 @@ from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
+from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
 from nanovllm.execution.workers import StepOrder, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model_runner import ModelRunner, PendingTokens
+from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling.logprobs import StepLogprobs
 
 

@@ -6,34 +6,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
-from nanovllm.outputs import ErrorKind, OutputKind, RequestMetrics, TokenLogprobs
+from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
+from nanovllm.resumed import Resumed
 from nanovllm.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class ResumedSample:
-    """What a sample has generated in another engine; it has finished there if it has a finish_reason."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """How far a request was when the engine that ran it ended, and its metrics then.
-
-    samples: one each, in order of their index.
-    prompt_logprobs: complete if any sample has a token.
-    error: of a sample with finish_reason "error".
-    """
-
-    samples: list[ResumedSample]
-    metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    error: str | None = None
-    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from nanovllm.attention.flash import has_tried_version, import_failure, missing_
 from nanovllm.attention.flex_cpu import FlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.config import FLASH_BLOCK_SIZE, EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.device import find_kernel
 from nanovllm.errors import KernelBuildError
+from nanovllm.option_checks import FLASH_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels

@@ -19,10 +19,11 @@ from nanovllm.device import find_kernel
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw_extras
+from nanovllm.sampling.draw_on_cpu import best_on_cpu
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens
-from nanovllm.sampling.sampler import Sampler, best_on_cpu
+from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import Sequence
 
 _UNKNOWN: Any = object()

@@ -33,8 +33,9 @@ from nanovllm.outputs import (
     TokenLogprobs,
 )
 from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.resumed import Resumed
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Resumed
+from nanovllm.sequence import NewRequest
 
 # ----------------------------------------------------------------------------------------------- to the engine process
 

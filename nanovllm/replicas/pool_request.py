@@ -11,7 +11,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.output_processor import Request
-from nanovllm.sequence import NewRequest, Resumed, ResumedSample
+from nanovllm.resumed import Resumed, ResumedSample
+from nanovllm.sequence import NewRequest
 
 
 @dataclass(slots=True)

@@ -10,16 +10,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sampling.draw import DrawInputs, draw
-from nanovllm.sampling.filters import keep_likely
+from nanovllm.sampling.draw_on_cpu import best_on_cpu
 from nanovllm.sampling.logprobs import StepLogprobs
-from nanovllm.sampling.noise import GAMMA_32, gumbel_noise, signed_32, token_counters
+from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sequence import Sequence
 
@@ -116,34 +115,3 @@ def _rows_of(logits: Tensor, rows: list[int], *, copies: bool = False) -> Tensor
     if len(rows) < len(logits):
         return logits[to_device(rows, logits.device)]
     return logits.clone() if copies else logits
-
-
-def best_on_cpu(
-    logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
-) -> tuple[Tensor, Tensor]:
-    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
-
-    Args:
-        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
-        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
-
-    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
-    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
-    """
-    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
-    largest = own_largest if largest is None else largest
-    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
-    rows = np.flatnonzero(inputs.noise_scales).tolist()
-    if rows:
-        is_all = len(rows) == len(logits)
-        chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
-        levels = chosen.float() - tops[:, None].float()
-        levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
-        filters = inputs.top_k[rows].tolist(), inputs.top_p[rows].tolist(), inputs.min_p[rows].tolist()
-        levels = keep_likely(levels, *filters)
-        counters = token_counters(logits.shape[1], logits.device, first_token)
-        pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
-        drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]
-        scores[rows] = torch.cat([best.values for best in drawn])
-        token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
-    return scores, token_ids

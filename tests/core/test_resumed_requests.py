@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.outputs import OutputKind, RequestMetrics
-from nanovllm.sequence import Resumed, ResumedSample
+from nanovllm.resumed import Resumed, ResumedSample
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts
 

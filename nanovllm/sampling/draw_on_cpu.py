@@ -1,0 +1,42 @@
+"""The draw on a CPU: row by row, so that a row's noise stays within the cache; of all tokens, or of one rank's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.filters import keep_likely
+from nanovllm.sampling.noise import gumbel_noise, token_counters
+
+
+def best_on_cpu(
+    logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
+
+    Args:
+        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
+        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
+
+    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
+    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
+    """
+    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
+    largest = own_largest if largest is None else largest
+    scores, token_ids = own_largest.float(), token_ids.add_(first_token)
+    rows = np.flatnonzero(inputs.noise_scales).tolist()
+    if rows:
+        is_all = len(rows) == len(logits)
+        chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
+        levels = chosen.float() - tops[:, None].float()
+        levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
+        filters = inputs.top_k[rows].tolist(), inputs.top_p[rows].tolist(), inputs.min_p[rows].tolist()
+        levels = keep_likely(levels, *filters)
+        counters = token_counters(logits.shape[1], logits.device, first_token)
+        pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
+        drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]
+        scores[rows] = torch.cat([best.values for best in drawn])
+        token_ids[rows] = torch.cat([best.indices for best in drawn]) + first_token
+    return scores, token_ids
