@@ -243,9 +243,8 @@ class GraphExecutor:
 
     def _captured_head(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
         if self._captures and head not in self._heads:
-            inputs, sampled = self._inputs.clone(), self._sampled.clone()  # of the step that waits for it
-            self._heads[head] = self._pool.capture(partial(self._head, head))
-            self._inputs.copy_(inputs)
+            sampled = self._sampled.clone()  # by the step before, for the one that waits for this head
+            self._heads[head] = self._pool.capture(partial(self._head, head), frees_trial=head.penalises)
             self._sampled.copy_(sampled)
             logger.debug("captured %s", head)
         return self._heads.get(head)

@@ -81,6 +81,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     graphs = 0
     if config.cuda_graphs:
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
+        graphs += 4 * buckets.max_decodes * binding.vocab_size  # logits with penalties, in the graphs' own memory
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
     tiles = buckets.max_tiles * tile_bytes
     return tiles + sampling + split_bytes(options, buckets.max_decodes) + tables + graphs

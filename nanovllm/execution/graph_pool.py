@@ -19,8 +19,12 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)
         self._is_empty = True
 
-    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what `run` launches, after a trial that compiles and loads what no capture may."""
+    def capture(self, run: Callable[[], None], *, frees_trial: bool = False) -> torch.cuda.CUDAGraph:
+        """Capture what `run` launches, after a trial that compiles and loads what no capture may.
+
+        Args:
+            frees_trial: give the trial's memory back, which the graph takes again from the pool.
+        """
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         with interrupts_let_through(), DEVICE_LOCK:  # it may take seconds and changes no books
@@ -29,7 +33,7 @@ class GraphPool:
                 with torch.cuda.stream(self._stream):
                     run()
                     torch.cuda.synchronize(self._device)
-                    if self._is_empty:
+                    if self._is_empty or frees_trial:
                         torch.cuda.empty_cache()  # the trial's memory is the graphs' from now on
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     try:

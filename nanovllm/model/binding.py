@@ -345,6 +345,6 @@ class ModelBinding:
 
     def close(self) -> None:
         self.release_caches()
-        self._compiled_calls = {}
+        self._compiled_calls, self._layered_calls = {}, None
         self._fused_layers = []
         self._rotary = []

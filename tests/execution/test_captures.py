@@ -55,7 +55,7 @@ class Pool:
         self.raises_at: int | None = None
         self.error: BaseException = KeyboardInterrupt()
 
-    def capture(self, run: Any) -> object:
+    def capture(self, run: Any, *, frees_trial: bool = False) -> object:
         self.num_captures += 1
         if self.num_captures == self.raises_at:
             raise self.error

@@ -48,6 +48,16 @@ def test_graphs_and_steps_without_one_have_memory_of_their_own(binding):
     assert alone[1] == alone[0] < beside[0]
 
 
+def test_logits_with_penalties_have_memory_within_the_graphs_and_beside_them(binding):
+    def for_tokens(config: EngineConfig) -> int:
+        binding.vocab_size = 1000
+        before = workspace_bytes(binding, config, StepPeaks(0, 0))
+        binding.vocab_size = 1001
+        return workspace_bytes(binding, config, StepPeaks(0, 0)) - before
+
+    assert for_tokens(CONFIG) - for_tokens(replace(CONFIG, cuda_graphs=False)) == 64 * 4  # in float32
+
+
 def test_the_cache_takes_what_all_of_a_steps_memory_leaves(binding, monkeypatch):
     monkeypatch.setattr(memory, "measure_peaks", lambda *_: StepPeaks(GIB, 2 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))

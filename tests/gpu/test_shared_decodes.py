@@ -11,16 +11,22 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import shared_prefixes
 from nanovllm.attention.shared_prefixes import SharedPrefixes
 from tests.support.equality import model
-from tests.support.shared_decodes import SharedDecodes, random_case
+from tests.support.shared_decodes import KernelSizes, SharedDecodes, random_case
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
-DTYPES = torch.float32, torch.float16, torch.bfloat16
+# Few, since each takes a compilation; the interpreted kernels are tested with any (tests/attention).
+SIZES = [
+    KernelSizes((1, 1, 64), 16, torch.float32),
+    KernelSizes((2, 3, 128), 64, torch.bfloat16),
+    KernelSizes((3, 8, 64), 128, torch.float16),
+    KernelSizes((1, 4, 128), 16, torch.bfloat16),
+]
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_random_groups_equal_dense_attention(part):
-    for seed in range(part * 6, part * 6 + 6):
-        case = random_case(seed, "cuda", most=100, dtypes=DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=["alone", "by three", "by eight", "by four"])
+def test_random_groups_equal_dense_attention(sizes):
+    for seed in range(8):
+        case = random_case(seed, "cuda", most=100, sizes=sizes)
         case.check(case.run(case.prefixes()))
         assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"
         case.check(case.run(None))

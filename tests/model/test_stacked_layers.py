@@ -107,6 +107,13 @@ def stacked(binding: ModelBinding) -> bool:
     return bool(ReferenceStack.launches)
 
 
+def test_a_closed_binding_keeps_neither_way_to_call_its_layers():
+    binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
+    assert stacked(binding)
+    binding.close()
+    assert not binding._compiled_calls and not binding._layered_calls
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
 def test_layers_of_llamas_kind_run_as_one_and_answer_as_their_modules(family):
     binding = binding_of(tiny_model(family, dtype=torch.bfloat16))
