@@ -35,22 +35,28 @@ def test_any_split_of_any_sequences_equals_dense_attention(backend):
         case.check(case.run(backend(case)))
 
 
-@BACKENDS
+SHAPES = {  # KV heads, groups, head size, block size, dtype
+    "one head a group": (4, 1, 80, 32, torch.float32),
+    "large heads": (2, 4, 128, 64, torch.float32),
+    "small blocks": (1, 6, 64, 16, torch.bfloat16),
+    "large groups": (1, 8, 80, 64, torch.bfloat16),
+}
+SLOW_FOR_FLEX = ("large heads", "small blocks")  # twelve seconds of a compiler each
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "groups", "head_dim", "block_size", "dtype"),
+    ("backend", "shape"),
     [
-        (4, 1, 80, 32, torch.float32),
-        (2, 4, 128, 64, torch.float32),
-        (1, 6, 64, 16, torch.bfloat16),
-        (1, 8, 80, 64, torch.bfloat16),
+        pytest.param(backend, shape, marks=[pytest.mark.slow] if backend is flex and shape in SLOW_FOR_FLEX else [])
+        for backend in BACKENDS.args[1]
+        for shape in SHAPES
     ],
 )
-def test_every_group_size_head_size_block_size_and_dtype_is_right(
-    backend, num_kv_heads, groups, head_dim, block_size, dtype
-):
+def test_every_group_size_head_size_block_size_and_dtype_is_right(backend, shape):
+    num_kv_heads, groups, head_dim, block_size, dtype = SHAPES[shape]
     spans = [(33, 1), (0, block_size + 3), (2 * block_size, 21), (70, 1)]
-    shape = {"num_kv_heads": num_kv_heads, "groups": groups, "head_dim": head_dim, "block_size": block_size}
-    case = PagedCase(spans, dtype=dtype, **shape)
+    sizes = {"num_kv_heads": num_kv_heads, "groups": groups, "head_dim": head_dim, "block_size": block_size}
+    case = PagedCase(spans, dtype=dtype, **sizes)
     case.check(case.run(backend(case)))
 
 
