@@ -88,7 +88,8 @@ def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap
     """A stream is open while another call is interrupted: it goes on, and so does everything after."""
     model_state = None
     places = set()
-    for number in [*range(1, 400, 11), *range(400, 6000, 373)]:
+    # With and without overlap nearly the same lines run: each way takes every other of these.
+    for number in [*range(1, 400, 11), *range(400, 6000, 373)][overlap::2]:
         llm = open_llm(overlap=overlap)
         stream = llm.stream(PROMPT, PARAMS, timeout=1000.0)
         seen = [next(stream) for _ in range(3)]
