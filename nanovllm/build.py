@@ -16,7 +16,6 @@ from nanovllm.attention.backends import AttentionChoice, preferred_block_size
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
@@ -145,11 +144,16 @@ def resolve_options(
     step.
     Raises ValueError for options that contradict one another, the model or the device.
     """
-    layer, device, max_model_len = binding.layers[0], binding.device, config.max_model_len
-    block_size = preferred_block_size(layer, device, config)
+    layers, device, max_model_len = binding.layers, binding.device, config.max_model_len
+    longest = max_model_len or loaded.max_position_embeddings
+    if longest is not None:  # windows and chunks that hold the longest sequence are none
+        layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
+    block_size = preferred_block_size(layers, device, config)
     config = config.resolve_limits(device.type, loaded.max_position_embeddings, block_size=block_size)
-    _check_model(binding, config)
-    choice = AttentionChoice.for_model(layer, device, config)
+    check_row_counted_scales(
+        binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
+    )
+    choice = AttentionChoice.for_model(layers, device, config)
     config = replace(config, cuda_graphs=choice.captures(config, device), attention_backend=choice.backend)
     if choice.uses_graphs and not binding.is_live:
         binding.merge_linears()
@@ -169,18 +173,6 @@ def resolve_options(
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
     return resolved, choice
-
-
-def _check_model(binding: ModelBinding, config: EngineConfig) -> None:
-    """Raise UnsupportedModelError for a model that these limits make inexact."""
-    if binding.window is not None and config.max_model_len > binding.window:
-        raise UnsupportedModelError(
-            f"{type(binding.model).__name__} attends within a sliding window of {binding.window} tokens, which is "
-            f"not implemented. It is exact for shorter sequences: set max_model_len to at most {binding.window}."
-        )
-    check_row_counted_scales(
-        binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
-    )
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

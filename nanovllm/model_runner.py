@@ -63,11 +63,11 @@ class ModelRunner:
         if choice.uses_graphs:
             self._executor = GraphExecutor(binding, config, self.sampler)
         else:
-            backend = choice.build(binding.layers[0], binding.device, config)
+            backend = choice.build(binding.layers, binding.device, config)
             self._executor = DirectExecutor(binding, backend, config.block_size, self.sampler)
         self.backend = self._executor.backend
         self._launch: Callable[..., Tensor] = self._executor.launch
-        if choice.compiles and choice.kernels is None:
+        if choice.compiles and not choice.kernels:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
             if isinstance(self._executor, GraphExecutor):
@@ -76,7 +76,7 @@ class ModelRunner:
             else:
                 self._execute_dummies(warm_up_spans(config))
         elif self.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
-            kernels = None if choice.kernels is None or choice.kernels.has_matrix_tiles else choice.kernels
+            kernels = next((each for each in choice.kernels if not each.has_matrix_tiles), None)
             run_batches = partial(self._execute_dummies, comparison_spans(config))
             binding.pack_weights(kernels, config.max_num_batched_tokens, run_batches)
         logger.info(

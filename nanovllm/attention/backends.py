@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash
+from nanovllm.attention.flash import has_tried_version, import_failure, missing_for_flash, supports_traits
 from nanovllm.attention.flex_cpu import FlexAttention
+from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.device import find_kernel
 from nanovllm.errors import KernelBuildError
+from nanovllm.layer_traits import LayerTraits, kinds_of
 from nanovllm.option_checks import FLASH_BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -35,33 +38,45 @@ class AttentionChoice:
     backend: str  # "flex", "flash", "sdpa" or "cpp"
     compiles: bool  # whether layers may be compiled
     uses_graphs: bool  # whether steps are laid out for CUDA graphs (on a GPU, "flex" and "flash")
-    kernels: Kernels | None  # of "cpp"
+    kernels: tuple[Kernels, ...]  # of "cpp", for each kind of layers
 
     @classmethod
-    def for_model(cls, layer: AttentionLayer, device: torch.device, config: EngineConfig) -> AttentionChoice:
+    def for_model(cls, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> AttentionChoice:
         """Raises ValueError with what is missing, for an unavailable backend that the user set."""
         compiles = _may_compile(config, device)
-        kernels, wanted = None, config.attention_backend
+        kernels: tuple[Kernels, ...] = ()
+        wanted = config.attention_backend
         if wanted == "auto":
             if not compiles:
                 wanted = "sdpa"
             elif device.type == "cuda":
-                wanted = "flash" if _auto_takes_flash(layer, device, config) else "flex"
+                wanted = "flash" if _auto_takes_flash(layers, device, config) else "flex"
             else:
                 wanted = "cpp"
         if wanted == "flash":
-            missing = _missing_for_flash(layer, device, config) or import_failure()
+            missing = _missing_for_flash(layers, device, config) or import_failure()
             if missing is not None:
                 raise ValueError(f"attention_backend='flash' is unavailable: {missing}. Use 'auto' or 'flex'.")
         if wanted == "cpp":
             try:
-                kernels = _load_kernels(layer, device)
+                kernels = _load_kernels(layers, device)
             except (KernelBuildError, ValueError) as error:
                 if config.attention_backend == "cpp":
                     raise ValueError(
                         f"attention_backend='cpp' is unavailable ({error}). Use 'auto' or 'sdpa'."
                     ) from error
                 logger.warning("attention_backend is 'sdpa': the C++ kernels are unavailable: %s", error)
+                wanted = "sdpa"
+        if wanted == "flex" and device.type == "cuda":
+            refused = _unserved_by_graphs(layers)
+            if refused is not None:
+                if config.attention_backend == "flex":
+                    raise ValueError(
+                        f"attention_backend='flex' is unavailable on a GPU: {refused}. Use 'auto' or 'sdpa'."
+                    )
+                logger.warning(
+                    "attention_backend is 'sdpa', since 'flex' does not serve the model on a GPU: %s", refused
+                )
                 wanted = "sdpa"
         return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
 
@@ -75,35 +90,40 @@ class AttentionChoice:
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
 
     def build(
-        self, layer: AttentionLayer, device: torch.device, config: EngineConfig, *, uncompiled: bool = False
+        self, layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig, *, uncompiled: bool = False
     ) -> AttentionBackend:
         """The backend, for steps that are not captured; config is fully resolved, except for one `uncompiled`."""
+        kinds = kinds_of(layer.traits for layer in layers)
         if self.backend == "flex" and not uncompiled:
             return FlexAttention(
                 num_blocks=config.num_kv_blocks,
                 block_size=config.block_size,
-                num_groups=layer.num_groups,
+                kinds=kinds,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 device=device,
             )
-        block_bytes = layer.token_bytes * config.block_size
-        if self.kernels is not None and not uncompiled:
+        block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
+        if self.kernels and not uncompiled:
             from nanovllm.attention.cpp import CppAttention
 
             return CppAttention(
-                self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size, block_bytes=block_bytes
+                kinds,
+                self.kernels,
+                num_blocks=config.num_kv_blocks,
+                block_size=config.block_size,
+                block_bytes=block_bytes,
             )
-        return SdpaAttention(config.block_size, block_bytes, layer.dtype, device)
+        return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
 
 
-def preferred_block_size(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> int | None:
+def preferred_block_size(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> int | None:
     """The block size that the wanted backend needs, where the user set none; None for the device's default."""
     if config.block_size is not None:
         return None
     takes_flash = config.attention_backend == "flash"  # where it is missing, `AttentionChoice` says what
     if config.attention_backend == "auto":
-        takes_flash = _auto_takes_flash(layer, device, replace(config, block_size=FLASH_BLOCK_SIZE))
+        takes_flash = _auto_takes_flash(layers, device, replace(config, block_size=FLASH_BLOCK_SIZE))
     return FLASH_BLOCK_SIZE if takes_flash else None
 
 
@@ -137,9 +157,9 @@ def _missing_compiler(device: torch.device) -> str | None:
         return "a C++ compiler"
 
 
-def _auto_takes_flash(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> bool:
+def _auto_takes_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> bool:
     """Whether the measured version is installed and serves this model and these options."""
-    if config.enforce_eager or not has_tried_version() or _missing_for_flash(layer, device, config) is not None:
+    if config.enforce_eager or not has_tried_version() or _missing_for_flash(layers, device, config) is not None:
         return False
     failure = import_failure()
     if failure is not None:
@@ -147,18 +167,42 @@ def _auto_takes_flash(layer: AttentionLayer, device: torch.device, config: Engin
     return failure is None
 
 
-def _missing_for_flash(layer: AttentionLayer, device: torch.device, config: EngineConfig) -> str | None:
-    missing = missing_for_flash(device, layer.dtype, layer.head_dim)
+def _missing_for_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> str | None:
+    missing = unserved_layer(layers, supports_traits) or missing_for_flash(
+        device, layers[0].dtype, layers[0].traits.head_dim
+    )
     if missing is None and config.block_size != FLASH_BLOCK_SIZE:
         return f"it works on blocks of {FLASH_BLOCK_SIZE} tokens, and block_size is {config.block_size}"
     return missing
 
 
-def _load_kernels(layer: AttentionLayer, device: torch.device) -> Kernels:
+def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTraits], str | None]) -> str | None:
+    """The first layer that a backend cannot serve and why, in words; None if it serves all."""
+    for index, layer in enumerate(layers):
+        reason = supports(layer.traits)
+        if reason is not None:
+            return f"layer {index} ({type(layer.module).__name__}) has {reason}"
+    return None
+
+
+def _unserved_by_graphs(layers: Sequence[AttentionLayer]) -> str | None:
+    """What keeps a GPU's `flex` from the layers, in words; None if nothing does."""
+    sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
+    if len(sizes) > 1:
+        return f"the layers have heads of different sizes: {sorted(sizes)}"
+    return unserved_layer(layers, GpuFlexAttention.supports)
+
+
+def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device) -> tuple[Kernels, ...]:
     if device.type != "cpu":
         raise ValueError(f"its kernels run on a CPU, and the model is on {device}")
     load_kernels = find_kernel("cpp", "load_kernels")
     if load_kernels is None:
         raise ValueError("the folder `kernels` of this installation is missing")
-    kernels: Kernels = load_kernels(layer.dtype, layer.head_dim, layer.num_groups)
-    return kernels
+    from nanovllm.attention.cpp import CppAttention
+
+    refused = unserved_layer(layers, CppAttention.supports)
+    if refused is not None:
+        raise ValueError(refused)
+    kinds, dtype = kinds_of(layer.traits for layer in layers), layers[0].dtype
+    return tuple(load_kernels(dtype, kind.head_dim, kind.num_groups, kind.value_dim) for kind in kinds)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan
+from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan, Seen
 from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.kernels.cpp import Kernels
+from nanovllm.layer_traits import LayerTraits
 
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
 # kernel's vectors are empty. Estimated from the cost of a tile in both ways.
@@ -22,36 +24,58 @@ class CppAttention(SdpaAttention):
     """The `cpp` backend. One instance serves every layer of an engine.
 
     Args:
-        kernels: from `load_kernels`, for the layers' dtype and sizes.
+        kinds: of the model's layers.
+        kernels: of each kind, from `load_kernels`, for its dtype and sizes.
         num_blocks: of the caches.
         block_size, block_bytes: as of `SdpaAttention`.
     """
 
-    def __init__(self, kernels: Kernels, *, num_blocks: int, block_size: int, block_bytes: int) -> None:
-        super().__init__(block_size, block_bytes, kernels.dtype, torch.device("cpu"))
-        self._kernels = kernels
+    def __init__(
+        self,
+        kinds: Sequence[LayerTraits],
+        kernels: Sequence[Kernels],
+        *,
+        num_blocks: int,
+        block_size: int,
+        block_bytes: int,
+    ) -> None:
+        super().__init__(kinds, block_size, block_bytes, kernels[0].dtype, torch.device("cpu"))
+        self._kernels = [_KindKernels(*kind) for kind in zip(kinds, kernels, strict=True)]
+        self._num_groups = min(traits.num_groups for traits in kinds)
         self._num_blocks = num_blocks
         # PyTorch's attention multiplies bfloat16 in AMX's tiles, where there are any.
-        self._gathers_chunks = self.reads_whole_blocks = kernels.has_matrix_tiles
+        self._gathers_chunks = self.reads_whole_blocks = kernels[0].has_matrix_tiles
 
     def plan(self, layout: BatchLayout) -> CppPlan:
         """Raises ValueError for block tables outside of the caches: the kernels check nothing."""
-        chunks = self._chunks(layout) if self._gathers_chunks else []
+        seen = {}
+        for sight in self.sights:
+            seen[sight] = Seen([], self._chunks(layout, sight) if self._gathers_chunks else [])
         decodes = _Rows.from_entries(layout.decodes, 0, self.block_size, self._num_blocks)
-        groups = _Groups.from_rows(decodes, self.block_size, -(-MIN_SHARING_QUERIES // self._kernels.num_groups))
         own_entries = [] if self._gathers_chunks else layout.chunks
         own_chunks = _Rows.from_entries(own_entries, layout.num_decodes, self.block_size, self._num_blocks)
-        return CppPlan(
-            self.block_size,
-            [],
-            chunks,
-            self._kernels,
-            decodes,
-            groups,
-            own_chunks,
-            _addresses(decodes.tables, decodes.contexts, groups.members, groups.starts, groups.shared),
-            _addresses(own_chunks.tables, own_chunks.first_rows, own_chunks.starts, own_chunks.counts),
-        )
+        shared = alone = None
+        if any(sight.is_full for sight in self.sights):
+            min_members = -(-MIN_SHARING_QUERIES // self._num_groups)
+            shared = _Decodes.from_rows(decodes, _Groups.from_rows(decodes, self.block_size, min_members))
+        if not all(sight.is_full for sight in self.sights):
+            alone = _Decodes.from_rows(decodes, _Groups.of_ones(len(layout.decodes)))
+        return CppPlan(self.kinds, self.block_size, seen, self._kernels, decodes, shared, alone, own_chunks,
+                       _addresses(own_chunks.tables, own_chunks.first_rows, own_chunks.starts, own_chunks.counts),
+        )  # fmt: skip
+
+
+class _KindKernels:
+    """The kernels of one kind of layers, and the last of their arguments."""
+
+    def __init__(self, traits: LayerTraits, kernels: Kernels) -> None:
+        self.kernels, self.is_full = kernels, traits.sight.is_full
+        self._traits = traits.window or 0, traits.chunk or 0, traits.softcap or 0.0
+        self._without_sinks = (*self._traits, None)
+
+    def arguments(self, sinks: Tensor | None) -> tuple[int | float | None, ...]:
+        """Args: sinks: [num_heads] float32, to be kept until the kernels have run."""
+        return self._without_sinks if sinks is None else (*self._traits, sinks.data_ptr())
 
 
 def _addresses(*arrays: np.ndarray) -> tuple[int, ...]:
@@ -102,6 +126,11 @@ class _Groups:
     shared: np.ndarray  # [num_groups] tokens, whole blocks
 
     @classmethod
+    def of_ones(cls, count: int) -> _Groups:
+        """Each decode by itself: where a decode sees but the end of its context, which is its own."""
+        return cls(np.arange(count), np.arange(count + 1), np.zeros(count, np.int64))
+
+    @classmethod
     def from_rows(cls, rows: _Rows, block_size: int, min_members: int) -> _Groups:
         tables = rows.tables
         if not len(tables):
@@ -119,37 +148,69 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Decodes in groups, and the addresses of what the kernels get from both: asking anew takes a microsecond."""
+
+    groups: _Groups
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def from_rows(cls, rows: _Rows, groups: _Groups) -> _Decodes:
+        return cls(groups, _addresses(rows.tables, rows.contexts, groups.members, groups.starts, groups.shared))
+
+
+@dataclass(frozen=True, slots=True)
 class CppPlan(SdpaPlan):
     """One step's tables; queries and caches must be contiguous."""
 
-    kernels: Kernels
+    kernels: list[_KindKernels]
     decode_rows: _Rows
-    decode_groups: _Groups
+    shared_decodes: _Decodes | None  # for layers that see everything before them
+    own_decodes: _Decodes | None  # for the others
     chunk_rows: _Rows
-    decode_addresses: tuple[int, ...]  # of what the kernels get from rows and groups: asking anew takes a microsecond
     chunk_addresses: tuple[int, ...]
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        output = torch.empty_like(query)
-        self._attend_chunks(output, query, key_cache, value_cache, scaling)
-        self.attend_by_kernels(output, query, key_cache, value_cache, scaling)
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        output = query.new_empty(*query.shape[:2], value_cache.shape[2])
+        self._attend_chunks(output, query, key_cache, value_cache, scaling, kind, sinks)
+        self.attend_by_kernels(output, query, key_cache, value_cache, scaling, kind, sinks)
         return output
 
     def attend_by_kernels(
-        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
+        self,
+        output: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Fill the rows of output that the kernels compute: all rows except chunks on a processor with AMX."""
         pointers = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
-        num_kv_heads, threads = key_cache.shape[1], torch.get_num_threads()
+        of_kind = self.kernels[kind]
+        decodes = self.shared_decodes if of_kind.is_full else self.own_decodes
+        sinks = None if sinks is None else sinks.float().contiguous()
+        last = scaling, torch.get_num_threads(), *of_kind.arguments(sinks)
+        num_kv_heads = key_cache.shape[1]
         num_decodes, width = self.decode_rows.tables.shape
         if num_decodes:
-            self.kernels.decode(
-                *pointers, *self.decode_addresses, output.data_ptr(), num_decodes, len(self.decode_groups.shared),
-                width, self.block_size, num_kv_heads, scaling, threads,
+            assert decodes is not None
+            of_kind.kernels.decode(
+                *pointers, *decodes.addresses, output.data_ptr(), num_decodes, len(decodes.groups.shared), width,
+                self.block_size, num_kv_heads, *last,
             )  # fmt: skip
         num_chunks, width = self.chunk_rows.tables.shape
         if num_chunks:
-            self.kernels.chunk(
+            of_kind.kernels.chunk(
                 *pointers, *self.chunk_addresses, output.data_ptr(), num_chunks, width, self.block_size, num_kv_heads,
-                scaling, threads,
+                *last,
             )  # fmt: skip

@@ -18,10 +18,16 @@ from importlib.util import find_spec
 
 import torch
 
+from nanovllm.layer_traits import LayerTraits
 from nanovllm.option_checks import FLASH_BLOCK_SIZE
 
 LOGGING_PACKAGES = ("flash_attn", "cutlass", "quack")
 TRIED_VERSION = "4.0.0b5"  # of flash-attn-4, whose interface still moves; the extra `flash` pins the same
+
+
+def supports_traits(traits: LayerTraits) -> str | None:
+    """What of a layer the FLASH backend was not tried with, in words."""
+    return traits.first_beyond()
 
 
 def missing_for_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

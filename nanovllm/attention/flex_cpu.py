@@ -13,7 +13,7 @@ diagonally, `kv % block_size <= row % block_size`, and nothing needs to be captu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +23,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.block_mask import forward_mask, own_code
+from nanovllm.attention.block_mask import MIN_TILES, IndexBuffers, forward_mask, own_code
+from nanovllm.attention.flex_kinds import KindCalls
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.layer_traits import LayerTraits
 
 IntArray = NDArray[np.integer[Any]]
-MIN_TILES = 2  # one would be compiled as a special case
 
 
 class FlexAttention:
-    """The `flex` backend. One instance serves every layer of an engine; each of its two calls compiles once.
+    """The `flex` backend. One instance serves every layer of an engine; each kind's two calls compile once.
 
     Args:
-        num_groups: query heads per KV head.
+        kinds: of the model's layers.
         max_num_seqs, max_num_batched_tokens: bounds of a step, which size the index buffers.
     """
 
@@ -45,29 +46,44 @@ class FlexAttention:
         *,
         num_blocks: int,
         block_size: int,
-        num_groups: int,
+        kinds: Sequence[LayerTraits],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.kinds = tuple(kinds)
         self.device = device
         max_decode_tiles = max(MIN_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
         max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
         # The lowering wants one index column for each physical block.
-        self.decode_index = _IndexBuffers(max_decode_tiles, num_blocks, device)
-        self.chunk_index = _IndexBuffers(max_chunk_tiles, num_blocks, device)
+        self.decode_index = IndexBuffers(max_decode_tiles, num_blocks, device)
+        self.chunk_index = IndexBuffers(max_chunk_tiles, num_blocks, device)
         self.tail_offsets = torch.zeros(max_decode_tiles, dtype=torch.int32, device=device)
-        self.decode = _TileAttention(num_groups, block_size)
-        self.chunk = _TileAttention(num_groups * block_size, block_size)
+        self._plain = [traits for traits in kinds if traits.first_beyond("widths") is None]
+        self._others = KindCalls(kinds, block_size, (max_decode_tiles, max_chunk_tiles), num_blocks)
+        plain = {
+            groups: (
+                _TileAttention(groups, block_size, self.decode_index.tables, self.tail_offsets),
+                _TileAttention(groups * block_size, block_size, self.chunk_index.tables, None),
+            )
+            for groups in {traits.num_groups for traits in self._plain}
+        }
+        # Of each kind, for decodes and for chunks.
+        self.calls = [self._others.calls.get(traits) or plain[traits.num_groups] for traits in kinds]
+
+    @staticmethod
+    def supports(traits: LayerTraits) -> str | None:
+        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
 
     def plan(self, layout: BatchLayout) -> FlexPlan:
         """Fill the index buffers for one step; they are overwritten by the next plan."""
-        if layout.num_decodes:
+        if layout.num_decodes and self._plain:
             self._fill_decodes(layout)
         num_chunk_tiles, chunk_rows = self._fill_chunks(layout)
+        self._others.fill(layout)
         return FlexPlan(self, layout.num_decodes, num_chunk_tiles, torch.from_numpy(chunk_rows).to(self.device))
 
     def _fill_decodes(self, layout: BatchLayout) -> None:
@@ -87,16 +103,19 @@ class FlexAttention:
             first, end = entry.start // self.block_size, -(-(entry.start + entry.num_new_tokens) // self.block_size)
             first_row = num_tiles * self.block_size + entry.start % self.block_size
             tile_rows.append(np.arange(first_row, first_row + entry.num_new_tokens))
+            num_tiles += end - first
+            if not self._plain:
+                continue
             table = np.array(entry.block_table[:end], np.int32)
             for block in range(first, end):
                 num_full.append(block)
                 full.append(table[:block])
             own_blocks.append(table[first:end])
-            num_tiles += end - first
         if not num_tiles:
             return 0, np.zeros(0, np.int64)
-        padded = self.chunk_index.fill(np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
-        return padded, np.concatenate(tile_rows)
+        if self._plain:
+            self.chunk_index.fill(np.array(num_full), np.concatenate(full), np.concatenate(own_blocks))
+        return max(MIN_TILES, num_tiles), np.concatenate(tile_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,66 +127,42 @@ class FlexPlan:
     num_chunk_tiles: int
     chunk_rows: Tensor  # [num_chunk_tokens] int64
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionPlan`."""
         num_kv_heads, head_dim = key_cache.shape[1:]
-        backend, groups = self.backend, self.backend.num_groups
+        groups, value_dim, size = query.shape[1] // num_kv_heads, value_cache.shape[2], self.backend.block_size
+        decode, chunk = self.backend.calls[kind]
         keys = key_cache.transpose(0, 1)[None]  # [1, num_kv_heads, num_slots, head_dim], a view
         values = value_cache.transpose(0, 1)[None]
         grouped = query.view(-1, num_kv_heads, groups, head_dim)
-        output = torch.empty_like(grouped)
+        output = query.new_empty(len(query), num_kv_heads, groups, value_dim)
         if self.num_decodes:
             n, tiles = self.num_decodes, max(MIN_TILES, self.num_decodes)
             rows = query.new_zeros(1, num_kv_heads, tiles, groups, head_dim)
             rows[0, :, :n] = grouped[:n].transpose(0, 1)
             rows = rows.view(1, num_kv_heads, tiles * groups, head_dim)
-            tables = backend.decode_index.tables
-            attended = backend.decode.attend(rows, keys, values, tables, backend.tail_offsets, scaling)
-            output[:n] = attended.view(num_kv_heads, tiles, groups, head_dim)[:, :n].transpose(0, 1)
+            attended = decode.attend(rows, keys, values, scaling, sinks)
+            output[:n] = attended.view(num_kv_heads, tiles, groups, value_dim)[:, :n].transpose(0, 1)
         if self.num_chunk_tiles:
-            tiles, size = self.num_chunk_tiles, backend.block_size
+            tiles = self.num_chunk_tiles
             # [kv head, tile, group, position in block, head_dim]: so that row % block_size is the position
             rows = query.new_zeros(tiles * size, num_kv_heads, groups, head_dim)
             rows[self.chunk_rows] = grouped[self.num_decodes :]
             rows = rows.view(tiles, size, num_kv_heads, groups, head_dim).permute(2, 0, 3, 1, 4)
             rows = rows.reshape(1, num_kv_heads, tiles * groups * size, head_dim)
-            attended = backend.chunk.attend(rows, keys, values, backend.chunk_index.tables, None, scaling)
-            attended = attended.view(num_kv_heads, tiles, groups, size, head_dim).permute(1, 3, 0, 2, 4)
-            output[self.num_decodes :] = attended.reshape(tiles * size, num_kv_heads, groups, head_dim)[self.chunk_rows]
-        return output.view(query.shape)
-
-
-class _IndexBuffers:
-    """The block mask's tables: for each tile, the blocks seen whole and the one block seen in part.
-
-    Columns behind a tile's count keep old block numbers, since a kernel may read one of them ahead.
-    """
-
-    def __init__(self, max_tiles: int, width: int, device: torch.device) -> None:
-        self.full_blocks = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
-        self.num_full = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
-        self.own_block = torch.zeros(1, 1, max_tiles, width, dtype=torch.int32, device=device)
-        self.num_own = torch.zeros(1, 1, max_tiles, dtype=torch.int32, device=device)
-        self.tables = self.num_own, self.own_block, self.num_full, self.full_blocks
-
-    def fill(self, num_full: IntArray, full_blocks: IntArray, own_blocks: IntArray) -> int:
-        """Set a tile for each count of `num_full`, and up to MIN_TILES that see nothing; returns the number of tiles.
-
-        Args:
-            full_blocks: the tiles' blocks seen whole, concatenated.
-            own_blocks: the block that each tile sees in part.
-        """
-        used, num_tiles = len(num_full), max(MIN_TILES, len(num_full))
-        device = self.num_full.device
-        tiles = np.repeat(np.arange(used), num_full)
-        columns = np.arange(len(full_blocks)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
-        at = torch.from_numpy(np.stack([tiles, columns])).to(device)
-        self.full_blocks[0, 0].index_put_((at[0], at[1]), torch.from_numpy(full_blocks).to(device))
-        self.own_block[0, 0, :used, 0] = torch.from_numpy(own_blocks).to(device)
-        for counts, of_used in ((self.num_full, torch.from_numpy(num_full).to(device)), (self.num_own, 1)):
-            counts[0, 0, :used] = of_used
-            counts[0, 0, used:num_tiles] = 0
-        return num_tiles
+            attended = chunk.attend(rows, keys, values, scaling, sinks)
+            attended = attended.view(num_kv_heads, tiles, groups, size, value_dim).permute(1, 3, 0, 2, 4)
+            attended = attended.reshape(tiles * size, num_kv_heads, groups, value_dim)
+            output[self.num_decodes :] = attended[self.chunk_rows]
+        return output.view(*query.shape[:2], value_dim)
 
 
 class _TileAttention(nn.Module):
@@ -176,20 +171,23 @@ class _TileAttention(nn.Module):
     The compiler takes a module's whole numbers as constants; as arguments the sizes may become symbols.
     """
 
-    def __init__(self, tile: int, block_size: int) -> None:
+    def __init__(
+        self, tile: int, block_size: int, tables: tuple[Tensor, Tensor, Tensor, Tensor], tail_offsets: Tensor | None
+    ) -> None:
         super().__init__()
         self.tile = tile
+        self._masks = tables, tail_offsets
         self.block_size = block_size
         # Only the number of rows, marked at each call, may become a symbol: with the cache's size as another, or with
         # what an earlier process saw change, the generated code does not compile.
         self._compiled: Callable[..., Tensor] = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
 
-    def attend(self, query: Tensor, *arguments: Any) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         torch._dynamo.mark_dynamic(query, 2)
         # Compiled code is bound to the dispatch keys in force. Only the first call, from within the compiler's check of
         # a layer, is under a dispatch mode: this makes the keys of all calls the same.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return self._compiled(self, query, *arguments)
+            return self._compiled(self, query, keys, values, *self._masks, scaling)
 
 
 def _attend_tiles(

@@ -26,6 +26,7 @@ from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.layer_traits import LayerTraits
 
 
 class GpuFlexAttention:
@@ -77,6 +78,11 @@ class GpuFlexAttention:
         self.compiles_each_size = uses_flash or self._flex is not None  # of the tiles, or of the decodes
         self._chunk_calls: dict[int, _ChunkCall] = {}
         self._fill_tiles = torch.compile(own_code(_fill_tiles), fullgraph=True, dynamic=True)
+
+    @staticmethod
+    def supports(traits: LayerTraits) -> str | None:
+        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        return traits.first_beyond()
 
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""
@@ -170,7 +176,15 @@ class GpuFlexPlan:
         """Padding included."""
         return len(self.step.decode_blocks)
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionPlan`."""
         count, tile_rows = self.num_decodes, self.step.tile_rows
         if not len(tile_rows):

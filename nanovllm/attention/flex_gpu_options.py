@@ -79,11 +79,12 @@ class KernelOptions:
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
-        head_bytes = layer.head_dim * layer.dtype.itemsize
+        traits, head_bytes = layer.traits, layer.traits.head_dim * layer.dtype.itemsize
         kernel = find_kernel("paged_decode", "PagedDecode")
-        if kernel is not None and not kernel.suits(layer.head_dim, layer.dtype):
+        if kernel is not None and not kernel.suits(traits.head_dim, layer.dtype):
             kernel = None
-        return cls(Gpu.from_device(device), layer.num_kv_heads, layer.num_groups, head_bytes, block_size, kernel)
+        gpu = Gpu.from_device(device)
+        return cls(gpu, traits.num_kv_heads, traits.num_groups, head_bytes, block_size, kernel)
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""

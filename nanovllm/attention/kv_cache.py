@@ -1,4 +1,4 @@
-"""The KV cache: one tensor per layer, allocated, cleared and released here."""
+"""The KV cache: a tensor for each layer, or two, allocated, cleared and released here."""
 
 from __future__ import annotations
 
@@ -10,49 +10,64 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.device import find_kernel
 
 
 class KVCaches:
-    """The caches of an engine, one for each of `layers`, which are all alike.
+    """The caches of an engine, one for each of `layers` that has K and V of its own.
 
     Attributes:
-        of_layers: [2, num_slots, num_kv_heads, head_dim] for each layer, K first; empty until they are allocated.
+        of_layers: of each layer K and V, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
+            differ; a layer that shares another's K and V has the very same. Empty until they are allocated.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], device: torch.device) -> None:
         self._layers = layers
+        self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
         self._device = device
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
         self._together: list[Tensor] = []  # allocations, each of one or more layers' caches
-        self.of_layers: list[Tensor] = []
+        self.of_layers: list[LayerCache] = []
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of K and V for this many tokens over all layers."""
-        return len(self._layers) * self._layers[0].token_bytes * num_tokens
+        return sum(self._layers[index].token_bytes for index in self._own) * num_tokens
 
     def allocate(self, num_slots: int) -> None:
         """Allocate the caches, zeroed, so that no slot is ever NaN."""
-        if self._device.type == "cpu":  # one by one, since pages of the system's memory are cleared where they are used
-            self._together = [self._zeros(2, num_slots) for _ in self._layers]
-        else:
-            self._together = [self._zeros(2 * len(self._layers), num_slots)]
-        self.of_layers = [cache for together in self._together for cache in torch.split(together, 2)]
+        by_shape: dict[tuple[int, int, int], list[int]] = {}
+        for index in self._own:
+            traits = self._layers[index].traits
+            by_shape.setdefault((traits.num_kv_heads, traits.head_dim, traits.value_dim), []).append(index)
+        self._together = []
+        found: dict[int, LayerCache] = {}
+        for (num_heads, head_dim, value_dim), indices in by_shape.items():
+            # On a CPU one by one, since pages of the system's memory are cleared where they are used.
+            for part in [[index] for index in indices] if self._device.type == "cpu" else [indices]:
+                if head_dim == value_dim:
+                    together = self._zeros(2 * len(part), num_slots, num_heads, head_dim)
+                    found.update(zip(part, torch.split(together, 2), strict=True))
+                    self._together.append(together)
+                else:
+                    both = [self._zeros(len(part), num_slots, num_heads, width) for width in (head_dim, value_dim)]
+                    found.update(zip(part, zip(*both, strict=True), strict=True))
+                    self._together += both
+        self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
 
-    def _zeros(self, count: int, num_slots: int) -> Tensor:
-        layer = self._layers[0]
-        shape = (count, num_slots, layer.num_kv_heads, layer.head_dim)
+    def _zeros(self, *shape: int) -> Tensor:
+        dtype = self._layers[0].dtype
         with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
             if self._device.type != "cpu":
-                return torch.zeros(shape, dtype=layer.dtype, device=self._device)
+                return torch.zeros(shape, dtype=dtype, device=self._device)
             # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
             # zeros to the default pool took 5 s of start-up.
-            num_bytes = math.prod(shape) * layer.dtype.itemsize
+            num_bytes = math.prod(shape) * dtype.itemsize
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
             with suppress(OSError, AttributeError):  # not available everywhere
                 pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=layer.dtype).view(shape)
+            return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def take_memory(self) -> None:
         """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
@@ -60,8 +75,8 @@ class KVCaches:
         For measuring; call it before anything is cached.
         """
         if self._device.type == "cpu":
-            for cache in self.of_layers:
-                cache.zero_()
+            for caches in self._together:
+                caches.zero_()
 
     def clear_blocks(self, blocks: Tensor, block_size: int, *, by_kernel: bool = False) -> None:
         """Zero blocks [n] int64 of every cache.

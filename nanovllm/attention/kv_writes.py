@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from nanovllm.device import find_kernel
 
+LayerCache = Tensor | tuple[Tensor, Tensor]  # K first
 
-def write_states(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+
+def write_states(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write key and value [1, num_kv_heads, num_tokens, head_dim] to their slots.
 
     Args:
-        cache: [2, num_slots, num_kv_heads, head_dim], K first.
+        cache: [2, num_slots, num_kv_heads, head_dim], K first; a tensor each where their widths differ.
         slot_mapping: [num_tokens] int64; padding goes to the null block.
     """
     cache[0].index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache[1].index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
 
-_write_on_gpu: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_states
+_write_on_gpu: Callable[[Tensor, Tensor, Any, Tensor], None] = write_states
 
 
-def write_states_compiled(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def write_states_compiled(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """`write_states` within compiled code: on a GPU by the kernel, once `use_write_kernel` has found it."""
-    write = _write_on_gpu if key.is_cuda else write_states
+    write = _write_on_gpu if key.is_cuda and isinstance(cache, Tensor) else write_states
     write(key, value, cache, slot_mapping)
 
 

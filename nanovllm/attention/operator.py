@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from nanovllm.attention.kv_writes import write_states, write_states_compiled
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.layer_traits import LayerTraits
 
 ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
 # handle and slot mapping). Where a model does not pass these down, they are found by the engine's handle.
 LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
+# Further ones, where layers differ: which of the engine's kinds of layers it is; whether its K and V are another's.
+LAYER_KIND, LAYER_SHARES = "nanovllm_kind", "nanovllm_shares"
 STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
+SINKS = "s_aux"  # what `transformers` calls the sinks among the keyword arguments of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +33,21 @@ class AttentionLayer:
     """One attention module and the sizes of what it passes on."""
 
     module: nn.Module
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    traits: LayerTraits
     dtype: torch.dtype
     scaling: float  # of the scores
 
     @property
-    def num_groups(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.traits.token_values * self.dtype.itemsize
 
 
 class AttentionBackend(Protocol):
-    """How one engine's rows see the KV cache; one instance serves all layers."""
+    """How one engine's rows see the KV cache; one instance serves all layers.
+
+    Each has a static `supports(traits) -> str | None`: what of a layer it cannot compute, in words.
+    """
 
     reads_whole_blocks: bool  # masked slots too, which must then hold finite values
 
@@ -59,13 +59,24 @@ class AttentionBackend(Protocol):
 class AttentionPlan(Protocol):
     """One step's attention by one backend."""
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of all rows over the caches, which hold this step's K and V already.
 
         Args:
-            key_cache, value_cache: [num_slots, num_kv_heads, head_dim].
+            query: [num_tokens, num_heads, head_dim].
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim] and [num_slots, num_kv_heads, value_dim].
+            kind: which of the engine's kinds of layers; the backend was built with their traits.
+            sinks: [num_heads], the layer's own parameter; None for a kind without.
 
-        query and the result are [num_tokens, num_heads, head_dim].
+        Returns [num_tokens, num_heads, value_dim].
         """
         ...
 
@@ -102,22 +113,30 @@ def running_step(handle: Tensor) -> AttentionStep:
     return _steps[int(handle)]
 
 
-def attend_in_step(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float) -> Tensor:
+def attend_in_step(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    handle: Tensor,
+    scaling: float,
+    kind: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of the step that `handle` [1] int64 names.
 
     Args:
         query: [1, num_heads, T, head_dim], T at least the step's `num_tokens`.
-        key_cache, value_cache: as of `AttentionPlan.attend`.
+        key_cache, value_cache, kind, sinks: as of `AttentionPlan.attend`.
 
-    Returns [1, T, num_heads, head_dim], zero in the padding rows.
+    Returns [1, T, num_heads, value_dim], zero in the padding rows.
     """
     step = _steps[int(handle)]
     num_tokens = step.num_tokens
     rows = query[0].transpose(0, 1)[:num_tokens].contiguous()
-    attended = step.plan.attend(rows, key_cache, value_cache, scaling)
+    attended = step.plan.attend(rows, key_cache, value_cache, scaling, kind, sinks)
     if num_tokens == query.shape[2]:
         return attended[None]
-    output = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+    output = query.new_zeros(1, query.shape[2], *attended.shape[1:])
     output[0, :num_tokens] = attended
     return output
 
@@ -126,8 +145,16 @@ paged_attention = torch.library.custom_op("nanovllm::paged_attention", attend_in
 
 
 @paged_attention.register_fake
-def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, handle: Tensor, scaling: float) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    handle: Tensor,
+    scaling: float,
+    kind: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value_cache.shape[2])
 
 
 def step_tensors(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -152,9 +179,10 @@ def attention_function(
         scaling = query.shape[-1] ** -0.5
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
     cache = getattr(module, LAYER_CACHE)
-    if torch.compiler.is_compiling():
-        write_states_compiled(key, value, cache, slot_mapping)
-        return paged_attention(query, cache[0], cache[1], handle, scaling), None
-    write_states(key, value, cache, slot_mapping)
+    kind, sinks = getattr(module, LAYER_KIND, 0), kwargs.get(SINKS)
+    is_compiled = torch.compiler.is_compiling()
+    if not getattr(module, LAYER_SHARES, False):
+        (write_states_compiled if is_compiled else write_states)(key, value, cache, slot_mapping)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
-    return attend_in_step(query, cache[0], cache[1], handle, scaling), None
+    attend = paged_attention if is_compiled else attend_in_step
+    return attend(query, cache[0], cache[1], handle, scaling, kind, sinks), None

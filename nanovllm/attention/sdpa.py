@@ -1,11 +1,14 @@
 """Attention that gathers each sequence's blocks and calls PyTorch's own attention: needs no compiler.
 
-Decodes are batched, padded to the longest of their group; chunks go one by one.
+Decodes are batched, padded to the longest of their group; chunks go one by one, in pieces where rows see less than all
+before them. Only the blocks that some row sees are gathered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from nanovllm.batch import NULL_BLOCK
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.layer_traits import LayerTraits, Sight
 
 # Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
 # padding costs memory traffic, a further call costs some tens of microseconds a layer.
@@ -22,13 +26,15 @@ GROUP_RATIO = 1.5
 # Nor do they gather more than this at once: what was gathered is read again while a processor's cache still holds it
 # (64 requests of 9 blocks: 4.8 ms a layer in parts of 7 MB, 7.5 ms in one).
 GROUP_BYTES = 8 * 2**20
+# Rows of a chunk that are computed together where they see a part of the context alone, or where scores are held.
+PIECE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     rows: Tensor  # [group] int64: rows of the flat batch
     blocks: Tensor  # [group * max_blocks] int64, each row padded with the null block
-    context: int  # of the longest
+    context: int  # keys to see, of the longest
     mask: Tensor | None  # [group, 1, 1, context], 0 or -inf; None for a sequence by itself
 
 
@@ -42,41 +48,73 @@ class _Chunk:
     mask: Tensor | None  # [1, 1, num_rows, context], 0 or -inf; None for plain causal
 
 
+class Seen(NamedTuple):
+    """What all rows of a step see of their contexts."""
+
+    groups: list[_DecodeGroup]
+    chunks: list[_Chunk]
+
+
 class SdpaAttention:
     """The `sdpa` backend. One instance serves every layer of an engine.
 
     Args:
+        kinds: of the model's layers.
         block_bytes: K and V of one block in one layer.
     """
 
     reads_whole_blocks = True  # masked slots too
 
-    def __init__(self, block_size: int, block_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[LayerTraits],
+        block_size: int,
+        block_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kinds = tuple(kinds)
+        self.sights = tuple(dict.fromkeys(traits.sight for traits in kinds))
+        self._holds_scores = any(_holds_scores(traits) for traits in kinds)
         self.block_size = block_size
         self.max_group_blocks = max(1, GROUP_BYTES // block_bytes)
         self.dtype = dtype
         self.device = device
 
+    @staticmethod
+    def supports(traits: LayerTraits) -> str | None:
+        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
+
     def plan(self, layout: BatchLayout) -> SdpaPlan:
         """The masks of one step, shared by all layers."""
-        return SdpaPlan(self.block_size, self._decode_groups(layout), self._chunks(layout))
+        seen = {sight: Seen(self._decode_groups(layout, sight), self._chunks(layout, sight)) for sight in self.sights}
+        return SdpaPlan(self.kinds, self.block_size, seen)
 
-    def _chunks(self, layout: BatchLayout) -> list[_Chunk]:
+    def _chunks(self, layout: BatchLayout, sight: Sight) -> list[_Chunk]:
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
-            end = entry.start + entry.num_new_tokens
-            rows = slice(first_row, first_row + entry.num_new_tokens)
-            blocks = torch.tensor(entry.block_table[: -(-end // self.block_size)], device=self.device)
-            mask = self._mask(layout.positions[rows], end)[None, None] if entry.start > 0 else None
-            chunks.append(_Chunk(rows, blocks, end, mask))
+            count = entry.num_new_tokens
+            step = count if sight.is_full and not self._holds_scores else PIECE_ROWS
+            for row in range(0, count, step):
+                rows = slice(first_row + row, first_row + min(row + step, count))
+                positions = layout.positions[rows]
+                end = int(positions[-1]) + 1
+                block = int(sight.first_seen(positions[:1])[0]) // self.block_size
+                blocks = torch.tensor(entry.block_table[block : -(-end // self.block_size)], device=self.device)
+                begin = block * self.block_size
+                is_causal = positions[0] == begin and sight.first_seen(positions[-1:])[0] <= begin
+                mask = None if is_causal else self._mask(positions, sight, begin, end - begin)[None, None]
+                chunks.append(_Chunk(rows, blocks, end - begin, mask))
         return chunks
 
-    def _decode_groups(self, layout: BatchLayout) -> list[_DecodeGroup]:
+    def _decode_groups(self, layout: BatchLayout, sight: Sight) -> list[_DecodeGroup]:
         if not layout.num_decodes:
             return []
         positions = layout.positions[: layout.num_decodes]
-        num_blocks = positions // self.block_size + 1
+        first_blocks = sight.first_seen(positions) // self.block_size
+        num_blocks = positions // self.block_size + 1 - first_blocks
         order = np.argsort(num_blocks, kind="stable")
         sorted_blocks = num_blocks[order]
         groups = []
@@ -88,24 +126,36 @@ class SdpaAttention:
             width = int(sorted_blocks[end - 1])
             blocks = np.full((len(rows), width), NULL_BLOCK, np.int64)
             for index, row in enumerate(rows.tolist()):
-                table = layout.entries[row].block_table[: num_blocks[row]]
+                table = layout.entries[row].block_table[first_blocks[row] : first_blocks[row] + num_blocks[row]]
                 blocks[index, : len(table)] = table
-            context = int(positions[rows].max()) + 1
+            begins = first_blocks[rows] * self.block_size
+            context = int((positions[rows] - begins).max()) + 1
+            needs_mask = len(rows) > 1 or int(sight.first_seen(positions[rows])[0]) > int(begins[0])
             groups.append(
                 _DecodeGroup(
                     torch.from_numpy(rows).to(self.device),
                     torch.from_numpy(blocks.reshape(-1)).to(self.device),
                     context,
-                    self._mask(positions[rows], context)[:, None, None] if len(rows) > 1 else None,
+                    self._mask(positions[rows], sight, begins, context)[:, None, None] if needs_mask else None,
                 )
             )
             first = end
         return groups
 
-    def _mask(self, positions: NDArray[np.int64], num_keys: int) -> Tensor:
-        """[len(positions), num_keys]: 0 for the keys that a query at each position sees, -inf for those behind it."""
-        queries = torch.from_numpy(positions).to(self.device)
-        hidden = torch.arange(num_keys, device=self.device) > queries[:, None]
+    def _mask(
+        self, positions: NDArray[np.int64], sight: Sight, begin: int | NDArray[np.int64], num_keys: int
+    ) -> Tensor:
+        """[len(positions), num_keys]: 0 for the keys that a query at each position sees, -inf for the others.
+
+        Args:
+            begin: position of the first key, or one for each query.
+        """
+        keys = torch.arange(num_keys, device=self.device)
+        last, first = (
+            torch.from_numpy(bound - begin)[:, None].to(self.device)
+            for bound in (positions, sight.first_seen(positions))
+        )
+        hidden = keys > last if sight.is_full else (keys > last) | (keys < first)
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -113,45 +163,77 @@ class SdpaAttention:
 class SdpaPlan:
     """One step's groups and chunks; `attend` is called once a layer."""
 
+    kinds: tuple[LayerTraits, ...]
     block_size: int
-    groups: list[_DecodeGroup]
-    chunks: list[_Chunk]
+    seen: dict[Sight, Seen]
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionPlan`."""
-        output = torch.empty_like(query)
         num_kv_heads, head_dim = key_cache.shape[1:]
-        for group in self.groups:
+        output = query.new_empty(*query.shape[:2], value_cache.shape[2])
+        traits = self.kinds[kind]
+        for group in self.seen[traits.sight].groups:
             size = len(group.rows)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
             folded = query[group.rows].view(size, num_kv_heads, -1, head_dim)
             keys, values = (
-                self._gather(cache, group.blocks)
-                .view(size, -1, num_kv_heads, head_dim)[:, : group.context]
-                .transpose(1, 2)
+                self._gather(cache, group.blocks).view(size, -1, *cache.shape[1:])[:, : group.context].transpose(1, 2)
                 for cache in (key_cache, value_cache)
             )
-            mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
-            attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-            output[group.rows] = attended.reshape(size, -1, head_dim)
-        self._attend_chunks(output, query, key_cache, value_cache, scaling)
+            if _holds_scores(traits):
+                attended = _attend_by_scores(folded[:, :, :, None], keys, values, group.mask, scaling, traits, sinks)
+            else:
+                mask = None if group.mask is None else group.mask.expand(-1, -1, folded.shape[2], -1)
+                attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+            output[group.rows] = attended.reshape(size, *output.shape[1:])
+        self._attend_chunks(output, query, key_cache, value_cache, scaling, kind, sinks)
         return output
 
     def _attend_chunks(
-        self, output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float
+        self,
+        output: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
-        for chunk in self.chunks:
-            keys = self._gather(key_cache, chunk.blocks)[: chunk.context]
-            values = self._gather(value_cache, chunk.blocks)[: chunk.context]
-            attended = F.scaled_dot_product_attention(
-                query[chunk.rows].transpose(0, 1)[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=chunk.mask,
-                is_causal=chunk.mask is None,
-                scale=scaling,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )  # [1, num_heads, num_rows, head_dim]
+        traits = self.kinds[kind]
+        for chunk in self.seen[traits.sight].chunks:
+            rows, keys, values = (
+                part.transpose(0, 1)[None]
+                for part in (
+                    query[chunk.rows],
+                    self._gather(key_cache, chunk.blocks)[: chunk.context],
+                    self._gather(value_cache, chunk.blocks)[: chunk.context],
+                )
+            )  # [1, heads, rows or keys, head_dim]
+            if _holds_scores(traits):
+                mask = chunk.mask
+                if mask is None:
+                    count = chunk.context
+                    mask = rows.new_full((count, count), float("-inf")).triu_(1)
+                grouped = rows.view(1, keys.shape[1], -1, *rows.shape[2:])
+                attended = _attend_by_scores(grouped, keys, values, mask, scaling, traits, sinks).flatten(1, 2)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    rows,
+                    keys,
+                    values,
+                    attn_mask=chunk.mask,
+                    is_causal=chunk.mask is None,
+                    scale=scaling,
+                    enable_gqa=rows.shape[1] != keys.shape[1],
+                )  # [1, num_heads, num_rows, value_dim]
             output[chunk.rows] = attended[0].transpose(0, 1)
 
     def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
@@ -159,3 +241,39 @@ class SdpaPlan:
         # One row a block: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
         rows = cache.view(-1, self.block_size * cache.shape[1] * cache.shape[2])
         return rows.index_select(0, blocks).view(-1, *cache.shape[1:])
+
+
+def _holds_scores(traits: LayerTraits) -> bool:
+    """Whether scores are computed one by one, since PyTorch's attention does not let them be changed."""
+    return traits.softcap is not None or traits.has_sinks
+
+
+def _attend_by_scores(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    traits: LayerTraits,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by products of its own, in float32.
+
+    Args:
+        query: [size, num_kv_heads, num_groups, num_rows, head_dim].
+        keys, values: [size, num_kv_heads, context, head_dim or value_dim].
+        mask: to add to the scores, [..., num_rows, context], or [size, 1, 1, context] for one row.
+
+    Returns [size, num_kv_heads, num_groups, num_rows, value_dim].
+    """
+    scores = torch.matmul(query.float(), keys.float().transpose(2, 3)[:, :, None]) * scaling
+    if traits.softcap is not None:
+        scores = torch.tanh(scores / traits.softcap) * traits.softcap
+    if mask is not None:
+        scores = scores + (mask[:, None] if mask.ndim == 4 else mask)
+    if sinks is not None:
+        column = sinks.float().view(scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.matmul(weights, values.float()[:, :, None]).to(query.dtype)

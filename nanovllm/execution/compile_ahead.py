@@ -64,8 +64,9 @@ def _decode_calls(
     decodes = KernelOptions.for_layer(layer, device, block_size).decode_kernel(max_decodes, device)
     if decodes is None:
         return []
-    query = torch.zeros(max_decodes, layer.num_heads, layer.head_dim, dtype=layer.dtype, device=device)
-    cache = torch.zeros(block_size, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype, device=device)
+    traits = layer.traits
+    query = torch.zeros(max_decodes, traits.num_heads, traits.head_dim, dtype=layer.dtype, device=device)
+    cache = torch.zeros(block_size, traits.num_kv_heads, traits.head_dim, dtype=layer.dtype, device=device)
     tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions
     attend = [partial(decodes.attend, query[:count], cache, cache, layer.scaling) for count in (MIN_ROWS, max_decodes)]
     return [partial(decodes.fill, *tables), *attend]

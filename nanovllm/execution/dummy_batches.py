@@ -65,7 +65,7 @@ def few_decodes(config: EngineConfig) -> list[list[int]]:
 @contextmanager
 def values_in_block_one(binding: ModelBinding, block_size: int) -> Iterator[None]:
     """Some K and V in block 1 for a while, where zeros would hide what attention computes."""
-    blocks = [cache[:, block_size : 2 * block_size] for cache in binding.caches.of_layers]
+    blocks = [part[block_size : 2 * block_size] for cache in binding.caches.of_layers for part in cache]
     for block in blocks:
         size = block.numel()
         block.copy_(torch.linspace(0.0, size * 0.7, size, device=block.device).sin_().view(block.shape))

@@ -42,7 +42,7 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     batch = dummy_batch(binding, config, spans)
     backend: AttentionBackend = _NoAttention()
     if not choice.uses_graphs:
-        backend = _AttentionInOneLayer(choice.build(binding.layers[0], binding.device, config, uncompiled=True))
+        backend = _AttentionOncePerKind(choice.build(binding.layers, binding.device, config, uncompiled=True))
     sampler = _MeasuredSampler(Sampler(compiles=choice.uses_graphs), binding.device)
     binding.caches.allocate(2 * config.block_size)
     executor = DirectExecutor(binding, backend, config.block_size, sampler)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     layer, options = binding.layers[0], KernelOptions.for_layer(binding.layers[0], binding.device, config.block_size)
     buckets = Buckets(config)
     # Of queries and outputs.
-    tile_bytes = 2 * config.block_size * layer.num_heads * layer.head_dim * layer.dtype.itemsize
+    tile_bytes = 2 * config.block_size * layer.traits.num_heads * layer.traits.head_dim * layer.dtype.itemsize
     # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
     sampling = buckets.max_decodes * (2 * layer.dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
     sampling *= binding.vocab_size
@@ -117,21 +117,24 @@ class _NoAttention:
     def plan(self, layout: BatchLayout) -> _NoAttention:
         return self
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        return torch.zeros_like(query)
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
+        return query.new_zeros(*query.shape[:2], value_cache.shape[2])
 
 
-class _AttentionInOneLayer(_NoAttention):
-    """A backend that attends in the first layer alone: the next one's attention uses the same memory again."""
+class _AttentionOncePerKind(_NoAttention):
+    """A backend that attends in the first layer of each kind alone: the next one's uses the same memory again."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
-        self._attend = super().attend
 
     def plan(self, layout: BatchLayout) -> _NoAttention:
-        self._attend = self._backend.plan(layout).attend
+        self._plan = self._backend.plan(layout)
+        self._done: set[int] = set()
         return self
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float) -> Tensor:
-        attend, self._attend = self._attend, super().attend
-        return attend(query, key_cache, value_cache, scaling)
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *others: Any) -> Tensor:
+        kind = others[1] if len(others) > 1 else 0
+        if kind in self._done:
+            return super().attend(query, key_cache, value_cache)
+        self._done.add(kind)
+        return self._plan.attend(query, key_cache, value_cache, *others)

@@ -28,10 +28,11 @@ logger = logging.getLogger("nanovllm")
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+_TRAITS = (c_int64, c_int64, c_float, c_void_p)
 # The functions' arguments; the sources describe them.
 _SIGNATURES = {
-    "paged_decode_attention": [c_void_p] * 9 + [c_int64] * 5 + [c_float, c_int],
-    "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int],
+    "paged_decode_attention": [c_void_p] * 9 + [c_int64] * 5 + [c_float, c_int, *_TRAITS],
+    "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int, *_TRAITS],
     "attention_inputs": [c_void_p] * 9 + [c_int64, c_int],
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
     "linear": [c_void_p] * 3 + [c_int64, c_int],
@@ -65,19 +66,24 @@ class Kernels:
         return can_pack(linears, self.dtype)
 
 
-def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int) -> Kernels:
+def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: int | None = None) -> Kernels:
     """The compiled kernels, from the cache folder if this processor's are there already.
+
+    Args:
+        value_dim: that of the keys by default.
 
     Raises KernelBuildError, or ValueError for a dtype or a head size that they do not serve.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    if dtype not in ELEMENTS or head_dim % LANES:
+    value_dim = value_dim or head_dim
+    if dtype not in ELEMENTS or head_dim % LANES or value_dim % LANES:
         raise ValueError(
-            f"they serve float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in {head_dim}."
+            f"they serve float32 and bfloat16 in heads of a multiple of {LANES}, not {dtype} in "
+            f"{head_dim if head_dim % LANES else value_dim}."
         )
-    sizes = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", f"-DNUM_GROUPS={num_groups}")
-    options = [get_cpp_compiler(), *FLAGS, *sizes]
+    sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
+    options = [get_cpp_compiler(), *FLAGS, *(f"-D{name}={size}" for name, size in sizes.items())]
     texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     identity = "\0".join([*options, *texts, processor()])
     library = cache_root() / "kernels" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.operator import (
     ATTENTION_NAME,
-    LAYER_CACHE,
-    LAYER_ENGINE,
     STEP_HANDLE,
     STEP_SLOT_MAPPING,
     AttentionStep,
@@ -34,8 +32,8 @@ from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
-from nanovllm.model.patches import AttributePatches, Change
-from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_model, probing_with
+from nanovllm.model.patches import AttributePatches, Change, layer_changes
+from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.rotary_attention import fuse_rotary
 from nanovllm.model.sharding import ShardedHead
@@ -48,9 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-# No mask function is registered for these names, so the library builds no mask and never inspects positions.
+# No mask function is registered for the first name, so the library builds no mask and never inspects positions.
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 AttentionInterface.register(PROBE_NAME, probe_function)
+AttentionMaskInterface.register(PROBE_NAME, probe_mask)
 
 _handles = itertools.count()
 # Several engines may serve one module, from several threads: while one has it hooked, the others wait.
@@ -67,6 +66,7 @@ class ModelBinding:
         head: if it is sharded too.
 
     Attributes:
+        layers: of attention, in the order of the forward pass.
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
         min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
         watch: detects changes of a live module; None for another.
@@ -92,7 +92,7 @@ class ModelBinding:
         self._patches = AttributePatches()
         self._is_installed = False
         probe = probe_model(model, self._probing)
-        self.layers, self.window = probe.layers, probe.window
+        self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
         self.vocab_size = check_rows(model, self._probing)
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
@@ -232,10 +232,8 @@ class ModelBinding:
     def _install(self) -> None:
         self._patches.undo()  # what an interrupt may have left half done
         changes = self._redirected_to(ATTENTION_NAME)
-        for layer, cache in zip(self.layers, self.caches.of_layers, strict=True):
-            changes.append((vars(layer.module), LAYER_CACHE, cache))
-            if not self._passes_keywords:
-                changes.append((vars(layer.module), LAYER_ENGINE, self.handle))
+        handle = None if self._passes_keywords else self.handle
+        changes += layer_changes(self.layers, self.caches.of_layers, handle)
         changes += self._rotary
         for module, compiled in self._compiled_calls.items():
             changes.append((vars(module), "_compiled_call_impl", compiled))

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.errors import NotFusedError
-from nanovllm.model.llama_parts import check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -47,7 +47,8 @@ class FusedLayer:
         from nanovllm.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
 
         self._kernels = kernels
-        self._scaling, self.head_dim = layer.scaling, layer.head_dim
+        traits = layer.traits
+        self._scaling, self.head_dim = layer.scaling, traits.head_dim
         self._caches: tuple[Tensor, Tensor] | None = None
         self.linears: list[nn.Linear] = []  # whose weights are packed here
         kind, parts = type(module).__name__, dict(module.named_modules())
@@ -70,7 +71,7 @@ class FusedLayer:
             return NormStruct(found.weight.data_ptr(), epsilon)
 
         norms: list[Any] = []
-        heads, kv_heads = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim
+        heads, kv_heads = traits.num_heads * traits.head_dim, traits.token_values
         if not is_silu(getattr(parts.get("mlp"), "act_fn", None), layer.dtype):
             raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
         qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -86,9 +87,9 @@ class FusedLayer:
         self._struct = LayerStruct(
             norm("input_layernorm", hidden),
             norm("post_attention_layernorm", hidden),
-            norm("self_attn.q_norm", layer.head_dim, optional=True),
-            norm("self_attn.k_norm", layer.head_dim, optional=True),
-            qkv.struct, output.struct, gate_up.struct, down.struct, layer.num_heads, layer.num_kv_heads,
+            norm("self_attn.q_norm", traits.head_dim, optional=True),
+            norm("self_attn.k_norm", traits.head_dim, optional=True),
+            qkv.struct, output.struct, gate_up.struct, down.struct, traits.num_heads, traits.num_kv_heads,
         )  # fmt: skip
         check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
 
@@ -146,9 +147,9 @@ def fuse_layers(
     """
     if not modules or len(modules) != len(layers):
         raise NotFusedError("the attention modules are in no list of layers")
+    check_attention(layers)
     workspaces: list[Workspace] = []
-    kept: list[FusedLayer | None] = [None] * len(modules)
-    has_room = _has_room_for_both(modules)
+    kept, has_room = cast("list[FusedLayer | None]", [None] * len(modules)), _has_room_for_both(modules)
 
     def make(index: int) -> FusedLayer:
         fused = FusedLayer(modules[index], layers[index], kernels)
@@ -186,7 +187,7 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
     def rows_of(*sizes: int) -> Tensor:
         return torch.empty(max_rows, *sizes, dtype=dtype, device="cpu")
 
-    heads = (layer.num_heads, layer.head_dim)
+    heads = (layer.traits.num_heads, layer.traits.head_dim)
     with torch.inference_mode(False):  # as for the caches
         return Workspace(
             scratch=rows_of(fused.hidden_size + max(fused.qkv_size, fused.inner_size)),

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.attention.operator import AttentionLayer
 from nanovllm.errors import NotFusedError
 
 # How far a fused layer's change of the hidden states may lie from the module's own, in relation to its size: in the
 # median of the rows, and four times as far in the worst row. Measured on SmolLM2: median 2e-6 and 0.013, worst 2e-5 and
 # 0.037, where a row's hidden states are a thousand times as large as their change.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.025}
+
+
+def check_attention(layers: Sequence[AttentionLayer], *served: str) -> None:
+    """Raise NotFusedError unless all layers have heads of one size and K and V of their own, and nothing beyond plain
+    causal attention but what is in `served`, as of `LayerTraits.first_beyond`.
+    """
+    sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
+    if len(sizes) > 1:
+        raise NotFusedError(f"the layers have heads of different sizes: {sorted(sizes)}")
+    for index, layer in enumerate(layers):
+        beyond = layer.traits.first_beyond(*served)
+        if beyond is None and layer.traits.shares is not None:
+            beyond = f"the K and V of layer {layer.traits.shares}"
+        if beyond is not None:
+            raise NotFusedError(f"layer {index} has {beyond}")
 
 
 def check_knows_all(module: nn.Module, weights: list[Any]) -> None:

@@ -1,9 +1,13 @@
-"""Attributes set on a caller's objects for a while, and put back exactly as they were."""
+"""Attributes set on a caller's objects for a while, and put back exactly as they were; those of attention modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from nanovllm.attention.kv_writes import LayerCache
+from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES, AttentionLayer
+from nanovllm.layer_traits import kind_of, kinds_of
 
 Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
 
@@ -34,3 +38,26 @@ class AttributePatches:
             else:
                 attributes[name] = before
             self._undo.pop()
+
+
+def layer_changes(
+    layers: Sequence[AttentionLayer], caches: Sequence[LayerCache], engine_handle: int | None
+) -> list[Change]:
+    """What attention modules carry while they are hooked.
+
+    Args:
+        caches: K and V of each layer.
+        engine_handle: for a model that does not pass its keyword arguments on to attention.
+    """
+    changes: list[Change] = []
+    kinds = kinds_of(layer.traits for layer in layers)
+    for layer, cache in zip(layers, caches, strict=True):
+        attributes, traits = vars(layer.module), layer.traits
+        changes.append((attributes, LAYER_CACHE, cache))
+        if len(kinds) > 1:
+            changes.append((attributes, LAYER_KIND, kinds.index(kind_of(traits))))
+        if traits.shares is not None:
+            changes.append((attributes, LAYER_SHARES, True))
+        if engine_handle is not None:
+            changes.append((attributes, LAYER_ENGINE, engine_handle))
+    return changes

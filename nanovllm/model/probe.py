@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.operator import AttentionLayer
+from nanovllm.attention.operator import SINKS, AttentionLayer
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.layer_traits import LayerTraits, Sight
+from nanovllm.model.mask_probe import MaskProbe, sizes_of
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them
@@ -24,44 +26,86 @@ _HARMLESS = {
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(slots=True)
 class Probe:
     """Records what each attention layer passes on in one forward pass, and refuses what is not implemented."""
 
+    masks: MaskProbe = field(default_factory=MaskProbe)
     layers: list[AttentionLayer] = field(default_factory=list)
-    window: int | None = None
     passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
+    _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
 
     def record(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> None:
-        name = type(module).__name__
+        """Raises UnsupportedModelError, which names the layer and what no attention backend computes."""
+        name = f"layer {len(self.layers)} ({type(module).__name__})"
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders are supported.")
         if any(layer.module is module for layer in self.layers):
             raise UnsupportedModelError(f"{name} attends more than once per forward pass; its layers share modules.")
-        if key.shape != value.shape:
+        if key.shape[:3] != value.shape[:3]:
             raise UnsupportedModelError(
-                f"{name} has keys of {tuple(key.shape)} and values of {tuple(value.shape)}; they must be alike."
+                f"{name} has keys of {tuple(key.shape)} and values of {tuple(value.shape)}; they must be of as many "
+                "heads and tokens."
             )
         if query.shape[2] != key.shape[2]:
             raise UnsupportedModelError(f"{name} attends to other keys than its own tokens' (cross-attention).")
         self.passes_keywords &= PROBE_ARGUMENT in kwargs
-        window = kwargs.pop("sliding_window", None)
-        if window:
-            self.window = min(window, self.window or window)
+        window, softcap, sinks = (kwargs.pop(extra, None) for extra in ("sliding_window", "softcap", SINKS))
         for argument, given in kwargs.items():
             is_off = given is None or (isinstance(given, (bool, int, float)) and not given)
             if not is_off and argument not in _HARMLESS:
                 raise UnsupportedModelError(
-                    f"{name} passes {argument!r} to attention, which is not implemented (soft-capping, sinks and other "
-                    "extensions are refused rather than ignored)."
+                    f"{name} passes {argument!r} to attention, which no attention backend computes, and it is refused "
+                    "rather than ignored. Use the model's own generate()."
                 )
-        self.layers.append(AttentionLayer(module, query.shape[1], key.shape[1], query.shape[3], key.dtype, scaling))
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise UnsupportedModelError(
+                f"{name} has attention sinks of {tuple(sinks.shape)}; one for each of its {query.shape[1]} heads is "
+                "implemented."
+            )
+        sight = self._sight(name, mask, window or None)
+        traits = LayerTraits(
+            query.shape[1], key.shape[1], query.shape[3], value.shape[3], *sight, softcap or None, sinks is not None,
+            self._shared_with(key, value),
+        )  # fmt: skip
+        self._states.append((key, value))
+        self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
+
+    def _sight(self, name: str, mask: Tensor | None, window: int | None) -> Sight:
+        """What the layer's mask lets it see, which the window that it names must not contradict."""
+        sight = self.masks.sight(mask)
+        if sight is None:
+            raise UnsupportedModelError(
+                f"{name} has an attention mask that is neither causal nor a sliding window nor in chunks, and no "
+                "attention backend computes another. Use the model's own generate()."
+            )
+        if window is not None and sight.window != window:
+            raise UnsupportedModelError(
+                f"{name} names a sliding window of {window} tokens, but its attention mask has "
+                f"{'none' if sight.window is None else sight.window}, so that its result depends on the attention "
+                "implementation. Use the model's own generate()."
+            )
+        return sight
+
+    def _shared_with(self, key: Tensor, value: Tensor) -> int | None:
+        """The earlier layer that passed on the very same K and V."""
+        for index, states in enumerate(self._states):
+            if all(one.data_ptr() == other.data_ptr() for one, other in zip(states, (key, value), strict=True)):
+                return self.layers[index].traits.shares_of(index)
+        return None
 
 
 def probe_model(model: Any, probing: Probing) -> Probe:
@@ -74,7 +118,8 @@ def probe_model(model: Any, probing: Probing) -> Probe:
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
     text_config = model.config.get_text_config(decoder=True)
-    probe, expected = Probe(window=window_of_masks(name, text_config)), text_config.num_hidden_layers
+    refuse_unknown_layer_types(name, text_config)
+    probe, expected = Probe(MaskProbe(sizes_of(text_config))), text_config.num_hidden_layers
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
@@ -84,7 +129,7 @@ def probe_model(model: Any, probing: Probing) -> Probe:
                 input_ids=torch.zeros(1, 2, dtype=torch.long, device=devices[0]),
                 position_ids=torch.arange(2, device=devices[0])[None],
                 use_cache=False,
-                logits_to_keep=1,
+                logits_to_keep=torch.ones(1, dtype=torch.long, device=devices[0]),  # the last row, named as in steps
                 return_dict=True,
                 **({PROBE_ARGUMENT: None} if takes_any else {}),
             )
@@ -101,9 +146,6 @@ def probe_model(model: Any, probing: Probing) -> Probe:
         )
     if failure is not None:
         raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {failure}") from failure
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in probe.layers}
-    if len(shapes) > 1:
-        raise UnsupportedModelError(f"{name} has attention layers of different shapes: {sorted(shapes)}.")
     return probe
 
 
@@ -116,19 +158,10 @@ def positions_of(config: Any) -> int | None:
     return None
 
 
-def window_of_masks(name: str, text_config: Any) -> int | None:
-    """The window that the library's masks alone apply, which paged attention does not read.
-
-    Attention in chunks counts as one: within a chunk it is plain causal attention.
-    """
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    unknown = sorted(layer_types - _LAYER_TYPES)
+def refuse_unknown_layer_types(name: str, text_config: Any) -> None:
+    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
     if unknown:
         raise UnsupportedModelError(f"{name} has layers of type {unknown[0]!r}, which are not implemented.")
-    slides = "sliding_attention" in layer_types if layer_types else getattr(text_config, "use_sliding_window", True)
-    windows = [getattr(text_config, "sliding_window", None)] if slides else []
-    windows.append(getattr(text_config, "attention_chunk_size", None))
-    return min((window for window in windows if window), default=None)
 
 
 def refuse_batch_dependent_rope(model: nn.Module) -> None:
@@ -165,20 +198,25 @@ _current = threading.local()
 @contextmanager
 def probing_with(probe: AnyProbe) -> Iterator[None]:
     """Attention layers of this thread report to `probe`."""
-    _current.probe = probe
+    _current.probe, _current.masks = probe, probe.masks if isinstance(probe, Probe) else MaskProbe()
     try:
         yield
     finally:
-        _current.probe = None
+        _current.probe = _current.masks = None
 
 
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Replaces attention: each token attends to itself alone."""
-    if attention_mask is not None:
+    if attention_mask is not None and not _current.masks.knows(attention_mask):
         raise UnsupportedModelError(
             f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    _current.probe.record(module, query, key, value, scaling, dict(kwargs))
+    _current.probe.record(module, query, key, value, scaling, attention_mask, dict(kwargs))
     own = value.transpose(1, 2)
     return own.repeat_interleave(query.shape[1] // value.shape[1], dim=2), None
+
+
+def probe_mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **kwargs: Any) -> Tensor:
+    """What `transformers` calls for each mask while a probe replaces attention."""
+    return _current.masks.make(mask_function, q_length, kv_length, device=device)

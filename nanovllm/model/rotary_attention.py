@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.attention.operator import LAYER_CACHE, AttentionLayer, paged_attention, step_tensors
+from nanovllm.attention.operator import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
 from nanovllm.errors import NotFusedError
+from nanovllm.model.llama_parts import check_attention
 from nanovllm.model.merged_linears import MergedLinear, MergedPart
 
 # How far our heads may lie from the module's own, in relation to their size: some roundings.
@@ -28,6 +29,7 @@ OPERATORS = {
     "linear", "mean", "mm", "mul", "neg", "pow", "rms_norm", "rsqrt", "slice", "split", "t", "transpose", "unsqueeze",
     "view",
 }  # fmt: skip
+_SERVED = ("window", "chunk", "softcap")  # by attention itself, which stays what it is
 MANY_ROWS = 2048  # for which the kernel is compiled once more
 POSITIONS = (0, 3, 17, 100)  # of the rows on which both are compared
 
@@ -60,7 +62,8 @@ class RotaryAttention(nn.Module):
         attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
-        return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling)), None
+        kind = getattr(attention, LAYER_KIND, 0)
+        return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling, kind)), None
 
     def rotated(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -74,9 +77,9 @@ class RotaryAttention(nn.Module):
 
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
         """A call of the kernel alone."""
-        layer, weight = self._layer, self.attention.q_proj.all_weights
-        products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, layer.head_dim)
-        cache = weight.new_zeros(2, 1, layer.num_kv_heads, layer.head_dim)
+        traits, weight = self._layer.traits, self.attention.q_proj.all_weights
+        products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, traits.head_dim)
+        cache = weight.new_zeros(2, 1, traits.num_kv_heads, traits.head_dim)
         slots = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
         return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
 
@@ -90,7 +93,8 @@ def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
     first, *others = linears
     if not isinstance(first, MergedLinear) or not all(isinstance(part, MergedPart) for part in others):
         return False
-    sizes = [heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)]
+    traits = layer.traits
+    sizes = [heads * traits.head_dim for heads in (traits.num_heads, traits.num_kv_heads, traits.num_kv_heads)]
     parts = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
     is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in others)
     return is_whole and [(linear.start, linear.end) for linear in linears] == parts
@@ -99,7 +103,7 @@ def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
 def _epsilon_of(norms: list[Any], layer: AttentionLayer, kind: str) -> float:
     epsilons: set[Any] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
     shapes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
-    if shapes != 2 * [(layer.head_dim,)] or len(epsilons) != 1 or None in epsilons:
+    if shapes != 2 * [(layer.traits.head_dim,)] or len(epsilons) != 1 or None in epsilons:
         raise NotFusedError(f"{kind} has norms of q and k that are not RMS norms of each head")
     return float(epsilons.pop())
 
@@ -176,6 +180,7 @@ def fuse_rotary(
 
     Raises NotFusedError if a module is of another kind.
     """
+    check_attention(layers, *_SERVED)
     probe, device = RotaryProbe(layers, rotate), next(layers[0].module.parameters()).device
     with probing(probe), probe.operators, ExitStack() as hooks:
         for module in probe.fused:
@@ -191,6 +196,7 @@ def rotary_calls(layer: AttentionLayer, rotate: Any, num_rows: int) -> list[Call
     if rotate is None:
         return []
     try:
+        check_attention([layer], *_SERVED)
         fused = RotaryAttention(layer, rotate)
     except NotFusedError:
         return []

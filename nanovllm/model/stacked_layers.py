@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.flex_gpu import GpuFlexPlan
+from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError
-from nanovllm.model.llama_parts import check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
 from nanovllm.model.merged_linears import is_plain_linear
 
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -40,7 +41,7 @@ class StackedLayers:
         self,
         modules: Sequence[nn.Module],
         layers: Sequence[AttentionLayer],
-        caches: Sequence[Tensor],
+        caches: Sequence[LayerCache],
         calls: dict[nn.Module, Callable[..., Any]],
         block_size: int,
     ) -> None:
@@ -48,7 +49,8 @@ class StackedLayers:
         if stack is None or not modules or len(modules) != len(layers):
             raise NotFusedError("there is no kernel for them, or the attention modules are in no list of layers")
         sizes = _sizes(modules[0], layers[0], block_size)
-        device = caches[0].device
+        check_attention(layers)
+        device = caches[0][0].device
         reason = find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device)  # type: ignore[misc]
         if reason is not None:
             raise NotFusedError(reason)
@@ -145,7 +147,7 @@ class StackedLayers:
 def stacked_calls(
     modules: Sequence[nn.Module],
     layers: Sequence[AttentionLayer],
-    caches: Sequence[Tensor],
+    caches: Sequence[LayerCache],
     calls: dict[nn.Module, Callable[..., Any]],
     block_size: int,
     *,
@@ -172,6 +174,7 @@ def compile_calls_of(
     if compile_code is None or not modules:
         return []
     try:
+        check_attention(layers)
         sizes = _sizes(modules[0], layers[0], block_size)
         linears = [_part(modules[0], name) for name in _LINEARS[:3]]
     except (NotFusedError, AttributeError):
@@ -193,8 +196,14 @@ def _sizes(module: nn.Module, layer: AttentionLayer, block_size: int) -> Any:
     if not all(is_plain_linear(linear) for linear in linears):
         raise NotFusedError(f"{type(module).__name__} has projections that are no linear layers")
     sizes: Any = find_kernel("layer_stack", "StackSizes")
+    traits = layer.traits
     return sizes(
-        linears[0].in_features, linears[1].in_features, layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size
+        linears[0].in_features,
+        linears[1].in_features,
+        traits.num_heads,
+        traits.num_kv_heads,
+        traits.head_dim,
+        block_size,
     )
 
 
@@ -205,7 +214,7 @@ def _part(module: nn.Module, name: str) -> Any:
         raise NotFusedError(f"{type(module).__name__} has no {name}") from error
 
 
-def _weights(module: nn.Module, layer: AttentionLayer, cache: Tensor) -> Any:
+def _weights(module: nn.Module, layer: AttentionLayer, cache: LayerCache) -> Any:
     """The layer's tensors; raises NotFusedError."""
     kind = type(module).__name__
     linears = [_part(module, name) for name in _LINEARS]
@@ -213,10 +222,10 @@ def _weights(module: nn.Module, layer: AttentionLayer, cache: Tensor) -> Any:
         raise NotFusedError(f"{kind} has projections that are no linear layers")
     if any(linear.bias is not None for linear in linears[3:]):
         raise NotFusedError(f"{kind} has a bias behind attention or within its MLP")
-    hidden = linears[0].in_features
+    hidden, head_dim = linears[0].in_features, layer.traits.head_dim
     norms: list[Any] = [module.get_submodule(name) if _has(module, name) else None for name in _NORMS]
     epsilons = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
-    for norm, epsilon, size in zip(norms, epsilons, (hidden, hidden, layer.head_dim, layer.head_dim), strict=True):
+    for norm, epsilon, size in zip(norms, epsilons, (hidden, hidden, head_dim, head_dim), strict=True):
         if norm is None and size is hidden:
             raise NotFusedError(f"{kind} lacks the RMS norms before attention and MLP")
         if norm is not None and (epsilon is None or not is_rms_norm(norm, size, epsilon, layer.dtype)):
@@ -229,7 +238,7 @@ def _weights(module: nn.Module, layer: AttentionLayer, cache: Tensor) -> Any:
     tensors += [None if norm is None else norm.weight.detach() for norm in norms]
     biases = [linear.bias for linear in linears[:3]]
     if any(bias is not None for bias in biases):
-        zeros = [torch.zeros(linear.out_features, dtype=layer.dtype, device=cache.device) for linear in linears[:3]]
+        zeros = [torch.zeros(linear.out_features, dtype=layer.dtype, device=cache[0].device) for linear in linears[:3]]
         biases = [zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)]
     known = [parameter for part in (*linears, *norms) if part is not None for parameter in part.parameters()]
     check_knows_all(module, known)

@@ -6,18 +6,20 @@ import logging
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from nanovllm.attention import backends as attention_choice
 from nanovllm.attention import flash
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
 from nanovllm.attention.flash import TRIED_VERSION
+from nanovllm.attention.operator import AttentionLayer
 from nanovllm.config import EngineConfig
+from nanovllm.layer_traits import LayerTraits
 
-LAYER = SimpleNamespace(dtype=torch.bfloat16, head_dim=128)
+LAYERS = [AttentionLayer(nn.Identity(), LayerTraits(16, 8, 128, 128), torch.bfloat16, 1.0)]
 DEVICE = torch.device("cuda", 0)
 
 
@@ -31,8 +33,8 @@ def flash_is_there(monkeypatch):
 
 def choice(**options):
     config = EngineConfig(**options)
-    size = preferred_block_size(LAYER, DEVICE, config)
-    return AttentionChoice.for_model(LAYER, DEVICE, config.resolve_limits("cuda", 4096, block_size=size)).backend, size
+    size = preferred_block_size(LAYERS, DEVICE, config)
+    return AttentionChoice.for_model(LAYERS, DEVICE, config.resolve_limits("cuda", 4096, block_size=size)).backend, size
 
 
 def test_auto_takes_flash_and_blocks_of_its_size(flash_is_there):
@@ -129,7 +131,7 @@ def test_a_package_around_it_that_is_broken_is_no_end_either(install, tmp_path, 
 def test_flash_is_imported_once_and_only_where_it_may_be_used(install, monkeypatch):
     install("")
     assert choice(block_size=64) == ("flex", None) and choice(enforce_eager=True)[0] == "sdpa"
-    assert preferred_block_size(LAYER, torch.device("cpu"), EngineConfig()) is None
+    assert preferred_block_size(LAYERS, torch.device("cpu"), EngineConfig()) is None
     assert install.num_imports() == 0
     assert choice() == choice() == ("flash", 128)
     assert install.num_imports() == 1

@@ -22,6 +22,7 @@ from nanovllm.attention import cpp
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.kernels import cpp as kernels
+from nanovllm.layer_traits import FULL_SIGHT
 from nanovllm.model.binding import ModelBinding
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import PagedCase
@@ -67,7 +68,7 @@ def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives
     spans = [(96, 1), (100, 1), (97, 1), (96, 30), (111, 1)]
     case = PagedCase(spans, dtype=dtype, shared=shared)
     backend = cpp_backend(case)
-    groups = backend.plan(case.layout).decode_groups
+    groups = backend.plan(case.layout).shared_decodes.groups
     assert groups.shared.tolist() == [16 * shared] and sorted(groups.members) == list(range(4))
     case.check(case.run(backend))
 
@@ -80,7 +81,7 @@ def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
     entries = [entry._replace(block_table=table) for entry, table in zip(case.entries, tables, strict=True)]
 
     def shared(of: list[ScheduledSequence]) -> dict[tuple[int, ...], int]:
-        groups = cpp_backend(case).plan(build_layout(of, 16)).decode_groups
+        groups = cpp_backend(case).plan(build_layout(of, 16)).shared_decodes.groups
         parts = np.split(groups.members, groups.starts[1:-1])
         return {tuple(part.tolist()): tokens for part, tokens in zip(parts, groups.shared.tolist(), strict=True)}
 
@@ -92,7 +93,7 @@ def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
 def test_few_queries_read_for_themselves():
     for members, expected in ((3, 0), (4, 96)):  # of three heads a KV head each
         case = PagedCase([(96, 1)] * members, shared=6)
-        assert cpp_backend(case).plan(case.layout).decode_groups.shared.tolist() == [expected]
+        assert cpp_backend(case).plan(case.layout).shared_decodes.groups.shared.tolist() == [expected]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,9 @@ def test_chunks_are_right_with_and_without_amx(monkeypatch, processor, dtype):
     monkeypatch.setattr(kernels, "processor", lambda: processor)
     case = PagedCase([(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)], dtype=dtype)
     backend = cpp_backend(case)
-    assert len(backend.plan(case.layout).chunks) == (5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0)
+    assert len(backend.plan(case.layout).seen[FULL_SIGHT].chunks) == (
+        5 if (processor, dtype) == ("amx_bf16", torch.bfloat16) else 0
+    )
     case.check(case.run(backend))
 
 

@@ -17,6 +17,7 @@ from nanovllm.execution import gpu_memory, memory
 from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
 from nanovllm.kernels import paged_decode
 from nanovllm.kernels.paged_decode import PagedDecode
+from nanovllm.layer_traits import LayerTraits
 
 H200 = Gpu(132, 232_448)
 GIB = 2**30
@@ -27,7 +28,7 @@ CONFIG = EngineConfig(
 
 
 def layer_of(dtype: torch.dtype) -> AttentionLayer:
-    return AttentionLayer(nn.Identity(), num_heads=16, num_kv_heads=8, head_dim=128, dtype=dtype, scaling=1.0)
+    return AttentionLayer(nn.Identity(), LayerTraits(16, 8, 128, 128), dtype, scaling=1.0)
 
 
 @pytest.fixture

@@ -42,11 +42,6 @@ def refused_model(model: nn.Module, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_sliding_window_is_refused_with_its_size_and_the_remedy():
-    message = refused_model(tiny_model("mistral", sliding_window=64))
-    assert_names(message, "MistralForCausalLM", "sliding window of 64", "max_model_len to at most 64")
-
-
 def test_a_sliding_window_that_no_sequence_can_leave_is_served_exactly():
     windowed, full = tiny_model("mistral", sliding_window=128), tiny_model("mistral")
     answers = [
@@ -57,29 +52,32 @@ def test_a_sliding_window_that_no_sequence_can_leave_is_served_exactly():
     assert answers[0] == answers[1]
 
 
-def test_a_sliding_window_of_a_few_layers_only_is_refused_too():
-    model = small("Gemma3Text", head_dim=32, sliding_window=32, layer_types=["sliding_attention", "full_attention"])
-    assert_names(refused_model(model), "sliding window of 32", "max_model_len")
+def passing(model: Any, **extra: Any) -> Any:
+    """The model, whose second layer passes more keyword arguments on to attention."""
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | extra), with_kwargs=True)
+    return model
 
 
-def test_a_sliding_window_that_only_the_mask_knows_is_refused_too():
-    """These layers pass no window to attention: the library puts it into the mask, which the engine replaces."""
-    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "max_window_layers": 2}
-    sizes |= {"shared_expert_intermediate_size": 32, "sliding_window": 32}
-    message = refused_model(small("Qwen2Moe", use_sliding_window=True, **sizes))
-    assert_names(message, "Qwen2MoeForCausalLM", "sliding window of 32")
-    LLM(small("Qwen2Moe", use_sliding_window=False, **sizes), **OPTIONS).close()
-    message = refused_model(small("Phimoe", num_local_experts=2, sliding_window=32))
-    assert_names(message, "PhimoeForCausalLM", "sliding window of 32")
+def test_what_no_attention_backend_computes_is_refused_by_layer_and_name():
+    message = refused_model(passing(tiny_model(), position_bias=torch.ones(1)))
+    assert_names(message, "layer 1 (LlamaAttention)", "'position_bias'", "generate()")
 
 
-def test_soft_capping_is_refused_by_name():
-    assert_names(refused_model(small("Gemma2", head_dim=32)), "Gemma2", "softcap", "not implemented")
+def test_a_window_that_the_mask_does_not_have_is_refused_with_both():
+    """Attention implementations of the library would answer differently."""
+    message = refused_model(passing(tiny_model(), sliding_window=8))
+    assert_names(message, "layer 1 (LlamaAttention)", "sliding window of 8", "mask has none")
 
 
-def test_attention_sinks_are_refused_by_name():
-    model = small("GptOss", head_dim=32, num_local_experts=2, num_experts_per_tok=1)
-    assert_names(refused_model(model), "GptOss", "s_aux", "sinks", "not implemented")
+def test_sinks_that_are_not_one_for_each_head_are_refused():
+    message = refused_model(passing(tiny_model(), s_aux=torch.ones(3)))
+    assert_names(message, "layer 1 (LlamaAttention)", "sinks", "(3,)")
+
+
+def test_a_mask_of_another_kind_is_refused_by_layer(monkeypatch):
+    monkeypatch.setattr("transformers.masking_utils.causal_mask_function", lambda batch, head, query, key: key < 7)
+    assert_names(refused_model(tiny_model()), "layer 0 (LlamaAttention)", "neither causal nor a sliding window")
 
 
 @pytest.mark.parametrize(
@@ -139,12 +137,6 @@ def test_a_hybrid_of_attention_and_other_layers_is_refused():
 def test_a_model_with_its_own_attention_code_is_refused():
     model = small("Bloom", without=("num_key_value_heads",))
     assert_names(refused_model(model), "BloomForCausalLM", "attention interface")
-
-
-def test_attention_in_chunks_is_refused_or_bounded_like_a_window():
-    """It is made by the mask alone, which the engine replaces: sequences beyond a chunk would be wrong in silence."""
-    model = small("Llama4Text", head_dim=32, num_local_experts=2, attention_chunk_size=32, intermediate_size_mlp=64)
-    assert_names(refused_model(model), "Llama4", "32")
 
 
 def test_a_mask_that_the_model_computes_itself_is_refused():

@@ -21,6 +21,7 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.kernels.cpp import load_kernels
+from nanovllm.layer_traits import LayerTraits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
@@ -33,15 +34,33 @@ class PagedCase:
     """Random K and V of several sequences in a poisoned cache, and the step that extends them."""
 
     def __init__(
-        self, spans, *, block_size=16, num_kv_heads=2, groups=3, head_dim=64, dtype=torch.float32, seed=0, shared=0
+        self,
+        spans,
+        *,
+        block_size=16,
+        num_kv_heads=2,
+        groups=3,
+        head_dim=64,
+        dtype=torch.float32,
+        seed=0,
+        shared=0,
+        **traits,
     ):
-        """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all."""
+        """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all.
+
+        traits: of `LayerTraits`, beyond the sizes. Blocks that no row of a sequence sees are poisoned.
+        """
+        value_dim = traits.pop("value_dim", head_dim)
+        self.traits = LayerTraits(num_kv_heads * groups, num_kv_heads, head_dim, value_dim, **traits)
         generator = torch.Generator().manual_seed(seed)
         self.block_size, self.num_kv_heads, self.dtype = block_size, num_kv_heads, dtype
         blocks = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(blocks)
-        shape = (NUM_BLOCKS * block_size, num_kv_heads, head_dim)
-        self.caches = torch.full((2, *shape), torch.nan, dtype=dtype)  # foreign and free blocks
+        self.sinks = torch.randn(self.traits.num_heads, generator=generator) if self.traits.has_sinks else None
+        self.caches = [  # foreign and free blocks
+            torch.full((NUM_BLOCKS * block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
+            for dim in (head_dim, value_dim)
+        ]
         for cache in self.caches:
             cache[:block_size] = 0  # the null block
         self.dense, self.queries, self.entries = [], [], []
@@ -49,14 +68,17 @@ class PagedCase:
             end = start + count
             common = self.entries[0].block_table[:shared] if number else []
             table = common + [blocks.pop() for _ in range(-(-end // block_size) - len(common))]
-            keys, values = torch.randn(2, end, num_kv_heads, head_dim, generator=generator).to(dtype)
+            keys, values = (
+                torch.randn(end, num_kv_heads, dim, generator=generator).to(dtype) for dim in (head_dim, value_dim)
+            )
             if common:
                 assert min(start, spans[0][0]) >= shared * block_size
                 for own, first in zip((keys, values), self.dense[0], strict=True):
                     own[: shared * block_size] = first[: shared * block_size]
             self.dense.append((keys, values))
             self.queries.append(torch.randn(count, num_kv_heads * groups, head_dim, generator=generator).to(dtype))
-            for position in range(start):
+            first = int(self.traits.sight.first_seen(np.array([start]))[0]) // block_size * block_size
+            for position in range(first, start):
                 slot = self.slot(table, position)
                 self.caches[0][slot], self.caches[1][slot] = keys[position], values[position]
             for position in range(start, len(table) * block_size):
@@ -67,7 +89,9 @@ class PagedCase:
                 NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=10_000
             )
             self.entries.append(ScheduledSequence(sequence, start, count, True, table, start))
-        self.caches = self.caches.to(DEVICE)
+        self.caches = [cache.to(DEVICE) for cache in self.caches]
+        if head_dim == value_dim:
+            self.caches = torch.stack(self.caches)
         self.layout = build_layout(self.entries, block_size)
         self.scaling = head_dim**-0.5
 
@@ -93,7 +117,7 @@ class PagedCase:
         write_states(key, value, self.caches, torch.from_numpy(slots).to(DEVICE))
         with step_in_force(-1, step):
             attend = paged_attention if through_operator else attend_in_step
-            return attend(query, *self.caches, torch.tensor([-1]), self.scaling)[0]
+            return attend(query, *self.caches, torch.tensor([-1]), self.scaling, 0, self.sinks)[0]
 
     def expected(self) -> Tensor:
         """Return the dense float32 reference, [num_tokens, num_heads, head_dim] in row order."""
@@ -105,9 +129,20 @@ class PagedCase:
             groups = query.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
             scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scaling
-            positions = entry.start + torch.arange(entry.num_new_tokens)
-            scores.masked_fill_(torch.arange(len(keys))[None] > positions[:, None], float("-inf"))
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+            traits, positions = self.traits, entry.start + torch.arange(entry.num_new_tokens)[:, None]
+            of_keys = torch.arange(len(keys))[None]
+            if traits.softcap is not None:
+                scores = traits.softcap * torch.tanh(scores / traits.softcap)
+            scores.masked_fill_(of_keys > positions, float("-inf"))
+            if traits.window is not None:
+                scores.masked_fill_(of_keys <= positions - traits.window, float("-inf"))
+            if traits.chunk is not None:
+                scores.masked_fill_(of_keys // traits.chunk != positions // traits.chunk, float("-inf"))
+            if self.sinks is not None:
+                column = self.sinks.float().cpu()[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, column], -1)
+            weights = scores.softmax(-1)[:, :, : len(keys)]
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(outputs)
 
     def check(self, output: Tensor):
@@ -119,7 +154,7 @@ class PagedCase:
 
 def sdpa(case):
     block_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return SdpaAttention(case.block_size, block_bytes, case.dtype, DEVICE)
+    return SdpaAttention([case.traits], case.block_size, block_bytes, case.dtype, DEVICE)
 
 
 _flex_backends = {}
@@ -127,13 +162,12 @@ _flex_backends = {}
 
 def flex(case):
     """Return the backend of a shape; it keeps its compiled kernels over steps, as in an engine."""
-    num_heads = case.queries[0].shape[1]
-    key = (case.block_size, num_heads, case.num_kv_heads, case.queries[0].shape[2], case.dtype)
+    key = (case.block_size, case.traits, case.dtype)
     if key not in _flex_backends:
         _flex_backends[key] = FlexAttention(
             num_blocks=NUM_BLOCKS,
             block_size=case.block_size,
-            num_groups=num_heads // case.num_kv_heads,
+            kinds=[case.traits],
             max_num_seqs=8,
             max_num_batched_tokens=512,
             device=DEVICE,
@@ -142,10 +176,9 @@ def flex(case):
 
 
 def cpp(case):
-    head_dim, groups = case.queries[0].shape[2], case.queries[0].shape[1] // case.num_kv_heads
-    kernels = load_kernels(case.dtype, head_dim, groups)
-    block_bytes = 2 * case.caches[0][: case.block_size].nbytes
-    return CppAttention(kernels, num_blocks=NUM_BLOCKS, block_size=case.block_size, block_bytes=block_bytes)
+    traits, block_bytes = case.traits, 2 * case.caches[0][: case.block_size].nbytes
+    kernels = load_kernels(case.dtype, traits.head_dim, traits.num_groups, traits.value_dim)
+    return CppAttention([traits], [kernels], num_blocks=NUM_BLOCKS, block_size=case.block_size, block_bytes=block_bytes)
 
 
 MIXED_STEPS = {

@@ -1,6 +1,6 @@
 // Attention over a paged KV cache: the kernels of the `cpp` form.
 //
-// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM and NUM_GROUPS (query heads a KV head). The query heads
+// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM, VALUE_DIM and NUM_GROUPS (query heads a KV head). The heads
 // of a group are handled together, so that K and V are read once, straight from their pages. Scores, softmax and sums
 // are float32. The softmax is the online one (Milakov and Gimelshein 2018). Only the slots of a sequence's own tokens
 // are read, so nothing that lies in others can matter.
@@ -24,30 +24,32 @@ constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
 // One query head over the tokens of a work item: softmax(scores) @ values = sums / total, both scaled by e^-maximum.
 // The items that a sequence took part in are merged afterwards (Flash-Decoding, Dao et al. 2023).
 struct State {
-  float sums[kDim];
+  float sums[kValueDim];
   float maximum;
   float total;
 };
 
+template <int kSize>
 inline void prefetch(const Element* row) {
-  for (int at = 0; at < kDim; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+  for (int at = 0; at < kSize; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
 }
 
-// Where a tile's keys or values lie, and those that come next, which the processor fetches meanwhile.
+// Where a tile's keys or values of kSize elements lie, and those that come next, which the processor fetches meanwhile.
+template <int kSize>
 struct Rows {
   const Element* rows;
   const Element* next;
   int64_t stride;
   const Element* operator[](int token) const { return rows + token * stride; }
-  void fetch_next(int token) const { prefetch(next + token * stride); }
+  void fetch_next(int token) const { prefetch<kSize>(next + token * stride); }
 };
 
 // sums[head] += weights[head] @ values, of kHeads heads.
 template <int kHeads>
-void add_values(const float (*weights)[kTile], const Rows& values, int count, Floats (*sums)[kVectors]) {
+void add_values(const float (*weights)[kTile], const Rows<kValueDim>& values, int count, Floats (*sums)[kVectors]) {
   int token = 0;
 #ifdef __AVX512BF16__
-  if constexpr (sizeof(Element) == 2 && kDim % (2 * kLanes) == 0) {
+  if constexpr (sizeof(Element) == 2 && kValueDim % (2 * kLanes) == 0) {
     // Two tokens at once: neighbours in pairs, values element by element, weights rounded to bfloat16.
     using Words16 = uint16_t __attribute__((vector_size(64)));
     bfloat16 rounded[kHeads][kTile];
@@ -89,8 +91,8 @@ void add_values(const float (*weights)[kTile], const Rows& values, int count, Fl
 
 // Adds a tile of `count` tokens to the states of kHeads query heads that share a KV head.
 template <int kHeads>
-void add_tokens(const Element* queries, float scaling, const Rows& keys, const Rows& values, int count,
-                State* states) {
+void add_tokens(const Element* queries, float scaling, float softcap, const Rows<kDim>& keys,
+                const Rows<kValueDim>& values, int count, State* states) {
   alignas(64) float weights[kHeads][kTile];
   for (int first = 0; first < count; first += kLanes) {
     for (int token = first; token < std::min(first + kLanes, count); ++token) keys.fetch_next(token);
@@ -98,7 +100,8 @@ void add_tokens(const Element* queries, float scaling, const Rows& keys, const R
       Floats products[kLanes];
       for (int i = 0; i < kLanes; ++i)
         products[i] = multiply_heads(queries + head * kDim, keys[std::min(first + i, count - 1)]);
-      store(&weights[head][first], sums(products) * scaling);
+      const Floats scores = sums(products) * scaling;
+      store(&weights[head][first], softcap > 0 ? capped(scores, softcap) : scores);
     }
   }
   const int padded = (count + kLanes - 1) / kLanes * kLanes;
@@ -141,6 +144,7 @@ struct Decodes {
   const int64_t* members;  // the sequences in the order of their groups
   int64_t table_width, page_size, num_kv_heads;
   float scaling;
+  Traits traits;
 
   int64_t slot(const Item& item, int64_t position) const {
     const int64_t* pages = tables + members[item.first_member] * table_width;
@@ -149,22 +153,27 @@ struct Decodes {
 
   // All heads of an item. `following` is what the thread will probably work on afterwards.
   void attend(const Item& item, const Item& following, State* states) const {
-    const int64_t stride = num_kv_heads * kDim, num_heads = num_kv_heads * kGroup;
+    const int64_t num_heads = num_kv_heads * kGroup;
     for (int64_t i = 0; i < num_heads; ++i) states[i] = State{{}, -INFINITY, 0};
     for (int64_t begin = item.begin; begin < item.end;) {
       const int count = (int)std::min({item.end - begin, page_size - begin % page_size, (int64_t)kTile});
       const int64_t after = begin + count;
-      const int64_t at = slot(item, begin) * stride;
-      const int64_t next = (after < item.end ? slot(item, after) : slot(following, following.begin)) * stride;
+      const int64_t at = slot(item, begin);
+      const int64_t next = after < item.end ? slot(item, after) : slot(following, following.begin);
       for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
-        Rows keys = {key_cache + at + kv_head * kDim, key_cache + next + kv_head * kDim, stride};
-        Rows values = {value_cache + at + kv_head * kDim, value_cache + next + kv_head * kDim, stride};
+        const auto rows_of = [&](const Element* cache, auto size) {
+          const auto row = [&](int64_t of) { return cache + (of * num_kv_heads + kv_head) * size; };
+          return Rows<size>{row(at), row(next), num_kv_heads * size};
+        };
+        const auto keys = rows_of(key_cache, std::integral_constant<int, kDim>{});
+        const auto values = rows_of(value_cache, std::integral_constant<int, kValueDim>{});
         const Element* query = queries + (members[item.first_member] * num_heads + kv_head * kGroup) * kDim;
         State* own = states + kv_head * kGroup;
         int head = 0;
         for (; head + kSlice <= kGroup; head += kSlice)
-          add_tokens<kSlice>(query + head * kDim, scaling, keys, values, count, own + head);
-        for (; head < kGroup; ++head) add_tokens<1>(query + head * kDim, scaling, keys, values, count, own + head);
+          add_tokens<kSlice>(query + head * kDim, scaling, traits.softcap, keys, values, count, own + head);
+        for (; head < kGroup; ++head)
+          add_tokens<1>(query + head * kDim, scaling, traits.softcap, keys, values, count, own + head);
       }
       begin = after;
     }
@@ -172,7 +181,7 @@ struct Decodes {
 
   // The same for an item of many members, whose queries become lanes.
   void attend_together(const Item& item, State* states) const {
-    const int64_t stride = num_kv_heads * kDim, num_heads = num_kv_heads * kGroup;
+    const int64_t num_heads = num_kv_heads * kGroup;
     const int64_t* pages = tables + members[item.first_member] * table_width;
     constexpr int64_t kMembers = kPanels * kPanel / kGroup;  // at once
     for (int64_t first = 0; first < item.num_members; first += kMembers)
@@ -181,27 +190,28 @@ struct Decodes {
         const int num_queries = (int)std::min(kMembers, item.num_members - first) * kGroup;
         const auto head_of = [=](int m) { return kv_head * kGroup + m % kGroup; };
         begin_lanes(
-            s, num_queries,
+            s, num_queries, Traits{},
             [&](int m) {
               return queries + (members[item.first_member + first + m / kGroup] * num_heads + head_of(m)) * kDim;
             },
             [&](int) { return item.end; });
-        add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kDim, pages, item.begin,
-                     item.end, page_size, stride, scaling);
+        add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kValueDim, pages, item.begin,
+                     item.end, page_size, num_kv_heads, scaling, traits.softcap);
         for (int m = 0; m < num_queries; ++m) {
           State& state = states[(first + m / kGroup) * num_heads + head_of(m)];
           const int panel = m / kPanel, lane = m % kPanel;
-          for (int d = 0; d < kDim; ++d) state.sums[d] = s.sums[panel][d][lane];
+          for (int d = 0; d < kValueDim; ++d) state.sums[d] = s.sums[panel][d][lane];
           state.maximum = s.maxima[panel][lane] * scaling, state.total = s.totals[panel][lane];
         }
       }
   }
 };
 
-// Writes one head's output from its states.
-void merge(const std::vector<const State*>& states, int64_t head, Element* output) {
-  float maximum = -INFINITY, total = 0;
+// Writes one head's output from its states and its sink, if there is one.
+void merge(const std::vector<const State*>& states, int64_t head, const float* sinks, Element* output) {
+  float maximum = sinks == nullptr ? -INFINITY : sinks[head];
   for (const State* state : states) maximum = std::max(maximum, state[head].maximum);
+  float total = sinks == nullptr ? 0 : std::exp(sinks[head] - maximum);
   Floats sums[kVectors] = {};
   for (const State* state : states) {
     const float rescale = std::exp(state[head].maximum - maximum);
@@ -216,15 +226,18 @@ void merge(const std::vector<const State*>& states, int64_t head, Element* outpu
 // queries, outputs: [num_sequences, num_kv_heads * NUM_GROUPS, HEAD_DIM]. caches: [slots, num_kv_heads, HEAD_DIM].
 // tables: [num_sequences, table_width] page numbers; contexts: [num_sequences] tokens to see.
 // members: [num_sequences] the sequences by groups, whose first ones are group_starts [num_groups + 1]; the tables of a
-// group's members begin with the same pages for shared [num_groups] tokens, which are read once for all of them.
+// group's members begin with the same pages for shared [num_groups] tokens, which are read once for all of them: none
+// where rows see less than all before them. window, chunk, softcap, sinks [heads]: see `Traits`.
 extern "C" void paged_decode_attention(const Element* queries, const Element* key_cache, const Element* value_cache,
                                        const int64_t* tables, const int64_t* contexts, const int64_t* members,
                                        const int64_t* group_starts, const int64_t* shared, Element* outputs,
                                        int64_t num_sequences, int64_t num_groups, int64_t table_width,
-                                       int64_t page_size, int64_t num_kv_heads, float scaling, int num_threads) {
+                                       int64_t page_size, int64_t num_kv_heads, float scaling, int num_threads,
+                                       int64_t window, int64_t chunk, float softcap, const float* sinks) {
+  const Traits traits = {window, chunk, softcap, sinks};
   const int64_t num_heads = num_kv_heads * kGroup;
   int64_t work = 0, num_states = 0;
-  for (int64_t i = 0; i < num_sequences; ++i) work += contexts[i];
+  for (int64_t i = 0; i < num_sequences; ++i) work += contexts[i] - traits.first_seen(contexts[i] - 1);
   // Small enough that all threads end together, large enough that merging is nearly free.
   const int64_t share = std::min(std::max(work / (4 * num_threads), (int64_t)kTile), (int64_t)kMaxShare);
   std::vector<Item> items;
@@ -242,8 +255,10 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   for (int64_t group = 0; group < num_groups; ++group)
     if (shared[group] > 0) split(group_starts[group], group_starts[group + 1] - group_starts[group], 0, shared[group]);
   for (int64_t group = 0; group < num_groups; ++group)
-    for (int64_t member = group_starts[group]; member < group_starts[group + 1]; ++member)
-      if (contexts[members[member]] > shared[group]) split(member, 1, shared[group], contexts[members[member]]);
+    for (int64_t member = group_starts[group]; member < group_starts[group + 1]; ++member) {
+      const int64_t end = contexts[members[member]], begin = std::max(shared[group], traits.first_seen(end - 1));
+      if (end > begin) split(member, 1, begin, end);
+    }
   static thread_local std::vector<State> states;  // kept, as the scratch memory is
   if ((int64_t)states.size() < num_states) states.resize(num_states);
   std::vector<std::vector<const State*>> states_of(num_sequences);
@@ -252,7 +267,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
       states_of[members[item.first_member + member]].push_back(states.data() + item.first_state + member * num_heads);
   State* first_state = states.data();  // the calling thread's, for all threads
   const Decodes decodes = {queries,     key_cache, value_cache,  tables, members,
-                           table_width, page_size, num_kv_heads, scaling};
+                           table_width, page_size, num_kv_heads, scaling, traits};
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp for schedule(dynamic, 1)
@@ -266,7 +281,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < num_sequences; ++i)
       for (int64_t head = 0; head < num_heads; ++head)
-        merge(states_of[i], head, outputs + (i * num_heads + head) * kDim);
+        merge(states_of[i], head, sinks, outputs + (i * num_heads + head) * kValueDim);
   }
 }
 
@@ -276,7 +291,9 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
                                       const int64_t* tables, const int64_t* first_rows, const int64_t* starts,
                                       const int64_t* counts, Element* outputs, int64_t num_chunks,
                                       int64_t table_width, int64_t page_size, int64_t num_kv_heads, float scaling,
-                                      int num_threads) {
+                                      int num_threads, int64_t window, int64_t chunk_size, float softcap,
+                                      const float* sinks) {
+  const Traits traits = {window, chunk_size, softcap, sinks};
   struct Part {
     int64_t chunk, row;
   };
@@ -287,27 +304,32 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
   std::sort(items.begin(), items.end(), [&](const Part& a, const Part& b) {
     return starts[a.chunk] + a.row > starts[b.chunk] + b.row;
   });
-  const int64_t query_stride = num_kv_heads * kGroup * kDim, kv_stride = num_kv_heads * kDim;
+  const int64_t num_heads = num_kv_heads * kGroup;
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t number = 0; number < (int64_t)items.size() * num_kv_heads; ++number) {
       const Part& item = items[number / num_kv_heads];
       const int64_t kv_head = number % num_kv_heads, chunk = item.chunk;
-      const int64_t at = (first_rows[chunk] + item.row) * query_stride + kv_head * kGroup * kDim;
+      const int64_t at = (first_rows[chunk] + item.row) * num_heads + kv_head * kGroup;
       const int64_t start = starts[chunk] + item.row, num_rows = std::min((int64_t)kRows, counts[chunk] - item.row);
       const int num_queries = (int)num_rows * kGroup;
-      const auto offset_of = [=](int m) { return at + (m / kGroup) * query_stride + (m % kGroup) * kDim; };
+      const auto index_of = [=](int m) { return at + m / kGroup * num_heads + m % kGroup; };
       Scratch& s = scratch();
       begin_lanes(
-          s, num_queries, [&](int m) { return queries + offset_of(m); }, [&](int m) { return start + m / kGroup; });
-      add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kDim,
-                   tables + chunk * table_width, 0, start + num_rows, page_size, kv_stride, scaling);
+          s, num_queries, traits, [&](int m) { return queries + index_of(m) * kDim; },
+          [&](int m) { return start + m / kGroup; });
+      add_to_lanes(s, num_queries, key_cache + kv_head * kDim, value_cache + kv_head * kValueDim,
+                   tables + chunk * table_width, traits.first_seen(start), start + num_rows, page_size, num_kv_heads,
+                   scaling, softcap);
       for (int m = 0; m < num_queries; ++m) {
-        alignas(64) float row[kDim];
+        alignas(64) float row[kValueDim];
         const int panel = m / kPanel, lane = m % kPanel;
-        for (int d = 0; d < kDim; ++d) row[d] = s.sums[panel][d][lane] / s.totals[panel][lane];
-        for (int v = 0; v < kVectors; ++v) store(outputs + offset_of(m) + v * kLanes, load(row + v * kLanes));
+        float total = s.totals[panel][lane];
+        if (sinks != nullptr) total += std::exp(sinks[kv_head * kGroup + m % kGroup] - s.maxima[panel][lane] * scaling);
+        for (int d = 0; d < kValueDim; ++d) row[d] = s.sums[panel][d][lane] / total;
+        for (int v = 0; v < kVectors; ++v)
+          store(outputs + index_of(m) * kValueDim + v * kLanes, load(row + v * kLanes));
       }
     }
   }

@@ -11,6 +11,23 @@
 namespace {
 
 constexpr int kTile = 64;  // tokens whose scores are held at once
+// Less than any score, and finite: a query that sees nothing of the first tiles subtracts it from itself.
+constexpr float kLeast = -1e30f;
+
+// What a layer's attention has beyond the plain one; zeros and a null pointer where it has nothing.
+struct Traits {
+  int64_t window;      // a row at position q sees q - window + 1 to q
+  int64_t chunk;       // a row sees the positions of its own chunk alone
+  float softcap;       // of the scores
+  const float* sinks;  // of each head: a score that joins the softmax and adds nothing
+
+  int64_t first_seen(int64_t position) const {
+    int64_t first = 0;
+    if (window > 0) first = std::max(first, position - window + 1);
+    if (chunk > 0) first = std::max(first, position / chunk * chunk);
+    return first;
+  }
+};
 
 constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 constexpr int kEvenRows = 64 / greatest_common_divisor(64, kGroup);  // positions whose queries fill 64 lanes evenly
@@ -23,14 +40,15 @@ constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
 
 struct Scratch {
   alignas(64) Element queries[kPanels][kDim / kStep][kPanel][kStep];
-  alignas(64) float sums[kPanels][kDim][kPanel];
+  alignas(64) float sums[kPanels][kValueDim][kPanel];
   alignas(64) float scores[kTile][kPanel];
   alignas(64) Element weights[kTile / kStep][kPanel][kStep];
-  alignas(64) float products[kDim][kPanel];
-  alignas(64) Element values[kTile / kStep][kDim][kStep];
+  alignas(64) float products[kValueDim][kPanel];
+  alignas(64) Element values[kTile / kStep][kValueDim][kStep];
   alignas(64) float maxima[kPanels][kPanel];
   alignas(64) float totals[kPanels][kPanel];
-  alignas(64) int32_t positions[kPanels][kPanel];
+  alignas(64) int32_t positions[kPanels][kPanel];  // the last that each query sees
+  alignas(64) int32_t firsts[kPanels][kPanel];     // the first
 };
 
 // The thread's, kept for the next call: fresh memory would be cleared by the system, page by page, in every layer.
@@ -51,15 +69,21 @@ void multiply_all(int num_rows, const Operand& operand, const Element* panel, in
 
 // The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the
 // earlier sums are to be multiplied.
-inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling) {
-  Ints positions;
+inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, bool is_masked, float scaling,
+                    float softcap) {
+  Ints positions, firsts;
   std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
+  std::memcpy(&firsts, &s.firsts[panel][at], sizeof(firsts));
+  if (softcap > 0)
+    for (int token = 0; token < count; ++token)
+      store(&s.scores[token][at], capped(load(&s.scores[token][at]) * scaling, softcap) / scaling);
   const Floats before = load(&s.maxima[panel][at]);
   Floats maximum = before;
   for (int token = 0; token < count; ++token) {
     Floats scores = load(&s.scores[token][at]);
     if (is_masked) {
-      scores = (int32_t)(begin + token) > positions ? Floats{} - INFINITY : scores;
+      const int32_t position = (int32_t)(begin + token);
+      scores = (position > positions) | (position < firsts) ? Floats{} - INFINITY : scores;
       store(&s.scores[token][at], scores);
     }
     maximum = scores > maximum ? scores : maximum;
@@ -83,17 +107,19 @@ inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, boo
 
 // Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
 void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
-              bool is_masked, float scaling) {
+              bool is_masked, float scaling, float softcap) {
   multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
   Floats rescale[2];
   for (int half = 0; half < 2; ++half)
-    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling);
-  multiply_all(kDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
+    rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling, softcap);
+  multiply_all(kValueDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
   for (int half = 0; half < 2; ++half) {
-    Ints positions;
+    Ints positions, firsts;
     std::memcpy(&positions, &s.positions[panel][half * kLanes], sizeof(positions));
-    const Ints sees_tile = positions >= (int32_t)begin;  // else 0 * value, which is NaN where the value is
-    for (int d = 0; d < kDim; ++d) {
+    std::memcpy(&firsts, &s.firsts[panel][half * kLanes], sizeof(firsts));
+    // Else 0 * value, which is NaN where the value is.
+    const Ints sees_tile = (positions >= (int32_t)begin) & (firsts < (int32_t)(begin + count));
+    for (int d = 0; d < kValueDim; ++d) {
       float* sums = &s.sums[panel][d][half * kLanes];
       const Floats products = load(&s.products[d][half * kLanes]);
       store(sums, load(sums) * rescale[half] + (sees_tile ? products : Floats{}));
@@ -104,30 +130,34 @@ void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values,
 // Neighbouring tokens' values side by side, as the second product reads them.
 [[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
   for (int token = 0; token < count; token += 2)
-    for (int d = 0; d < kDim; d += kLanes) {
+    for (int d = 0; d < kValueDim; d += kLanes) {
       Halves first, second;
       const bfloat16* at = values + token * stride + d;
       std::memcpy(&first, at, sizeof(first));
       std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
       store_pairs((bfloat16*)s.values[token / 2][d], first, second);
     }
-  return {&s.values[0][0][0], kStep, kStep * kDim};
+  return {&s.values[0][0][0], kStep, kStep * kValueDim};
 }
 
 [[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
   return {(const Element*)values, 1, stride};
 }
 
-// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m).
+// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m) as far as
+// the layer's traits let it.
 template <class QueryOf, class PositionOf>
-void begin_lanes(Scratch& s, int num_queries, const QueryOf& query_of, const PositionOf& position_of) {
+void begin_lanes(Scratch& s, int num_queries, const Traits& traits, const QueryOf& query_of,
+                 const PositionOf& position_of) {
   const int num_panels = (num_queries + kPanel - 1) / kPanel;
   std::memset(s.queries, 0, num_panels * sizeof(s.queries[0]));
   std::memset(s.sums, 0, num_panels * sizeof(s.sums[0]));
   for (int m = 0; m < num_panels * kPanel; ++m) {
     const int panel = m / kPanel, lane = m % kPanel;
-    s.maxima[panel][lane] = -INFINITY, s.totals[panel][lane] = 0;
-    s.positions[panel][lane] = (int32_t)position_of(std::min(m, num_queries - 1));
+    s.maxima[panel][lane] = kLeast, s.totals[panel][lane] = 0;
+    const int64_t position = position_of(std::min(m, num_queries - 1));
+    s.positions[panel][lane] = (int32_t)position;
+    s.firsts[panel][lane] = (int32_t)traits.first_seen(position);
     if (m >= num_queries) continue;
     const Element* query = query_of(m);
     for (int d = 0; d < kDim; d += kStep)
@@ -137,16 +167,17 @@ void begin_lanes(Scratch& s, int num_queries, const QueryOf& query_of, const Pos
 
 // Adds the tokens begin..end-1, whose keys and values lie in `pages`, to the sums of all lanes.
 void add_to_lanes(Scratch& s, int num_queries, const Element* keys, const Element* values, const int64_t* pages,
-                  int64_t begin, int64_t end, int64_t page_size, int64_t stride, float scaling) {
+                  int64_t begin, int64_t end, int64_t page_size, int64_t num_kv_heads, float scaling, float softcap) {
   const int num_panels = (num_queries + kPanel - 1) / kPanel;
   while (begin < end) {
     const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
-    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * stride;
-    const Operand tile_values = pair_values(s, values + at, stride, count);
+    const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * num_kv_heads;
+    const int64_t key_stride = num_kv_heads * kDim, value_stride = num_kv_heads * kValueDim;
+    const Operand tile_values = pair_values(s, values + at * kValueDim, value_stride, count);
     for (int panel = 0; panel < num_panels; ++panel)
-      if (begin <= s.positions[panel][kPanel - 1])
-        add_tile(s, panel, {keys + at, stride, kStep}, tile_values, begin, count,
-                 begin + count - 1 > s.positions[panel][0], scaling);
+      if (begin <= s.positions[panel][kPanel - 1] && s.firsts[panel][0] < begin + count)
+        add_tile(s, panel, {keys + at * kDim, key_stride, kStep}, tile_values, begin, count,
+                 begin + count - 1 > s.positions[panel][0] || begin < s.firsts[panel][kPanel - 1], scaling, softcap);
     begin += count;
   }
 }

@@ -134,13 +134,22 @@ inline Floats rough_exponential(Floats x) {
   return is_small ? Floats{} : (Floats)((Ints)power + ((Ints)shifted << 23));
 }
 
+// cap * tanh(x / cap): scores that stay within -cap and cap.
+inline Floats capped(Floats x, float cap) {
+  const Floats magnitude = (Floats)((Words)x & 0x7fffffffu);
+  const Floats power = exponential(magnitude * (-2.0f / cap));
+  const Floats size = (1.0f - power) / (1.0f + power) * cap;
+  return x < 0 ? -size : size;
+}
+
 inline Floats weight_of(float, Floats x) { return exponential(x); }
 inline Floats weight_of(bfloat16, Floats x) { return rough_exponential(x); }
 
-constexpr int kDim = HEAD_DIM;
+constexpr int kDim = HEAD_DIM;         // of queries and keys
+constexpr int kValueDim = VALUE_DIM;
 constexpr int kGroup = NUM_GROUPS;
-constexpr int kVectors = kDim / kLanes;
-static_assert(kDim % kLanes == 0);
+constexpr int kVectors = kValueDim / kLanes;
+static_assert(kDim % kLanes == 0 && kValueDim % kLanes == 0);
 
 // The lanes' shares of a product of two rows of kDim elements.
 inline Floats multiply_heads(const float* a, const float* b) {

@@ -1,0 +1,85 @@
+"""What of earlier positions the layers of a model see, found out from the masks that `transformers` would give them.
+
+The library describes each mask by a function of positions. While a probe runs, a tensor stands for each function; what
+a layer gets leads back to it, and the function is asked about some rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.layer_traits import FULL_SIGHT, Sight
+
+MaskFunction = Callable[..., Tensor]  # of indices of batch, head, query and key: whether the query sees the key
+
+DEFAULT_END = 1 << 17  # positions that are asked about where the model's config names no limit
+
+
+@dataclass(slots=True)
+class MaskProbe:
+    """The masks of one forward pass.
+
+    sizes: windows and chunks that the config names, where masks may change.
+    """
+
+    sizes: tuple[int, ...] = ()
+    _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)  # by address of its tensor
+    _sights: dict[int, Sight] = field(default_factory=dict)
+
+    def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
+        """A tensor [1, 1, num_queries, num_keys] that stands for a mask."""
+        mask = torch.zeros(1, 1, *shape, dtype=torch.bool, device=device)
+        self._functions[mask.untyped_storage().data_ptr()] = mask, mask_function
+        return mask
+
+    def knows(self, mask: Tensor) -> bool:
+        """Whether it stands for a mask, or is a view of one that does."""
+        return mask.untyped_storage().data_ptr() in self._functions
+
+    def sight(self, mask: Tensor | None) -> Sight | None:
+        """What a layer with this mask sees; None for a mask of another kind."""
+        if mask is None:
+            return FULL_SIGHT
+        address = mask.untyped_storage().data_ptr()
+        if address not in self._sights:
+            found = _sight_of(self._functions[address][1], self.sizes, mask.device)
+            if found is None:
+                return None
+            self._sights[address] = found
+        return self._sights[address]
+
+
+def sizes_of(text_config: Any) -> tuple[int, ...]:
+    """The windows and chunks that a config names."""
+    named = (getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return tuple(size for size in named if isinstance(size, int) and size > 0)
+
+
+def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> Sight | None:
+    borders = {border for size in sizes for border in (size, 2 * size)}
+    end = 2 + max(borders, default=DEFAULT_END)
+    near = {border + step for border in (1, *borders) for step in (-1, 0, 1)} | {end // 2, end - 1}
+    queries = torch.tensor(sorted(near), device=device)
+    keys = torch.arange(end, device=device)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    try:
+        seen = function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
+        seen = seen.expand(1, 1, len(queries), end)[0, 0].cpu()
+    except Exception as error:  # a function of the model's own, which wants other arguments: anything
+        raise UnsupportedModelError(f"its attention mask cannot be read: {error}") from error
+    counts = seen.sum(dim=1)
+    last = int(queries[-1])
+    candidates = [FULL_SIGHT, Sight(window=int(counts[-1])), *(Sight(chunk=size) for size in sizes)]
+    positions = queries.cpu().numpy()
+    for sight in candidates:
+        first = torch.from_numpy(sight.first_seen(positions))[:, None]
+        column = torch.arange(last + 1)
+        if bool((seen[:, : last + 1] == ((column >= first) & (column <= queries.cpu()[:, None]))).all()):
+            return sight
+    return None

@@ -1,0 +1,103 @@
+"""Windows, chunks, soft-caps, sinks and values of another width, for every backend, against the dense reference.
+
+Blocks that no row of a sequence sees hold NaN, as all foreign ones do: a backend that visits them fails.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight, kinds_of
+from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp, flex, sdpa
+
+# FlexAttention compiles two kernels for each shape and kind, for some seconds each.
+BACKENDS = pytest.mark.parametrize("backend", [sdpa, cpp, pytest.param(flex, marks=pytest.mark.slow)])
+TRAITS = {
+    "window": {"window": 20},
+    "a window of one block": {"window": 16},
+    "a window of one token": {"window": 1},
+    "chunks of whole blocks": {"chunk": 32},
+    "chunks that end within blocks": {"chunk": 10},
+    "soft-cap": {"softcap": 0.6},
+    "sinks": {"has_sinks": True},
+    "narrow values": {"value_dim": 32},
+    "wide values": {"value_dim": 96},
+    "all at once": {"window": 23, "softcap": 0.9, "has_sinks": True, "value_dim": 32},
+}
+EACH_TRAIT = pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
+SPANS = [(33, 1), (0, 17), (48, 50), (7, 1), (100, 1), (21, 30), (0, 2)]
+
+
+@BACKENDS
+@EACH_TRAIT
+def test_every_trait_over_poisoned_blocks_equals_dense_attention(backend, traits):
+    for spans in (SPANS, MIXED_STEPS["one decode"], MIXED_STEPS["a whole prompt"]):
+        case = PagedCase(spans, **traits)
+        case.check(case.run(backend(case)))
+
+
+def test_flex_attention_with_every_trait_at_once_equals_dense_attention():
+    for seed, spans in enumerate([SPANS, *MIXED_STEPS.values()]):
+        case = PagedCase(spans, seed=seed, **TRAITS["all at once"])
+        case.check(case.run(flex(case)))
+
+
+@pytest.mark.slow
+def test_flex_attention_in_chunks_equals_dense_attention():
+    for spans in (SPANS, *MIXED_STEPS.values()):
+        case = PagedCase(spans, **TRAITS["chunks that end within blocks"])
+        case.check(case.run(flex(case)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("traits", [TRAITS["window"], TRAITS["all at once"]], ids=["window", "all"])
+def test_any_split_of_any_sequences_equals_dense_attention(backend, traits):
+    for seed in range(8):
+        choice = random.Random(seed)
+        spans = []
+        for _ in range(choice.randint(1, 5)):
+            start = choice.choice([0, choice.randint(0, 60)])
+            spans.append((start, choice.choice([1, choice.randint(1, 40)])))
+        case = PagedCase(spans, seed=seed, **traits)
+        case.check(case.run(backend(case)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("trait", ["window", "soft-cap", "sinks", "all at once"])
+def test_bfloat16_and_large_groups_are_right(backend, trait):
+    case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **TRAITS[trait])
+    case.check(case.run(backend(case)))
+
+
+@BACKENDS
+def test_decodes_behind_one_prefix_equal_dense_attention(backend):
+    """With a window each reads its own end, whatever blocks their tables begin with in common."""
+    for traits in (TRAITS["window"], TRAITS["soft-cap"], TRAITS["sinks"]):
+        case = PagedCase([(70 + number, 1) for number in range(6)], shared=4, **traits)
+        case.check(case.run(backend(case)))
+
+
+@pytest.mark.parametrize("sight", [FULL_SIGHT, Sight(window=1), Sight(window=7), Sight(chunk=5), Sight(9, 12)])
+def test_the_first_position_seen_is_that_of_the_mask(sight):
+    positions = np.arange(40)
+    for position, first in zip(positions.tolist(), sight.first_seen(positions).tolist(), strict=True):
+        seen = [p for p in range(position + 1) if sight.window is None or p > position - sight.window]
+        seen = [p for p in seen if sight.chunk is None or p // sight.chunk == position // sight.chunk]
+        assert first == seen[0] and seen == list(range(first, position + 1))
+
+
+def test_kinds_are_the_different_traits_in_order_whoever_shares_with_whom():
+    full, window = LayerTraits(4, 2, 64, 64), LayerTraits(4, 2, 64, 64, window=8)
+    sharing = LayerTraits(4, 2, 64, 64, window=8, shares=1)
+    assert kinds_of([full, window, full, sharing]) == (full, window)
+
+
+def test_what_is_beyond_plain_attention_is_told_in_words():
+    assert LayerTraits(4, 2, 64, 64).is_plain
+    assert LayerTraits(4, 2, 64, 64, window=8).first_beyond() == "a sliding window of 8 tokens"
+    assert LayerTraits(4, 2, 64, 64, window=8).first_beyond("window") is None
+    assert LayerTraits(4, 2, 64, 32, softcap=5.0).first_beyond("softcap") == "keys of 64 and values of 32 elements"

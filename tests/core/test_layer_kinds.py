@@ -1,0 +1,99 @@
+"""Windows, chunks, soft-caps, sinks, keys wider than values: greedy tokens are those of `transformers`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
+
+NUM_NEW_TOKENS = 30
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "sdpa": {"enforce_eager": True},
+    "cpp": {"attention_backend": "cpp"},
+    "flex": {"attention_backend": "flex"},
+}
+# With each shape the C++ kernels are compiled, and with each kind FlexAttention.
+QUICK = {("cpp", family) for family in ("Gemma2", "GptOss", "Gemma4Text", "DeepseekV2")}
+
+
+def answers(family: str, *, rounds: int = 1, **options: Any) -> tuple[list[list[list[int]]], Any]:
+    found = []
+    with LLM(model(family), **(OPTIONS | options)) as llm:
+        for _ in range(rounds):
+            found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
+        return found, llm.stats()
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [pytest.param(backend, family, marks=[] if backend == "sdpa" or (backend, family) in QUICK else [pytest.mark.slow])
+     for backend in BACKENDS for family in MODELS],
+)  # fmt: skip
+def test_greedy_tokens_are_those_of_transformers_with_the_cache_cold_and_warm(backend, family):
+    found, _ = answers(family, rounds=2, max_num_batched_tokens=50, **BACKENDS[backend])
+    assert found == 2 * [expected(family, NUM_NEW_TOKENS)]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if ("cpp", family) in QUICK else [pytest.mark.slow]) for family in MODELS]
+)
+def test_small_budgets_and_preemption_change_no_token(family):
+    found, stats = answers(family, max_num_batched_tokens=22, num_kv_blocks=14, **BACKENDS["sdpa"])
+    assert found == [expected(family, NUM_NEW_TOKENS)]
+    assert stats.num_preemptions > 0
+
+
+def test_the_layers_are_what_their_models_say():
+    def traits(family: str) -> list[Any]:
+        with LLM(model(family), **OPTIONS, **BACKENDS["sdpa"]) as llm:
+            binding = llm._engine.model_runner.binding
+            assert binding.caches.num_bytes(1) == sum(cache[0][0].nbytes + cache[1][0].nbytes for cache in {
+                id(cache): cache for cache in binding.caches.of_layers
+            }.values())  # fmt: skip
+            return [layer.traits for layer in binding.layers]
+
+    assert [(t.window, t.softcap) for t in traits("Gemma2")] == [(WINDOW, 2.0), (None, 2.0)]
+    assert [(t.window, t.has_sinks) for t in traits("GptOss")] == [(WINDOW, True), (None, True)]
+    assert [t.chunk for t in traits("Llama4Text")] == [WINDOW, None]
+    assert [(t.head_dim, t.value_dim) for t in traits("DeepseekV2")] == [(48, 32)] * 2
+    assert [t.shares for t in traits("Gemma3nText")] == [None, None, None, 1, 2, 1]
+    assert [(t.head_dim, t.shares) for t in traits("Gemma4Text")] == [(32, None), (64, None), (32, 0), (64, 1)]
+
+
+def test_max_model_len_is_the_models_and_not_the_windows():
+    with LLM(model("Mistral"), block_size=16, num_kv_blocks=80, **BACKENDS["sdpa"]) as llm:
+        assert llm.config.max_model_len == model("Mistral").config.max_position_embeddings > WINDOW
+
+
+def test_sinks_of_a_live_module_are_those_that_its_owner_has_set():
+    module = copy.deepcopy(model("GptOss"))
+    with LLM(module, **OPTIONS, **BACKENDS["sdpa"]) as llm:
+
+        def answer() -> list[list[int]]:
+            return [o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)]
+
+        assert answer() == expected("GptOss", NUM_NEW_TOKENS)
+        with torch.no_grad():
+            for layer in module.model.layers:
+                layer.self_attn.sinks.fill_(6.0)
+        changed = answer()
+    assert changed == [own_answer(module, prompt, NUM_NEW_TOKENS) for prompt in prompts()]
+    assert changed != expected("GptOss", NUM_NEW_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Llama4Text"])
+def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
+    with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW}), **BACKENDS["sdpa"]) as llm:
+        assert all(layer.traits.is_plain for layer in llm._engine.model_runner.binding.layers)
+        short = SamplingParams(temperature=0.0, max_tokens=WINDOW // 2)
+        (answer,) = llm.generate(prompts()[:1], short, use_tqdm=False)
+    assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
+    with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:
+        assert not llm._engine.model_runner.binding.layers[0].traits.is_plain
