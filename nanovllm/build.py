@@ -72,7 +72,7 @@ def build_engine(
         model_runner.config.num_kv_blocks,
         model_runner.config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        hash_seed=f"{loaded.identity}:{binding.dtype}",  # whatever the KV of a token depends on besides its prefix
+        hash_seed=f"{loaded.identity}:{binding.dtype}{binding.rope.choice}",  # what KV depends on besides its prefix
     )
     if publisher is not None:
         publisher.begin(block_manager, observers)
@@ -150,6 +150,7 @@ def resolve_options(
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     block_size = preferred_block_size(layers, device, config)
     config = config.resolve_limits(device.type, loaded.max_position_embeddings, block_size=block_size)
+    binding.rope.pin(config.max_model_len)
     check_row_counted_scales(
         binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
     )

@@ -11,7 +11,14 @@ class ModelLoadError(ValueError):
 
 
 class UnsupportedModelError(ValueError):
-    """The model does something in attention that the engine does not implement; the message names it."""
+    """The model does something that the engine does not implement; the message names it and what would serve it.
+
+    `reason` is its key in `nanovllm.unsupported.REASONS`; empty for what another option would allow.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class KernelBuildError(RuntimeError):

@@ -27,14 +27,17 @@ from nanovllm.attention.operator import (
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError, UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls, decoder_layers
+from nanovllm.model.experts import pack_experts, refuse_compiled_experts
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
 from nanovllm.model.patches import AttributePatches, Change, layer_changes
+from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
 from nanovllm.model.ranks import Ranks
+from nanovllm.model.redirections import redirected_to
 from nanovllm.model.rotary_attention import fuse_rotary
 from nanovllm.model.sharding import ShardedHead
 from nanovllm.model.stacked_layers import stacked_calls
@@ -69,6 +72,7 @@ class ModelBinding:
         layers: of attention, in the order of the forward pass.
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
         min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
+        rope: rotary embeddings that would follow the batch; `rope.pin` chooses for a max_model_len, before any step.
         watch: detects changes of a live module; None for another.
     """
 
@@ -91,6 +95,7 @@ class ModelBinding:
         self._rotary: list[Change] = []
         self._patches = AttributePatches()
         self._is_installed = False
+        self.rope = PinnedRope(model)
         probe = probe_model(model, self._probing)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
@@ -150,6 +155,8 @@ class ModelBinding:
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
         pack_linear_layers(self.model, kernels, unshared=unshared, packed=packed)
+        if kernels is not None:
+            pack_experts(self.model, kernels)
 
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
@@ -181,6 +188,7 @@ class ModelBinding:
 
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
+        refuse_compiled_experts(self.model)
         self._compiled_calls = compile_calls(self.model, self.layer_modules)
         self.min_rows = 2
 
@@ -231,7 +239,7 @@ class ModelBinding:
 
     def _install(self) -> None:
         self._patches.undo()  # what an interrupt may have left half done
-        changes = self._redirected_to(ATTENTION_NAME)
+        changes = redirected_to(self.model, ATTENTION_NAME) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, handle)
         changes += self._rotary
@@ -248,32 +256,13 @@ class ModelBinding:
             self._is_installed = False
             self._patches.undo()
 
-    def _redirected_to(self, attention_name: str) -> list[Change]:
-        """Changes to that attention implementation, eval mode and uncompiled calls.
-
-        The owner's compiled calls would be compiled again for our passes.
-        """
-        changes: list[Change] = []
-        configs: dict[int, Any] = {}
-        for module in modules_of(self.model):
-            attributes = vars(module)
-            if attributes["training"]:
-                changes.append((attributes, "training", False))
-            if attributes.get("_compiled_call_impl") is not None:
-                changes.append((attributes, "_compiled_call_impl", None))
-            config = attributes.get("config")
-            if hasattr(config, "_attn_implementation_internal"):
-                configs[id(config)] = config
-        changes += [(vars(config), "_attn_implementation_internal", attention_name) for config in configs.values()]
-        return changes
-
     @contextmanager
     def _probing(self, probe: AnyProbe) -> Iterator[None]:
         """Replace attention by the probe."""
         with self._lock, torch.no_grad(), torch.autocast(self.device.type, enabled=False), probing_with(probe):
             self.uninstall()  # a model that is not live stays hooked between steps
             try:
-                self._patches.apply(self._redirected_to(PROBE_NAME))
+                self._patches.apply(redirected_to(self.model, PROBE_NAME) + self.rope.changes)
                 yield
             finally:
                 self.uninstall()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.probe import Probing, StateProbe, positions_of
+from nanovllm.unsupported import unsupported
 
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
 
@@ -65,26 +66,24 @@ def check_rows(model: Any, probing: Probing) -> int:
 
     seen = _first_difference(own.states, ours.states, tolerance)
     if seen is not None:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: {seen} between its own forward without position_ids and one at positions 0, 1, "
-            "2 and so on, so it counts positions in a way of its own (such as from its padding token's id + 1). "
-            "Use the model's own generate()."
+        raise unsupported(
+            "positions from padding",
+            f"{name} cannot be served: it",
+            f"{seen} between its own forward without position_ids and one at positions 0, 1, 2 and so on",
         )
     seen = _first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
     if seen is None:
         _check_sampled_rows(name, own, ours, sampled, tolerance)
         seen = _first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
-        cause = (
-            "It counts positions along the row, or mixes rows outside of attention (a convolution, a token shift), "
-            "where paged attention keeps no state. Use"
-        )
-        at_far = run(token_ids[:num_rows], far, sampled)
+        reason, at_far = "mixed rows", run(token_ids[:num_rows], far, sampled)
         if far != near and _first_difference(ours.states, at_far.states, _NONE) is None:
-            cause = "It ignores position_ids and counts positions along the row. Compute them from position_ids, or use"
-        raise UnsupportedModelError(
-            f"{name} cannot be served: without attention, {seen} when other rows precede them, so that the requests of "
-            f"one flat batch would change each other's results. {cause} the model's own generate()."
+            reason = "positions by row"
+        raise unsupported(
+            reason,
+            f"{name} cannot be served: it",
+            f"without attention, {seen} when other rows precede them, so that the requests of one flat batch would "
+            "change each other's results",
         )
     return min(vocab_size, ours.logits.shape[1])
 
@@ -107,9 +106,8 @@ def _run(
             raise
         except Exception as error:
             where = "without position_ids" if positions is None else f"at positions {positions[0]} to {positions[-1]}"
-            raise UnsupportedModelError(
-                f"{type(model).__name__} could not run a probe of {len(token_ids)} tokens {where}: {error}"
-            ) from error
+            seen = f"could not run a probe of {len(token_ids)} tokens {where}: {error}"
+            raise unsupported("more inputs than tokens", type(model).__name__, seen) from error
     return _Observation(probe.states, logits.clone())
 
 
@@ -123,10 +121,8 @@ def _check_sampled_rows(
         seen = _first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
         returned = seen and "the logits of other rows"
     if returned is not None:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: asked by logits_to_keep for the logits of {len(rows)} rows, its forward "
-            f"returned {returned}. It must compute logits of the rows in logits_to_keep, in their order."
-        )
+        seen = f"asked for the logits of {len(rows)} rows, it returned {returned}"
+        raise unsupported("logits of other rows", f"{name} cannot be served: it", seen)
 
 
 def _plain_tokens(model: Any, count: int, vocab_size: int) -> list[int]:
@@ -167,8 +163,9 @@ def check_row_counted_scales(model: Any, *, max_num_batched_tokens: int, max_mod
         is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
         floor_scale = getattr(module, "floor_scale", None)
         if is_tuned and floor_scale and longest >= floor_scale:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} scales queries by their place in the row (attn_temperature_tuning), from row "
-                f"{floor_scale:g} (floor_scale) on, which is wrong for a flat batch of requests. Set "
-                f"max_num_batched_tokens ({max_num_batched_tokens}) and max_model_len ({max_model_len}) below it."
+            raise unsupported(
+                "scales by row",
+                type(model).__name__,
+                f"from row {floor_scale:g} (floor_scale) on, which is wrong for a flat batch of requests; "
+                f"max_num_batched_tokens ({max_num_batched_tokens}), max_model_len ({max_model_len})",
             )

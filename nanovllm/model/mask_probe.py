@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.layer_traits import FULL_SIGHT, Sight
+from nanovllm.unsupported import unsupported
 
 MaskFunction = Callable[..., Tensor]  # of indices of batch, head, query and key: whether the query sees the key
 
@@ -72,7 +72,7 @@ def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device
         seen = function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
         seen = seen.expand(1, 1, len(queries), end)[0, 0].cpu()
     except Exception as error:  # a function of the model's own, which wants other arguments: anything
-        raise UnsupportedModelError(f"its attention mask cannot be read: {error}") from error
+        raise unsupported("own mask", "a layer of attention", f"its mask cannot be read: {error}") from error
     counts = seen.sum(dim=1)
     last = int(queries[-1])
     candidates = [FULL_SIGHT, Sight(window=int(counts[-1])), *(Sight(chunk=size) for size in sizes)]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layer_traits import LayerTraits, Sight
 from nanovllm.model.mask_probe import MaskProbe, sizes_of
+from nanovllm.unsupported import reason_of_layer_type, unsupported
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them
@@ -27,7 +30,6 @@ _HARMLESS = {
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(slots=True)
@@ -52,30 +54,21 @@ class Probe:
         """Raises UnsupportedModelError, which names the layer and what no attention backend computes."""
         name = f"layer {len(self.layers)} ({type(module).__name__})"
         if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-            raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders are supported.")
+            raise unsupported("both directions", name)
         if any(layer.module is module for layer in self.layers):
-            raise UnsupportedModelError(f"{name} attends more than once per forward pass; its layers share modules.")
+            raise unsupported("repeated layers", name)
         if key.shape[:3] != value.shape[:3]:
-            raise UnsupportedModelError(
-                f"{name} has keys of {tuple(key.shape)} and values of {tuple(value.shape)}; they must be of as many "
-                "heads and tokens."
-            )
+            raise unsupported("uneven keys", name, f"{tuple(key.shape)} and {tuple(value.shape)}")
         if query.shape[2] != key.shape[2]:
-            raise UnsupportedModelError(f"{name} attends to other keys than its own tokens' (cross-attention).")
+            raise unsupported("other keys", name)
         self.passes_keywords &= PROBE_ARGUMENT in kwargs
         window, softcap, sinks = (kwargs.pop(extra, None) for extra in ("sliding_window", "softcap", SINKS))
         for argument, given in kwargs.items():
             is_off = given is None or (isinstance(given, (bool, int, float)) and not given)
             if not is_off and argument not in _HARMLESS:
-                raise UnsupportedModelError(
-                    f"{name} passes {argument!r} to attention, which no attention backend computes, and it is refused "
-                    "rather than ignored. Use the model's own generate()."
-                )
+                raise unsupported("unknown argument", name, repr(argument))
         if sinks is not None and sinks.shape != query.shape[1:2]:
-            raise UnsupportedModelError(
-                f"{name} has attention sinks of {tuple(sinks.shape)}; one for each of its {query.shape[1]} heads is "
-                "implemented."
-            )
+            raise unsupported("unknown argument", name, f"sinks of {tuple(sinks.shape)}, not one a head")
         sight = self._sight(name, mask, window or None)
         traits = LayerTraits(
             query.shape[1], key.shape[1], query.shape[3], value.shape[3], *sight, softcap or None, sinks is not None,
@@ -88,16 +81,10 @@ class Probe:
         """What the layer's mask lets it see, which the window that it names must not contradict."""
         sight = self.masks.sight(mask)
         if sight is None:
-            raise UnsupportedModelError(
-                f"{name} has an attention mask that is neither causal nor a sliding window nor in chunks, and no "
-                "attention backend computes another. Use the model's own generate()."
-            )
+            raise unsupported("other mask", name)
         if window is not None and sight.window != window:
-            raise UnsupportedModelError(
-                f"{name} names a sliding window of {window} tokens, but its attention mask has "
-                f"{'none' if sight.window is None else sight.window}, so that its result depends on the attention "
-                "implementation. Use the model's own generate()."
-            )
+            seen = f"a sliding window of {window} tokens, while the mask has {sight.window or 'none'}"
+            raise unsupported("window of the mask", name, seen)
         return sight
 
     def _shared_with(self, key: Tensor, value: Tensor) -> int | None:
@@ -114,12 +101,12 @@ def probe_model(model: Any, probing: Probing) -> Probe:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
         raise UnsupportedModelError(f"{name} is on several devices ({', '.join(devices)}); put it on one.")
-    refuse_batch_dependent_rope(model)
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language model head, so it has no logits over tokens.")
+    refuse_quantised_weights(model)
     text_config = model.config.get_text_config(decoder=True)
     refuse_unknown_layer_types(name, text_config)
-    probe, expected = Probe(MaskProbe(sizes_of(text_config))), text_config.num_hidden_layers
+    probe, expected = Probe(MaskProbe(sizes_of(text_config))), getattr(text_config, "num_hidden_layers", None)
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
@@ -139,13 +126,12 @@ def probe_model(model: Any, probing: Probing) -> Probe:
             failure = error
     if len(probe.layers) != expected and (failure is None or not probe.layers):
         failed = "" if failure is None else f", and the probe of two tokens ended with an error ({failure})"
-        raise UnsupportedModelError(
-            f"{name} cannot be served: {len(probe.layers)} of {expected} layers reached the attention interface of "
-            f"`transformers`{failed}. The others compute attention in code of their own or keep another state, which "
-            "paged attention cannot replace."
-        )
+        seen = f"{len(probe.layers)} of {expected} layers reached the attention interface of `transformers`{failed}"
+        raise unsupported("own attention", f"{name} cannot be served: a layer of it", seen)
     if failure is not None:
-        raise UnsupportedModelError(f"{name} could not run a probe of two tokens: {failure}") from failure
+        seen = f"could not run a probe of two tokens: {failure}"
+        raise unsupported("more inputs than tokens", name, seen) from failure
+    refuse_cached_windows(name, text_config, probe.layers)
     return probe
 
 
@@ -158,23 +144,26 @@ def positions_of(config: Any) -> int | None:
     return None
 
 
+def refuse_quantised_weights(model: nn.Module) -> None:
+    """Dequantised weights are served, though the config still names a quantisation."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        is_plain = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if not is_plain and "weight" in name.rpartition(".")[2]:
+            raise unsupported("quantised weights", type(model).__name__, f"{name} in {tensor.dtype}")
+
+
+def refuse_cached_windows(name: str, text_config: Any, layers: Sequence[AttentionLayer]) -> None:
+    """A cache of `transformers` drops what lies behind a config's window, whether or not the masks have one."""
+    for index, cache in enumerate(DynamicCache(config=text_config).layers[: len(layers)]):
+        window, traits = getattr(cache, "sliding_window", None), layers[index].traits
+        if window and traits.sight.is_full:
+            raise unsupported("window of the cache", f"{name} (layer {index})", f"{window} tokens")
+
+
 def refuse_unknown_layer_types(name: str, text_config: Any) -> None:
-    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if unknown:
-        raise UnsupportedModelError(f"{name} has layers of type {unknown[0]!r}, which are not implemented.")
-
-
-def refuse_batch_dependent_rope(model: nn.Module) -> None:
-    for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)  # one, or one for each type of layer
-        batch_dependent = _BATCH_DEPENDENT_ROPE.intersection(
-            rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-        )
-        if batch_dependent:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} uses {min(batch_dependent)!r} rotary embeddings, whose frequencies depend on "
-                "the longest sequence of the batch; a request's result would depend on its neighbours."
-            )
+    for index, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
+        if layer_type not in _LAYER_TYPES:
+            raise unsupported(reason_of_layer_type(layer_type), f"layer {index} of {name}", f"of type {layer_type!r}")
 
 
 @dataclass(slots=True)
@@ -208,9 +197,7 @@ def probing_with(probe: AnyProbe) -> Iterator[None]:
 def probe_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Replaces attention: each token attends to itself alone."""
     if attention_mask is not None and not _current.masks.knows(attention_mask):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} computes an attention mask of its own, which paged attention would ignore."
-        )
+        raise unsupported("own mask", f"a layer of attention ({type(module).__name__})")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     _current.probe.record(module, query, key, value, scaling, attention_mask, dict(kwargs))
     own = value.transpose(1, 2)

@@ -80,25 +80,6 @@ def test_a_mask_of_another_kind_is_refused_by_layer(monkeypatch):
     assert_names(refused_model(tiny_model()), "layer 0 (LlamaAttention)", "neither causal nor a sliding window")
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "factor": 2.0,
-            "short_factor": [1.0] * 16,
-            "long_factor": [2.0] * 16,
-            "original_max_position_embeddings": 128,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rope_that_depends_on_the_batch_is_refused_by_name(rope):
-    message = refused_model(small("Llama", rope_parameters=rope | {"rope_theta": 10_000.0}))
-    assert_names(message, "LlamaForCausalLM", repr(rope["rope_type"]), "neighbours")
-
-
 def test_rope_that_is_scaled_once_and_for_all_is_served():
     rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 128}
     model = small("Llama", rope_parameters=rope)

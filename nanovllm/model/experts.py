@@ -1,0 +1,163 @@
+"""Routed experts, through the experts interface of `transformers`: rows sorted by expert, one product for each expert.
+
+The library's `grouped_mm` counts the rows of each expert on the device, so that CUDA graphs can capture it. On a CPU
+packed products take 0.6 to 0.9 of its time in float32 (docs/results/cpu.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.model.module_watch import modules_of
+from nanovllm.model.patches import Change
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp import Kernels
+
+EXPERTS_NAME = "nanovllm"
+PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of an experts module of the engine's own
+
+
+def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What `transformers` calls in each layer of experts while an engine's step runs.
+
+    Args:
+        hidden_states: [num_rows, hidden_size].
+        top_k_index, top_k_weights: [num_rows, top_k], the experts of each row.
+
+    Returns [num_rows, hidden_size].
+    """
+    packed: PackedExperts | None = vars(module).get(PACKED_EXPERTS)
+    if packed is not None:
+        return packed(hidden_states, top_k_index, top_k_weights)
+    output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return output
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """The modules that reach the experts interface: the library's decorator sets these attributes on them."""
+    return [module for module in modules_of(model) if {"is_transposed", "has_gate", "has_bias"} <= vars(module).keys()]
+
+
+def redirected_experts(configs: Iterable[Any]) -> list[Change]:
+    """Changes to that experts implementation, in every configuration that names one."""
+    name = "_experts_implementation_internal"
+    return [(vars(config), name, EXPERTS_NAME) for config in configs if name in vars(config)]
+
+
+def refuse_compiled_experts(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for experts on a GPU that `grouped_mm` cannot multiply in compiled layers.
+
+    For other dtypes than bfloat16 the library reads the number of rows on the host, which a CUDA graph cannot capture.
+    """
+    for module in experts_of(model):
+        weight = module.down_proj
+        if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has experts in {weight.dtype}; compiled layers on a GPU multiply them in "
+                "torch.bfloat16 alone. Set dtype='bfloat16', or enforce_eager=True."
+            )
+
+
+class PackedExperts:
+    """All experts of one module, their weights in the order that the C++ products read.
+
+    Args:
+        module: `can_pack_experts` must hold.
+    """
+
+    def __init__(self, module: Any, kernels: Kernels) -> None:
+        self._module = module
+        self._call = kernels.linear
+        self._num_experts: int = module.num_experts
+        first, bias = _first_projection(module)
+        self._up = _ProductOfExperts(first, bias, module.is_transposed)
+        self._down = _ProductOfExperts(
+            module.down_proj, module.down_proj_bias if module.has_bias else None, module.is_transposed
+        )
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        module, (num_rows, top_k) = self._module, top_k_index.shape
+        expert_ids, order = torch.sort(top_k_index.reshape(-1))  # [num_rows * top_k]
+        counts = torch.bincount(expert_ids, minlength=self._num_experts).tolist()[: self._num_experts]
+        rows = self._up(self._call, hidden_states[order // top_k], counts)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        rows = self._down(self._call, rows, counts)
+        if module.has_post_expert_norm:
+            rows = module.post_expert_norm(rows)
+        rows = rows * top_k_weights.reshape(-1)[order, None]
+        in_order = torch.empty_like(rows)
+        in_order[order] = rows
+        return in_order.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+class _ProductOfExperts:
+    """One projection of all experts, packed side by side."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
+        from nanovllm.kernels.packed_product import ProductStruct, pack
+
+        by_output = weight.detach().transpose(1, 2) if is_transposed else weight.detach()
+        num_experts, self._num_outputs, depth = by_output.shape
+        self._weight = torch.stack([pack(expert) for expert in by_output.contiguous()])
+        self._bias = None if bias is None else bias.detach().contiguous()
+        self._structs = [
+            ProductStruct(
+                self._weight[expert].data_ptr(),
+                None if self._bias is None else self._bias[expert].data_ptr(),
+                self._num_outputs,
+                depth,
+            )
+            for expert in range(num_experts)
+        ]
+
+    def __call__(self, call: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        """[num_rows, num_outputs] of rows [num_rows, depth] sorted by expert; zero behind the experts' own rows."""
+        rows = rows.contiguous()
+        output = rows.new_empty(len(rows), self._num_outputs)
+        row_bytes, output_bytes = rows[:1].nbytes, output[:1].nbytes
+        at, to, num_threads, done = rows.data_ptr(), output.data_ptr(), torch.get_num_threads(), 0
+        for struct, count in zip(self._structs, counts, strict=True):
+            if count:
+                call(ctypes.byref(struct), at + done * row_bytes, to + done * output_bytes, count, num_threads)
+                done += count
+        output[done:] = 0
+        return output
+
+
+def _first_projection(module: Any) -> tuple[Tensor, Tensor | None]:
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    return getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+
+
+def can_pack_experts(module: Any, dtype: torch.dtype) -> bool:
+    """Whether `PackedExperts` takes this module, for kernels of that dtype."""
+    from nanovllm.kernels.packed_product import PANEL
+
+    for weight in (_first_projection(module)[0], module.down_proj):
+        depth, num_outputs = weight.shape[1:] if module.is_transposed else weight.shape[:0:-1]
+        if type(weight) is not nn.Parameter or weight.dtype != dtype or num_outputs % PANEL or depth % 2:
+            return False
+    return len(module.down_proj) == module.num_experts
+
+
+def pack_experts(model: nn.Module, kernels: Kernels) -> None:
+    """Pack the experts of a model of the engine's own, and free the plain weights that no other module has."""
+    owners = Counter(id(parameter) for module in modules_of(model) for parameter in module._parameters.values())
+    for module in experts_of(model):
+        if can_pack_experts(module, kernels.dtype):
+            vars(module)[PACKED_EXPERTS] = PackedExperts(module, kernels)
+            for weight in (_first_projection(module)[0], module.down_proj):
+                if owners[id(weight)] == 1:
+                    weight.data = weight.data.new_empty(0)

@@ -1,0 +1,109 @@
+"""Routed experts: results as the library's, whatever rows are beside, and nothing left on an owner's module."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm.kernels.cpp import load_kernels
+from nanovllm.model import experts
+from nanovllm.model.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, refuse_compiled_experts
+from tests.support.snapshots import Snapshot, assert_untouched
+from tests.support.tiny_classes import HIDDEN_SIZE, VOCAB_SIZE, tiny_class_model
+
+# Plain; transposed, interleaved and with biases; without a gate.
+CLASSES = ["OlmoeForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"]
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 64, "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+}  # fmt: skip
+PROMPTS = [[5, 9, 33, 21], [7] * 11, list(range(3, 40))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def kernels(dtype: torch.dtype) -> Any:
+    return load_kernels(dtype, 64, 3)
+
+
+def routed(module: Any, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, their experts and weights; one expert gets none."""
+    generator = torch.Generator().manual_seed(num_rows)
+    states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)
+    scores = torch.rand(num_rows, module.num_experts - 1, generator=generator)
+    weights, indices = scores.softmax(dim=-1).topk(2)
+    return states.to(dtype), indices, weights.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_packed_experts_compute_what_the_library_computes(class_name, dtype):
+    module = experts_of(tiny_class_model(class_name).to(dtype))[0]
+    assert can_pack_experts(module, dtype)
+    packed = PackedExperts(module, kernels(dtype))
+    for num_rows in (1, 2, 13, 40):
+        inputs = routed(module, num_rows, dtype)
+        with torch.no_grad():
+            expected = grouped_mm_experts_forward(module, *inputs)
+            tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+            torch.testing.assert_close(
+                packed(*inputs), expected, rtol=tolerance, atol=tolerance * float(expected.std())
+            )
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["grouped", "packed"])
+def test_a_row_does_not_depend_on_the_rows_beside_it_beyond_rounding(is_packed):
+    module = experts_of(tiny_class_model("OlmoeForCausalLM"))[0]
+    compute = PackedExperts(module, kernels(torch.float32)) if is_packed else experts.experts_function
+    states, indices, weights = routed(module, 32, torch.float32)
+    with torch.no_grad():
+        given = (module,) if not is_packed else ()
+        together = compute(*given, states, indices, weights)
+        for row in (0, 7, 31):
+            alone = compute(*given, states[row : row + 1], indices[row : row + 1], weights[row : row + 1])
+            torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
+
+
+def test_packing_frees_the_plain_weights_and_the_answers_stay():
+    model = tiny_class_model("OlmoeForCausalLM")
+    with LLM(model, **OPTIONS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    pack_experts(model, kernels(torch.float32))
+    assert all(module.down_proj.numel() == 0 for module in experts_of(model))
+    with LLM(model, **OPTIONS) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+
+
+def test_a_live_module_runs_our_experts_within_steps_and_its_own_outside(monkeypatch):
+    model = tiny_class_model("MixtralForCausalLM")
+    own, before, seen = model.config._experts_implementation, Snapshot(model), set()
+    plain = experts.grouped_mm_experts_forward
+
+    def watched(module, *inputs):
+        seen.add(module.config._experts_implementation)
+        return plain(module, *inputs)
+
+    monkeypatch.setattr(experts, "grouped_mm_experts_forward", watched)
+    with LLM(model, **OPTIONS) as llm:
+        assert seen, "the checks at load route through them too"
+        seen.clear()
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert seen == {experts.EXPERTS_NAME}
+        assert model.config._experts_implementation == own
+        seen.clear()
+        model(torch.tensor([PROMPTS[0]]) % VOCAB_SIZE)
+        assert seen == set()
+    assert_untouched(model, before)
+
+
+def test_experts_that_a_cuda_graph_cannot_capture_are_refused_with_the_remedy(monkeypatch):
+    weight = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
+    monkeypatch.setattr(experts, "experts_of", lambda model: [SimpleNamespace(down_proj=weight)])
+    with pytest.raises(UnsupportedModelError) as caught:
+        refuse_compiled_experts(torch.nn.Identity())
+    for part in ("torch.float16", "dtype='bfloat16'", "enforce_eager=True"):
+        assert part in str(caught.value)

@@ -1,0 +1,107 @@
+"""Prompts around the borders of tiny models' windows, answered by an engine under pressure and by `transformers`."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.support.tiny_classes import VOCAB_SIZE, WINDOW
+from tests.support.tiny_models import tiny_tokenizer
+
+# Contexts of 0.5, 1, 1.5 and 4 windows, the longest with a common beginning.
+LENGTHS = (WINDOW // 2, WINDOW, WINDOW * 3 // 2, WINDOW * 4)
+MAX_MODEL_LEN = 96
+
+
+class Case(NamedTuple):
+    """Options under which a class is tried.
+
+    num_kv_blocks: for MAX_MODEL_LEN and little more, so that requests preempt each other.
+    is_warm: whether a second call, whose prompts the cache holds, must answer alike.
+    """
+
+    block_size: int = 16
+    max_num_batched_tokens: int = 24
+    num_kv_blocks: int = 9
+    enable_prefix_caching: bool = True
+    is_warm: bool = True
+    attention_backend: str = "sdpa"
+
+    @property
+    def name(self) -> str:
+        cache = "warm" if self.is_warm else "cold" if self.enable_prefix_caching else "uncached"
+        return f"{self.attention_backend}-{self.block_size}-{self.max_num_batched_tokens}-{self.num_kv_blocks}-{cache}"
+
+
+CASES = [
+    Case(16, 24, 9),
+    Case(16, 21, 12),
+    Case(16, 40, 33, enable_prefix_caching=False, is_warm=False),
+    Case(16, 20, 10, is_warm=False),
+    Case(32, 200, 33),
+    Case(16, 24, 9, attention_backend="auto"),
+    Case(16, 40, 33, attention_backend="auto"),
+]
+
+
+def seeded_case(class_name: str) -> Case:
+    """One of the cases that need no compiler, another for each class, the same in every run."""
+    cases = [case for case in CASES if case.attention_backend == "sdpa"]
+    return cases[zlib.crc32(class_name.encode()) % len(cases)]
+
+
+def prompts_of(class_name: str) -> list[list[int]]:
+    """Six prompts of ordinary tokens."""
+    choice = random.Random(class_name)
+    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(WINDOW * 5 // 2)]
+    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    return [*own, shared + own[0], shared + own[1]]
+
+
+def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The greedy tokens of the model's own `generate`."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                pad_token_id=0,
+            )
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def open_case(model: Any | Path, case: Case) -> LLM:
+    """An engine of that case, over a module or a saved model's folder."""
+    return LLM(
+        model,
+        tokenizer=tiny_tokenizer() if isinstance(model, Path) else None,
+        enforce_eager=case.attention_backend == "sdpa",
+        attention_backend=case.attention_backend,
+        block_size=case.block_size,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        num_kv_blocks=case.num_kv_blocks,
+        enable_prefix_caching=case.enable_prefix_caching,
+        max_num_seqs=4,
+        max_model_len=MAX_MODEL_LEN,
+    )
+
+
+def engine_answers(llm: LLM, case: Case, prompts: list[list[int]], num_tokens: int) -> list[list[list[int]]]:
+    """The greedy tokens of one call, or of two if the case is warm."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    answers = []
+    for _ in range(2 if case.is_warm else 1):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    return answers

@@ -1,0 +1,79 @@
+"""What becomes of each causal language model class of `transformers`: served, since when; refused, and why.
+
+A class that is not listed, of a later release, must be served with the library's own tokens, or refused for one of
+these reasons.
+"""
+
+from __future__ import annotations
+
+# By reason of `nanovllm.unsupported`.
+_REFUSED = {
+    "both directions": """
+        BigBirdPegasusForCausalLM
+    """,
+    "convolution": """
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+    """,
+    "logits of other rows": """
+        WhisperForCausalLM
+    """,
+    "own attention": """
+        BigBirdForCausalLM BloomForCausalLM CodeGenForCausalLM CpmAntForCausalLM FalconForCausalLM GPTJForCausalLM
+        GPTNeoForCausalLM GPTNeoXJapaneseForCausalLM GitForCausalLM MegatronBertForCausalLM MllamaForCausalLM
+        MptForCausalLM MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM OpenAIGPTLMHeadModel
+        ProphetNetForCausalLM ReformerModelWithLMHead RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM
+        TrOCRForCausalLM XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM xLSTMForCausalLM
+    """,
+    "own mask": """
+        BltForCausalLM DogeForCausalLM Gemma4UnifiedForConditionalGeneration
+    """,
+    "positions by row": """
+        BartForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM MBartForCausalLM MarianForCausalLM
+        PLBartForCausalLM PegasusForCausalLM
+    """,
+    "positions from padding": """
+        CamembertForCausalLM Data2VecTextForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM
+        XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+    """,
+    "recurrent state": """
+        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+        GraniteMoeHybridForCausalLM Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM
+        Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
+        Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM
+        Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+    """,
+    "repeated layers": """
+        DiffLlamaForCausalLM HrmTextForCausalLM
+    """,
+    "sparse attention": """
+        AXK2ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM
+        HYV4ForCausalLM MiniMaxM3VLForCausalLM
+    """,
+    "window of the cache": """
+        MoshiForCausalLM
+    """,
+}
+REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+
+# Classes whose tiny model cannot be built by itself.
+NOT_BUILT = {
+    "Gemma3nForConditionalGeneration": "its vision tower needs the library timm; Gemma3nForCausalLM is its text part",
+    "Gemma4AssistantForCausalLM": "all of its layers read another model's keys and values",
+    "Gemma4UnifiedAssistantForCausalLM": "all of its layers read another model's keys and values",
+}
+
+_SINCE_0_1 = """
+    BertGenerationDecoder BertLMHeadModel ElectraForCausalLM ErnieForCausalLM RoCBertForCausalLM
+    ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel
+    CohereCompassForCausalLM CohereForCausalLM DbrxForCausalLM Dots1ForCausalLM Emu3ForCausalLM Ernie4_5ForCausalLM
+    Ernie4_5_MoeForCausalLM FlexOlmoForCausalLM FuyuForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+    GPTNeoXForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM
+    GotOcr2ForConditionalGeneration GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM
+    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+    Jais2ForCausalLM JetMoeForCausalLM LagunaForCausalLM LlamaForCausalLM MellumForCausalLM MiniMaxM2ForCausalLM
+    Ministral3ForCausalLM MixtralForCausalLM MossTranscribeDiarizeForConditionalGeneration NanoChatForCausalLM
+    OPTForCausalLM Olmo2ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM
+    Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM
+    Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM Starcoder2ForCausalLM
+"""
+SINCE = dict.fromkeys(_SINCE_0_1.split(), "0.1.0")  # the other served ones: not released yet

@@ -1,0 +1,147 @@
+"""docs/guide/models.md, made from what becomes of each class: `python -m tests.support.models_page` writes it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from nanovllm import UnsupportedModelError
+from nanovllm.layer_traits import kinds_of
+from nanovllm.model.binding import ModelBinding
+from nanovllm.unsupported import REASONS
+from tests.support.class_outcomes import NOT_BUILT, REFUSED, SINCE
+from tests.support.tiny_classes import class_names, tiny_class_model
+
+PAGE = Path(__file__).parents[2] / "docs/guide/models.md"
+VERSION = f"Made with `transformers` {transformers.__version__}."
+
+_INTRODUCTION = """# Models
+
+Which causal language model classes of `transformers` are served, which are refused, and why. {version}
+
+Every class runs in the tests as a tiny random model: a served one gives the greedy float32 tokens of its own
+`generate`, for contexts of half a window to four windows, small token budgets, a cold and a warm prefix cache, and
+preemption. What else can be loaded behind a class (an adapter, code of a checkpoint's own) passes the same checks at
+load, or is refused.
+
+{counts}
+
+## Served
+
+*Since*: the first release that serves it without a limit on its length. *What is special* is what the attention
+layers, the experts or the rotary embeddings of its default configuration ask for:
+
+- **window, chunks**: layers see the last tokens, or their own chunk; with full layers between, unless it says *all*.
+- **soft-cap, sinks**: scores are capped; a learned score joins the softmax.
+- **K wider than V**: multi-head latent attention, expanded: its cache holds K and V of every head, not the latents.
+- **shared K, V**: layers read an earlier layer's cache.
+- **experts**: routed, through the library's experts interface: `grouped_mm` on a GPU, where compiled layers need
+  bfloat16; packed products on a CPU for a model that the engine loaded. *Own experts* run in the model's own code,
+  which may loop over the experts on the host and then needs `enforce_eager=True` on a GPU.
+- **long rope**: the long factors if `max_model_len` is beyond the original length, else the short ones, for every
+  request of the engine; a log line says which. "dynamic" frequencies are served up to the length from which they
+  follow the batch.
+
+| class | since | what is special |
+|---|---|---|
+"""
+_REFUSED = """
+## Refused
+
+The error names the layer and says the same. What else is refused for a reason that depends on options or weights, not
+on the class, is below.
+
+| reason | what would serve it | classes |
+|---|---|---|
+"""
+_OTHERS = """
+### Refused for other reasons
+
+| a model that | |
+|---|---|
+"""
+
+
+def special_features(binding: ModelBinding) -> str:
+    """What the layers, the experts and the rotary embeddings of a served model ask for, in words."""
+    kinds, found = kinds_of(layer.traits for layer in binding.layers), []
+    windows = {kind.window for kind in kinds}
+    if windows != {None}:
+        found.append("window" if None in windows else "window (all)")
+    if any(kind.chunk for kind in kinds):
+        found.append("chunks")
+    if any(kind.softcap for kind in kinds):
+        found.append("soft-cap")
+    if any(kind.has_sinks for kind in kinds):
+        found.append("sinks")
+    if any(kind.head_dim > kind.value_dim for kind in kinds):
+        found.append("K wider than V")
+    if len({(kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.value_dim) for kind in kinds}) > 1:
+        found.append("layers of several shapes")
+    if any(layer.traits.shares is not None for layer in binding.layers):
+        found.append("shared K, V")
+    modules = list(binding.model.modules())
+    if any(hasattr(module, "is_transposed") and hasattr(module, "has_gate") for module in modules):
+        found.append("experts")
+    elif any("Experts" in type(module).__name__ for module in modules):
+        found.append("own experts")
+    if binding.rope.choice:
+        found.append("long rope")
+    return ", ".join(found)
+
+
+def served_row(class_name: str, binding: ModelBinding) -> str:
+    return f"| {class_name} | {SINCE.get(class_name, 'unreleased')} | {special_features(binding)} |"
+
+
+def rows_by_class() -> dict[str, str]:
+    """The row of each class that is served."""
+    rows = {}
+    for class_name in class_names():
+        try:
+            model: Any = tiny_class_model(class_name)
+        except Exception:  # whatever its classes raise
+            if class_name not in NOT_BUILT:
+                raise
+            continue
+        try:
+            binding = ModelBinding(model, is_live=True)
+        except UnsupportedModelError as error:
+            if REFUSED.get(class_name) != error.reason:
+                raise
+            continue
+        rows[class_name] = served_row(class_name, binding)
+        binding.close()
+    return rows
+
+
+def page(rows: dict[str, str]) -> str:
+    """The page's text, of the rows of the served classes."""
+    refused = defaultdict(list)
+    for name in class_names():
+        if name in REFUSED:
+            refused[REFUSED[name]].append(name)
+    num_refused = sum(map(len, refused.values()))
+    num_by_itself = len([name for name in class_names() if name in NOT_BUILT])
+    counts = (
+        f"Of {len(class_names())} classes {len(rows)} are served and {num_refused} refused; {num_by_itself} cannot be "
+        "built by themselves."
+    )
+    text = _INTRODUCTION.format(version=VERSION, counts=counts) + "\n".join(rows.values()) + "\n" + _REFUSED
+    for reason, _ in Counter(REFUSED.values()).most_common():
+        if refused[reason]:
+            trait, remedy = REASONS[reason]
+            text += f"| {trait} | {remedy} | {', '.join(refused[reason])} |\n"
+    text += _OTHERS
+    for reason, (trait, remedy) in REASONS.items():
+        if not refused[reason]:
+            text += f"| {trait} | {remedy} |\n"
+    text += "\nNot tried, since they cannot be built by themselves:\n\n"
+    return text + "".join(f"- {name}: {why}.\n" for name, why in NOT_BUILT.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(rows_by_class()), encoding="utf-8")
