@@ -34,6 +34,7 @@ class BatchLayout:
     sampled_positions: [num_samples] int64, positions of the tokens drawn from them.
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
+    others: where layers form several cache groups, the same rows in each further one.
     """
 
     entries: list[ScheduledSequence]
@@ -45,6 +46,7 @@ class BatchLayout:
     sample_rows: NDArray[np.int64]
     sampled_positions: NDArray[np.int64]
     blocks_to_clear: NDArray[np.int64]
+    others: tuple[BatchLayout, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +95,7 @@ def build_layout(
 
     # A row's position is its index in its entry plus the entry's start.
     positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
-    slot_mapping, blocks_to_clear = _slot_mapping(entries, starts, counts, positions, block_size)
+    slot_mapping, blocks_to_clear = map_slots(entries, starts, counts, positions, block_size)
     return BatchLayout(
         entries=entries,
         num_decodes=num_decodes,
@@ -107,7 +109,7 @@ def build_layout(
     )
 
 
-def _slot_mapping(
+def map_slots(
     entries: list[ScheduledSequence],
     starts: NDArray[np.int64],
     counts: NDArray[np.int64],

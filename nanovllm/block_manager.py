@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm import block_hashes
+from nanovllm.batch import ScheduledSequence
+from nanovllm.cache_group import HasBlockTable
 from nanovllm.sequence import Sequence
 
 
@@ -95,9 +97,17 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def has_free(self, num_blocks: int) -> bool:
+        return num_blocks <= len(self.free_blocks)
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free: a claim takes them."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
+
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> int:
+        """Free blocks that the sequence takes until it has `num_tokens`, if it claims `hits` first."""
+        lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
+        return lacking + self.num_free_among(hits)
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
@@ -111,9 +121,12 @@ class BlockManager:
         if is_in_block or not self.enable_prefix_caching or sequence.lacks_prompt_logprobs:
             return []
         end = (len(sequence.token_ids) - 1) // self.block_size
-        return [next(iter(entry.blocks)) for entry in self._find(sequence, len(sequence.block_table), end)]
+        return self._hits(sequence, len(sequence.block_table), end)
 
-    def claim(self, sequence: Sequence, blocks: Collection[int]) -> None:
+    def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:
+        return [next(iter(entry.blocks)) for entry in self._find(sequence, first, end)]
+
+    def claim(self, sequence: HasBlockTable, blocks: Collection[int]) -> None:
         """Append blocks found by `lookup` to the block table; pinned before anything is allocated."""
         for block in blocks:
             if self.ref_counts[block] == 0:
@@ -191,11 +204,14 @@ class BlockManager:
         self.num_findable_blocks -= 1
         del entry.blocks[block]
         if not entry.blocks:
-            del self.entries[entry.block_hash]
-            if self.observer is not None:
-                self.observer.forgotten(entry.block_hash)
+            self._forget_entry(entry)
         if self.ref_counts[block] == 0:
             self.free_blocks.move_to_end(block, last=False)
+
+    def _forget_entry(self, entry: PrefixEntry) -> None:
+        del self.entries[entry.block_hash]
+        if self.observer is not None:
+            self.observer.forgotten(entry.block_hash)
 
     def forget(self, sequence: Sequence) -> None:
         """Make the content of the sequence's full blocks unfindable, and all that was computed behind it."""
@@ -217,7 +233,7 @@ class BlockManager:
 
     # ---------------------------------------------------------------------------------- allocation and release
 
-    def allocate(self, sequence: Sequence, num_blocks: int) -> None:
+    def allocate(self, sequence: HasBlockTable, num_blocks: int) -> None:
         """Append `num_blocks` free blocks to the table, those freed longest ago first.
 
         The caller has checked that enough are free.
@@ -234,7 +250,7 @@ class BlockManager:
                 self.num_evictions += 1
             sequence.block_table.append(block)
 
-    def release(self, sequence: Sequence, num_kept: int = 0) -> None:
+    def release(self, sequence: HasBlockTable, num_kept: int = 0) -> None:
         """Give back all but the first blocks of the sequence; findable ones stay so until they are evicted.
 
         In place: batches in flight that refer to the table only read the part that stays. If none stays, the sequence
@@ -245,6 +261,9 @@ class BlockManager:
             del sequence.block_table[num_kept:]
         else:
             sequence.block_table = []
+        self._give_back(blocks)
+
+    def _give_back(self, blocks: list[int]) -> None:
         for block in reversed(blocks):  # a chain's tail is of no use without its head, so it goes first
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -254,8 +273,8 @@ class BlockManager:
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
-    def commit(self, step_id: int) -> None:
-        """Step `step_id` ran: the blocks that it made findable are in the cache."""
+    def commit(self, step_id: int, entries: Iterable[ScheduledSequence] = ()) -> None:
+        """Step `step_id` of these entries ran: the blocks that it made findable are in the cache."""
         self._uncommitted.pop(step_id, None)
 
     def withdraw(self, step_id: int) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.block_manager import BlockManager
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_groups import build_block_manager
+from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.execution.compile_ahead import compile_ahead
@@ -68,12 +70,9 @@ def build_engine(
         has_base_model=binding.has_base_model,
         allow_control_tokens=config.allow_control_tokens_in_messages,
     )
-    block_manager = BlockManager(
-        model_runner.config.num_kv_blocks,
-        model_runner.config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        hash_seed=f"{loaded.identity}:{binding.dtype}{binding.rope.choice}",  # what KV depends on besides its prefix
-    )
+    # The seed: whatever the KV of a token depends on besides its prefix.
+    hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
+    block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
     if publisher is not None:
         publisher.begin(block_manager, observers)
     return Engine(
@@ -137,7 +136,7 @@ def run_worker(orders: int, lifeline: int) -> None:
 
 def resolve_options(
     binding: ModelBinding, loaded: loader.LoadedModel, config: EngineConfig
-) -> tuple[EngineConfig, AttentionChoice]:
+) -> tuple[EngineConfig, AttentionChoice, CachePools]:
     """Settle every option from what the user set, what the model is and what the device is.
 
     Limits come first, then the attention backend and CUDA graphs, then the KV cache's size, for which a GPU runs a
@@ -163,8 +162,9 @@ def resolve_options(
     if choice.uses_graphs and not binding.is_live and binding.ranks is None:  # not tried with a part of the heads
         binding.fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
-    resolved = config.resolve_pool(
-        binding.caches.num_bytes(config.block_size),
+    resolved, pools = resolve_pools(
+        config,
+        _cache_groups(binding, config, choice),
         memory if binding.ranks is None else binding.ranks.least(memory),
         max_model_len_is_set=max_model_len is not None,
     )
@@ -173,7 +173,16 @@ def resolve_options(
             "max_model_len is %d instead of the model's %d: that is what the KV cache holds",
             resolved.max_model_len, config.max_model_len,
         )  # fmt: skip
-    return resolved, choice
+    return resolved, choice, pools
+
+
+def _cache_groups(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> tuple[CacheGroup, ...]:
+    """The cache groups of the model's layers; CUDA graphs read one table alone, so there all layers keep everything."""
+    layers = binding.layers
+    if choice.uses_graphs:
+        return (CacheGroup(tuple(range(len(layers))), binding.caches.num_bytes(config.block_size)),)
+    block_bytes = [layer.token_bytes * config.block_size for layer in layers]
+    return cache_groups_of([layer.traits for layer in layers], block_bytes, config.max_model_len)
 
 
 def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> StepObservers:

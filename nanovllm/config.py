@@ -56,6 +56,8 @@ class EngineConfig:
         gpu_memory_utilization.
     kv_cache_memory_bytes: memory for the KV cache in bytes; overrides gpu_memory_utilization.
     gpu_memory_utilization: share of the GPU's memory for this process, weights and activations included.
+    window_pool_share: share of the KV cache's memory for layers with a window or chunked attention, where others
+        have full attention. Default: what sequences of half of max_model_len need.
     enable_prefix_caching: reuse the KV blocks of equal prefixes.
     max_num_partial_prefills: maximum number of partially computed prompts at the end of a step. Default: 4.
     max_long_partial_prefills: maximum number among them with more than `long_prefill_token_threshold` tokens left to
@@ -100,6 +102,7 @@ class EngineConfig:
     num_kv_blocks: int = NOT_SET
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    window_pool_share: float | None = None
     enable_prefix_caching: bool = True
     max_num_partial_prefills: int = NOT_SET
     max_long_partial_prefills: int = NOT_SET

@@ -17,10 +17,11 @@ from torch import Tensor
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import build_layout
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.device import give_memory_back, raise_device_error
 from nanovllm.execution.cuda_graphs import GraphExecutor
-from nanovllm.execution.direct import DirectExecutor
+from nanovllm.execution.direct import DirectExecutor, build_direct
 from nanovllm.execution.dummy_batches import (
     Spans,
     comparison_spans,
@@ -30,6 +31,7 @@ from nanovllm.execution.dummy_batches import (
     warm_up_spans,
 )
 from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.group_layouts import with_groups
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
@@ -45,26 +47,26 @@ class ModelRunner:
         binding: the hooked model; its caches are allocated here.
         config: fully resolved, by `build.resolve_options`.
         choice: of the attention backend.
+        pools: of the cache groups.
     """
 
-    def __init__(self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> None:
+    def __init__(self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools) -> None:
         self.binding = binding
         self.device = binding.device
         self.config = config
+        self.pools = pools
         self._choice = choice
         self._begin_report: Callable[[PromptRows | None], StepLogprobs]
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs)
         self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its index
-        num_slots = config.num_kv_blocks * config.block_size
-        binding.caches.allocate(num_slots)
+        binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:
             self._executor = GraphExecutor(binding, config, self.sampler)
         else:
-            backend = choice.build(binding.layers, binding.device, config)
-            self._executor = DirectExecutor(binding, backend, config.block_size, self.sampler)
+            self._executor = build_direct(binding, config, choice, pools, self.sampler)
         self.backend = self._executor.backend
         self._launch: Callable[..., Tensor] = self._executor.launch
         if choice.compiles and not choice.kernels:
@@ -81,8 +83,8 @@ class ModelRunner:
             binding.pack_weights(kernels, config.max_num_batched_tokens, run_batches)
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
-            config.num_kv_blocks, num_slots - config.block_size, binding.caches.num_bytes(num_slots) / 2**30,
-            (config.num_kv_blocks - 1) // -(-config.max_model_len // config.block_size), config.max_model_len,
+            config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size, pools.num_bytes / 2**30,
+            pools.num_longest(config.max_model_len, config.block_size), config.max_model_len,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -96,6 +98,7 @@ class ModelRunner:
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
+        layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
         report = self._begin_report(PromptRows.from_layout(layout))
         try:
             if self.device.type == "cuda":

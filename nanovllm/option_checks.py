@@ -24,9 +24,11 @@ def check_options(config: EngineConfig) -> None:
     """Raise ValueError or TypeError for the first value that cannot be."""
     if not isinstance(config.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ValueError(f"device is {config.device!r}; it must be 'auto', 'cpu', 'cuda' or 'cuda:N'.")
-    share = config.gpu_memory_utilization
-    if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
-        raise ValueError(f"gpu_memory_utilization is {share!r}; it must be a number above 0 and at most 1.")
+    shares = {"gpu_memory_utilization": 1} | ({} if config.window_pool_share is None else {"window_pool_share": 0.99})
+    for name, most in shares.items():
+        share = getattr(config, name)
+        if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0.0 < float(share) <= most:
+            raise ValueError(f"{name} is {share!r}; it must be a number above 0 and at most {most}.")
     ageing = config.priority_ageing_s
     if ageing is not None and 0.0 < real("priority_ageing_s", ageing, 0.0, math.inf) < MIN_AGEING_S:
         raise ValueError(

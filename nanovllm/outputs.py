@@ -149,15 +149,37 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroupStats:
+    """Block pool of the layers that see the same positions; see `EngineStats`.
+
+    window, chunk: of their attention in tokens; None for no such limit.
+    """
+
+    window: int | None
+    chunk: int | None
+    num_blocks: int
+    num_used_blocks: int
+    num_findable_blocks: int
+    num_evictions: int
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.num_used_blocks / max(1, self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Snapshot of queues and block pool, and counters since construction.
 
-    Block counts exclude the null block. Prefix cache queries and hits are prompt tokens looked up and found, counted
+    Block counts exclude the null block; where layers form several cache groups they are those of the first, the one
+    with full attention if there is one. Prefix cache queries and hits are prompt tokens looked up and found, counted
     once per admitted request; evictions are cached blocks that were reused for other content.
 
     recent_hit_rate: hits / queries over the last 1,000 steps; None without queries.
     recent_budget_use: scheduled tokens / max_num_batched_tokens over the last 1,000 steps; None without steps.
     hook_error: error of an observer (`on_step`, the trace) that was dropped because it raised.
+    cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
     """
 
     num_running: int
@@ -177,6 +199,7 @@ class EngineStats:
     recent_hit_rate: float | None
     recent_budget_use: float | None
     hook_error: str | None
+    cache_groups: tuple[CacheGroupStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

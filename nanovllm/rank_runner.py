@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
@@ -46,10 +47,15 @@ class RankRunner(ModelRunner):
     sampler: RankSampler
 
     def __init__(
-        self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, workers: WorkerProcesses | None
+        self,
+        binding: ModelBinding,
+        config: EngineConfig,
+        choice: AttentionChoice,
+        pools: CachePools,
+        workers: WorkerProcesses | None,
     ) -> None:
         self._workers: WorkerProcesses | None = None
-        super().__init__(binding, config, choice)
+        super().__init__(binding, config, choice, pools)
         if workers is not None:
             self._workers = workers
             self._launch = self._launch_together

@@ -167,8 +167,7 @@ class Scheduler:
             if size == 0 or (size < lacking and not self._may_be_partial(lacking, partial)):
                 num_looked_past += 1
                 continue
-            num_blocks = self._blocks_lacking(sequence) - len(hits) + manager.num_free_among(hits)
-            if reserved + num_blocks > manager.num_free_blocks:
+            if not manager.has_free(reserved + self._blocks_lacking(sequence, hits)):
                 break
             if sequence.num_counted_tokens == 0 and not sequence.lacks_prompt_logprobs:
                 self.stats.prefix_cache_queries += len(sequence.token_ids)
@@ -242,12 +241,12 @@ class Scheduler:
         step.chunks.setdefault(sequence, (before, start))
         step.budget -= end - start
 
-    def _blocks_lacking(self, sequence: Sequence) -> int:
-        """Blocks that a prefill still needs for all its known tokens and one more; 0 once at most one is left."""
+    def _blocks_lacking(self, sequence: Sequence, hits: Collection[int] = ()) -> int:
+        """Blocks that a prefill still takes for all its known tokens and one more; 0 once at most one is left."""
         if sequence.num_computed_tokens and sequence.num_known_tokens - sequence.num_computed_tokens <= 1:
             return 0
         tokens = min(sequence.num_known_tokens + 1, self.config.max_model_len)
-        return self.block_manager.num_blocks_for(tokens) - len(sequence.block_table)
+        return self.block_manager.num_blocks_lacking(sequence, tokens, hits)
 
     # ------------------------------------------------------------------------------------------------ preemption
 
@@ -288,7 +287,7 @@ class Scheduler:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
         self.in_flight.popleft()
         manager, block_size = self.block_manager, self.block_size
-        manager.commit(batch.step_id)
+        manager.commit(batch.step_id, batch.entries)
         advanced: list[Sequence] = []
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
             if token_id == NON_FINITE:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
+from nanovllm.cache_group import GroupTables
 from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
 from nanovllm.resumed import Resumed
 from nanovllm.sampling_params import SamplingParams
@@ -77,6 +78,7 @@ class Sequence:
     num_known_tokens: int = field(init=False)  # those in token_ids, and those sampled and not read yet
     num_computed_tokens: int = 0  # with KV in the cache, or launched to be written there
     block_table: list[int] = field(default_factory=list)
+    group_tables: GroupTables | None = None  # where layers form several cache groups: beside that of the first group
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
 
     is_running: bool = False

@@ -28,32 +28,39 @@ class KVCaches:
         self._own = [index for index, layer in enumerate(layers) if layer.traits.shares is None]
         self._device = device
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
-        self._together: list[Tensor] = []  # allocations, each of one or more layers' caches
+        self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
         self.of_layers: list[LayerCache] = []
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of K and V for this many tokens over all layers."""
         return sum(self._layers[index].token_bytes for index in self._own) * num_tokens
 
-    def allocate(self, num_slots: int) -> None:
-        """Allocate the caches, zeroed, so that no slot is ever NaN."""
-        by_shape: dict[tuple[int, int, int], list[int]] = {}
+    def allocate(self, *num_slots: int, groups: Sequence[int] | None = None) -> None:
+        """Allocate the caches, zeroed, so that no slot is ever NaN.
+
+        Args:
+            num_slots: in each cache group.
+            groups: of each layer; None where there is one.
+        """
+        by_shape: dict[tuple[int, int, int, int], list[int]] = {}
         for index in self._own:
             traits = self._layers[index].traits
-            by_shape.setdefault((traits.num_kv_heads, traits.head_dim, traits.value_dim), []).append(index)
+            shape = traits.num_kv_heads, traits.head_dim, traits.value_dim
+            by_shape.setdefault((0 if groups is None else groups[index], *shape), []).append(index)
         self._together = []
         found: dict[int, LayerCache] = {}
-        for (num_heads, head_dim, value_dim), indices in by_shape.items():
+        for (group, num_heads, head_dim, value_dim), indices in by_shape.items():
             # On a CPU one by one, since pages of the system's memory are cleared where they are used.
             for part in [[index] for index in indices] if self._device.type == "cpu" else [indices]:
                 if head_dim == value_dim:
-                    together = self._zeros(2 * len(part), num_slots, num_heads, head_dim)
+                    together = self._zeros(2 * len(part), num_slots[group], num_heads, head_dim)
                     found.update(zip(part, torch.split(together, 2), strict=True))
-                    self._together.append(together)
+                    self._together.append((group, together))
                 else:
-                    both = [self._zeros(len(part), num_slots, num_heads, width) for width in (head_dim, value_dim)]
+                    sizes = len(part), num_slots[group], num_heads
+                    both = [self._zeros(*sizes, width) for width in (head_dim, value_dim)]
                     found.update(zip(part, zip(*both, strict=True), strict=True))
-                    self._together += both
+                    self._together += [(group, caches) for caches in both]
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -75,16 +82,16 @@ class KVCaches:
         For measuring; call it before anything is cached.
         """
         if self._device.type == "cpu":
-            for caches in self._together:
+            for _, caches in self._together:
                 caches.zero_()
 
-    def clear_blocks(self, blocks: Tensor, block_size: int, *, by_kernel: bool = False) -> None:
-        """Zero blocks [n] int64 of every cache.
+    def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:
+        """Zero blocks [n] int64 of every cache of a group.
 
         Args:
             by_kernel: use the one kernel of `kernels/`, compiled at its first call, where it exists; for a GPU.
         """
-        for caches in self._together:
+        for caches in [caches for of_group, caches in self._together if of_group == group]:
             if by_kernel and self._clear_kernel is not None:
                 self._clear_kernel(caches, blocks, block_size)
             else:

@@ -180,6 +180,8 @@ def attention_function(
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
     cache = getattr(module, LAYER_CACHE)
     kind, sinks = getattr(module, LAYER_KIND, 0), kwargs.get(SINKS)
+    if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
+        slot_mapping = slot_mapping[kind]
     is_compiled = torch.compiler.is_compiling()
     if not getattr(module, LAYER_SHARES, False):
         (write_states_compiled if is_compiled else write_states)(key, value, cache, slot_mapping)

@@ -106,6 +106,7 @@ def _simulate(options: argparse.Namespace) -> int:
         route=POLICIES[options.policy](),
         keep_steps=bool(options.json),
         index_delay=options.index_delay,
+        pools=calibration.pools(config),
     )
     took, figures = time.perf_counter() - begin, simulation.figures()
     if options.json:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.attention.grouped import GroupedAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionPlan, AttentionStep
 from nanovllm.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.cache_pools import CachePools
+from nanovllm.config import EngineConfig
 from nanovllm.execution.graph_inputs import with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -16,11 +22,30 @@ from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
 
 
+def build_direct(
+    binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools, sampler: Sampler
+) -> DirectExecutor:
+    """The executor of a fully resolved config, with an attention backend for each cache group."""
+    if len(pools.groups) == 1:
+        backend = choice.build(binding.layers, binding.device, config)
+        return DirectExecutor(binding, backend, config.block_size, sampler)
+    grouped = GroupedAttention(choice, binding.layers, binding.device, config, pools)
+    return DirectExecutor(binding, grouped, config.block_size, sampler, grouped.kind_groups)
+
+
 class DirectExecutor:
     """Serves every backend but a GPU's `flex` and `flash`, with compiled layers or not."""
 
-    def __init__(self, binding: ModelBinding, backend: AttentionBackend, block_size: int, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        binding: ModelBinding,
+        backend: AttentionBackend,
+        block_size: int,
+        sampler: Sampler,
+        kind_groups: Sequence[int] = (),
+    ) -> None:
         self.backend = backend
+        self._kind_groups = kind_groups  # the cache group of each kind of layer, where there are several groups
         self._binding = binding
         self._block_size = block_size
         self._sampler = sampler
@@ -31,18 +56,22 @@ class DirectExecutor:
         """Compute a step with the masks `plan`; returns its sampled tokens [num_samples] int64, on the device."""
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
-        inputs = np.zeros((3, num_rows), np.int64)
-        inputs[:, :num_tokens] = layout.token_ids, layout.positions, layout.slot_mapping
-        token_ids, positions, slot_mapping = torch.from_numpy(inputs).to(device)
+        layouts = layout, *layout.others  # of each cache group
+        slot_mappings = [layouts[group].slot_mapping for group in self._kind_groups] or [layout.slot_mapping]
+        inputs = np.zeros((2 + len(slot_mappings), num_rows), np.int64)
+        inputs[:, :num_tokens] = layout.token_ids, layout.positions, *slot_mappings
+        token_ids, positions, *_ = rows = torch.from_numpy(inputs).to(device)
+        slot_mapping = rows[2:] if self._kind_groups else rows[2]
         if self._sampled is not None and layout.token_ids.min() < 0:
             token_ids = with_sampled(token_ids, self._sampled)
         if self.backend.reads_whole_blocks:
-            # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
-            blocks = layout.blocks_to_clear
-            if self._null_block_is_dirty:
-                blocks = np.append(blocks, NULL_BLOCK)
-            if len(blocks):
-                binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size)
+            for group, of_group in enumerate(layouts):
+                # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
+                blocks = of_group.blocks_to_clear
+                if self._null_block_is_dirty:
+                    blocks = np.append(blocks, NULL_BLOCK)
+                if len(blocks):
+                    binding.caches.clear_blocks(torch.from_numpy(blocks).to(device), self._block_size, group=group)
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)

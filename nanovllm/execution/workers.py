@@ -73,8 +73,12 @@ class StepOrder:
 
     @classmethod
     def from_step(cls, layout: BatchLayout, draws: DrawInputs | None, prompt: PromptRows | None) -> StepOrder:
-        entries = [entry._replace(sequence=None) for entry in layout.entries]  # type: ignore[arg-type]
-        return cls(replace(layout, entries=entries), draws, prompt and replace(prompt, spans=[]))
+        return cls(_without_sequences(layout), draws, prompt and replace(prompt, spans=[]))
+
+
+def _without_sequences(layout: BatchLayout) -> BatchLayout:
+    entries = [entry._replace(sequence=None) for entry in layout.entries]  # type: ignore[arg-type]
+    return replace(layout, entries=entries, others=tuple(map(_without_sequences, layout.others)))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.cache_groups import known_prefixes
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
 from nanovllm.sequence import Sequence
 
@@ -60,8 +61,8 @@ class BlockEvents(Observer):
     @classmethod
     def follow(cls, manager: BlockManager, observers: StepObservers, receive: Receiver) -> None:
         """Call `receive` with each batch of events of an engine that has not computed anything yet."""
-        if manager.entries:
-            raise RuntimeError(f"{len(manager.entries)} blocks are findable already; follow a new engine.")
+        if known := known_prefixes(manager):
+            raise RuntimeError(f"{len(known)} blocks are findable already; follow a new engine.")
         events = manager.observer
         if not isinstance(events, cls):
             events = manager.observer = cls()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.batch import ScheduledBatch
+from nanovllm.cache_groups import group_stats
 from nanovllm.outputs import EngineStats
 from nanovllm.requests.output_processor import TokenTimes
 from nanovllm.scheduler import Scheduler
@@ -150,7 +151,7 @@ class StepObservers:
             sum([entry.start - entry.num_computed_before for entry in prefills]),
             len(scheduler.running),
             len(scheduler.waiting),
-            manager.num_blocks - 1 - manager.num_free_blocks,
+            manager.num_blocks - 1 - len(manager.free_blocks),
             times.schedule_time,
             times.launch_time,
             times.launch_time + times.wait_time,
@@ -185,8 +186,8 @@ class StepObservers:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_blocks=num_blocks,
-            num_used_blocks=num_blocks - manager.num_free_blocks,
-            num_free_blocks=manager.num_free_blocks,
+            num_used_blocks=num_blocks - len(manager.free_blocks),
+            num_free_blocks=len(manager.free_blocks),
             num_findable_blocks=manager.num_findable_blocks,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
@@ -199,4 +200,5 @@ class StepObservers:
             recent_hit_rate=hits / queries if queries else None,
             recent_budget_use=num_tokens / num_steps / scheduler.config.max_num_batched_tokens if num_steps else None,
             hook_error=self._error,
+            cache_groups=group_stats(manager),
         )

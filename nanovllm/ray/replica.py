@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.cache_groups import known_prefixes
 from nanovllm.engine import Engine
 from nanovllm.errors import EngineDeadError
 from nanovllm.ray.prompt import Prompt
@@ -69,7 +70,7 @@ class Replica:
         """Queue lengths and findable blocks, for the routers."""
 
         def look(engine: Engine) -> bytes:
-            entries = engine.scheduler.block_manager.entries  # in the order in which they became findable
+            entries = known_prefixes(engine.scheduler.block_manager)  # in the order in which they became findable
             return fingerprints(islice(entries, max(0, len(entries) - MAX_REPORTED), None))
 
         blocks, stats = await self._engine.inspect(look), self._engine.heartbeat().stats

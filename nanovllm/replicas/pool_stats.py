@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from nanovllm.outputs import EngineStats
+from nanovllm.outputs import CacheGroupStats, EngineStats
 
 # Those that only grow: they keep what processes that died had counted.
 COUNTERS = (
@@ -38,8 +39,17 @@ class PoolStats:
             recent_hit_rate=_mean([stats.recent_hit_rate for stats in each]),
             recent_budget_use=_mean([stats.recent_budget_use for stats in each]),
             hook_error=hook_error,
+            cache_groups=tuple(
+                map(_sum, zip(*(stats.cache_groups for stats in each if stats.cache_groups), strict=True))
+            ),
             **sums,
         )
+
+
+def _sum(groups: Sequence[CacheGroupStats]) -> CacheGroupStats:
+    """One group of all replicas."""
+    counts = ("num_blocks", "num_used_blocks", "num_findable_blocks", "num_evictions")
+    return replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in counts})
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.outputs import ReplicaStatus, RequestOutput
+from nanovllm.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
 from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
@@ -43,12 +43,13 @@ class EngineFigures(Collector):
             return
         stats = self.heartbeat.stats
         usage = stats.num_used_blocks / max(1, stats.num_blocks)  # none before any replica has reported
+        usage = max([usage, *(group.usage for group in stats.cache_groups)])
         gauges = {
             "num_requests_running": ("Running samples.", stats.num_running),
             "num_requests_waiting": ("Waiting samples.", stats.num_waiting),
             "engine_step_age_seconds": ("Seconds since the last step ended, while there is work.", self.heartbeat.age),
             "engine_stalled": ("1 if engine_step_age_seconds is above stall_timeout.", int(self.is_stalled)),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", usage),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1; of the fullest pool.", usage),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -59,6 +60,7 @@ class EngineFigures(Collector):
             blocks.add_metric([self._model_name, state], count)
         blocks.add_metric([self._model_name, "findable"], stats.num_findable_blocks)
         yield blocks
+        yield self._group_blocks(stats.cache_groups)
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
@@ -72,6 +74,16 @@ class EngineFigures(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+
+    def _group_blocks(self, groups: tuple[CacheGroupStats, ...]) -> Metric:
+        labels = ["model_name", "window", "chunk", "state"]
+        blocks = GaugeMetricFamily(PREFIX + "kv_group_blocks", "KV blocks of each cache group by state.", labels=labels)
+        for group in groups:
+            sight = [self._model_name, str(group.window or ""), str(group.chunk or "")]
+            blocks.add_metric([*sight, "used"], group.num_used_blocks)
+            blocks.add_metric([*sight, "free"], group.num_blocks - group.num_used_blocks)
+            blocks.add_metric([*sight, "findable"], group.num_findable_blocks)
+        return blocks
 
 
 class ReplicaFigures(Collector):

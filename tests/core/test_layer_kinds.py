@@ -45,7 +45,8 @@ def test_greedy_tokens_are_those_of_transformers_with_the_cache_cold_and_warm(ba
     "family", [pytest.param(family, marks=[] if ("cpp", family) in QUICK else [pytest.mark.slow]) for family in MODELS]
 )
 def test_small_budgets_and_preemption_change_no_token(family):
-    found, stats = answers(family, max_num_batched_tokens=22, num_kv_blocks=14, **BACKENDS["sdpa"])
+    num_blocks = 6 if family == "Mistral" else 14  # of windows alone, no sequence holds more than three
+    found, stats = answers(family, max_num_batched_tokens=22, num_kv_blocks=num_blocks, **BACKENDS["sdpa"])
     assert found == [expected(family, NUM_NEW_TOKENS)]
     assert stats.num_preemptions > 0
 

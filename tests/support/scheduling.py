@@ -14,6 +14,8 @@ from zlib import crc32
 from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_groups import CacheGroups
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
@@ -73,6 +75,32 @@ def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, *
     return Scheduler(config, manager)
 
 
+def make_group_scheduler(
+    groups: list[CacheGroup], num_blocks: list[int], *, block_size: int = 4, **limits: float | None
+) -> Scheduler:
+    """A scheduler over cache groups, with a pool of so many blocks each, the null block included."""
+    config = make_config(**limits)
+    manager = CacheGroups(
+        groups,
+        num_blocks,
+        block_size,
+        max_model_len=config.max_model_len,
+        max_chunk_tokens=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return Scheduler(config, manager)
+
+
+def managers_of(manager: BlockManager) -> list[BlockManager]:
+    return list(manager.managers) if isinstance(manager, CacheGroups) else [manager]
+
+
+def tables_of(sequence: Sequence) -> list[list[int]]:
+    """The sequence's block table in each group."""
+    further = sequence.group_tables
+    return [sequence.block_table, *(table.block_table for table in (further.others if further else ()))]
+
+
 def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
     """Return the positions that a batch computes, in batch order: request id -> (start, end)."""
     return {entry.sequence.request_id: (entry.start, entry.start + entry.num_new_tokens) for entry in batch.entries}
@@ -116,6 +144,7 @@ def generate_alone(sequence: Sequence) -> list[int]:
 class Poison:
     """The KV of a position where the model turned non-finite."""
 
+    group: int
     block: int
     is_known: bool = False  # reported to the scheduler
     holders: set[str] = field(default_factory=set)  # requests that held the block at that time
@@ -135,25 +164,32 @@ class MockModel:
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
         self.block_size = scheduler.block_size
-        self.slots: list[int | Poison | None] = [UNWRITTEN] * (self.config.num_kv_blocks * self.block_size)
+        managers = managers_of(scheduler.block_manager)
+        self.groups = [getattr(manager, "group", CacheGroup()) for manager in managers]
+        # The cache of each group.
+        self.slots: list[list[int | Poison | None]] = [[UNWRITTEN] * (m.num_blocks * self.block_size) for m in managers]
+        self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
         self.num_shared_in_step = 0  # entries that read what another entry of the same step wrote
         self._on_device: dict[str, _OnDevice] = {}
         self._poisons: dict[str, list[Poison]] = {}
 
     def execute(self, batch: ScheduledBatch, non_finite: Collection[str] = ()) -> list[int]:
         """Write, read and sample; new positions of the requests in `non_finite` become NaN."""
-        self._check_batch(batch)
-        written_by: dict[int, str] = {}
         for entry in batch.entries:
-            self._write(entry, written_by)
+            key = batch.step_id, entry.sequence.request_id
+            self._tables[key] = [entry.block_table, *tables_of(entry.sequence)[1:]]
+        self._check_batch(batch)
+        written_by: dict[tuple[int, int], str] = {}
+        for entry in batch.entries:
+            self._write(batch, entry, written_by)
         sampled = []
         for entry in batch.entries:
             request_id, state = entry.sequence.request_id, self._on_device[entry.sequence.request_id]
             end = entry.start + entry.num_new_tokens
-            poisoned = self._reads_poison(entry, written_by)
+            poisoned = self._reads_poison(batch, entry, written_by)
             poisoned |= request_id in non_finite
             if poisoned:
-                self._poison(entry)
+                self._poison(batch, entry)
             if entry.samples:
                 check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
                 token_id = NON_FINITE if poisoned else state.prefixes[-1] % VOCAB_SIZE
@@ -169,7 +205,8 @@ class MockModel:
         for entry in batch.entries:
             state = self._on_device[entry.sequence.request_id]
             for position in range(entry.start, entry.start + entry.num_new_tokens):
-                self.slots[self._slot(entry, position)] = UNWRITTEN
+                for slots, slot in zip(self.slots, self._slots(batch, entry, position), strict=True):
+                    slots[slot] = UNWRITTEN
             if entry.samples:
                 state.token_ids.pop()
                 state.prefixes.pop()
@@ -180,7 +217,9 @@ class MockModel:
         for poison in self._poisons.pop(sequence.request_id, ()):
             if not poison.is_known:
                 poison.is_known = True
-                poison.holders = {other.request_id for other in running if poison.block in other.block_table}
+                poison.holders = {
+                    other.request_id for other in running if poison.block in tables_of(other)[poison.group]
+                }
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         entries, block_size = batch.entries, self.block_size
@@ -194,15 +233,25 @@ class MockModel:
             end = entry.start + entry.num_new_tokens
             check(entry.samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
             check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
-            used = entry.block_table[: -(-end // block_size)]
-            check(len(used) * block_size >= end, f"{end} tokens in {len(used)} blocks")
-            check(NULL_BLOCK not in used, "the null block is in a block table")
-            check(len(set(used)) == len(used), "a block is in a table twice")
+            for group, table in zip(self.groups, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
+                check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")
+                used = table[self._first_seen(group, entry) // block_size : -(-end // block_size)]
+                check(NULL_BLOCK not in used, "the null block is in a block table")
+                check(len(set(used)) == len(used), "a block is in a table twice")
 
-    def _slot(self, entry: ScheduledSequence, position: int) -> int:
-        return entry.block_table[position // self.block_size] * self.block_size + position % self.block_size
+    @staticmethod
+    def _first_seen(group: CacheGroup, entry: ScheduledSequence) -> int:
+        """The first position that the entry's first token sees."""
+        in_window = 0 if group.window is None else entry.start - group.window + 1
+        return max(0, in_window, 0 if group.chunk is None else entry.start - entry.start % group.chunk)
 
-    def _write(self, entry: ScheduledSequence, written_by: dict[int, str]) -> None:
+    def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[int]:
+        """The slot of a position in each group."""
+        index, offset = divmod(position, self.block_size)
+        tables = self._tables[batch.step_id, entry.sequence.request_id]
+        return [table[index] * self.block_size + offset for table in tables]
+
+    def _write(self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]) -> None:
         sequence = entry.sequence
         state = self._on_device.get(sequence.request_id)
         if state is None:
@@ -212,10 +261,10 @@ class MockModel:
         known = sequence.token_ids.tolist()
         check(state.token_ids[: len(known)] == known, f"{sequence} and the device know different tokens")
         for position in range(entry.start, entry.start + entry.num_new_tokens):
-            slot = self._slot(entry, position)
-            check(slot not in written_by, f"slot {slot} is written twice in a step")
-            written_by[slot] = sequence.request_id
-            self.slots[slot] = state.prefixes[position]
+            for number, slot in enumerate(self._slots(batch, entry, position)):
+                check((number, slot) not in written_by, f"slot {slot} is written twice in a step")
+                written_by[number, slot] = sequence.request_id
+                self.slots[number][slot] = state.prefixes[position]
 
     @staticmethod
     def _learn(state: _OnDevice, token_ids: Iterable[int], prefix: int) -> None:
@@ -224,40 +273,49 @@ class MockModel:
             state.token_ids.append(token_id)
             state.prefixes.append(prefix)
 
-    def _reads_poison(self, entry: ScheduledSequence, written_by: dict[int, str]) -> bool:
-        """Check every slot that the entry attends to; returns whether one of them is poisoned."""
+    def _reads_poison(
+        self, batch: ScheduledBatch, entry: ScheduledSequence, written_by: dict[tuple[int, int], str]
+    ) -> bool:
+        """Check every slot that the entry attends to in any group; returns whether one of them is poisoned."""
         request_id, block_size = entry.sequence.request_id, self.block_size
         prefixes = self._on_device[request_id].prefixes
         end = entry.start + entry.num_new_tokens
         poisoned = shared = False
-        for first in range(0, end, block_size):
-            count = min(block_size, end - first)
-            slot = entry.block_table[first // block_size] * block_size
-            shared |= written_by.get(slot, request_id) != request_id
-            found = self.slots[slot : slot + count]
-            if found == prefixes[first : first + count]:
-                continue
-            for offset, content in enumerate(found):
-                if isinstance(content, Poison):
-                    poisoned = True
-                    check(
-                        not content.is_known or request_id in content.holders,
-                        f"{request_id} found block {content.block}, whose owner had turned non-finite",
-                    )
-                else:
-                    check(
-                        content == prefixes[first + offset],
-                        f"{request_id} reads at position {first + offset} what is not its KV (chunk {entry.start} to "
-                        f"{end}, block {slot // block_size}, {'another' if content else 'nothing'} there)",
-                    )
+        for number, table in enumerate(self._tables[batch.step_id, request_id]):
+            for index in range(self._first_seen(self.groups[number], entry) // block_size, -(-end // block_size)):
+                first = index * block_size
+                count, slot = min(block_size, end - first), table[index] * block_size
+                shared |= written_by.get((number, slot), request_id) != request_id
+                found = self.slots[number][slot : slot + count]
+                if found != prefixes[first : first + count]:
+                    poisoned |= self._is_poison(entry, found, first, f"group {number}, block {table[index]}")
         self.num_shared_in_step += shared
         return poisoned
 
-    def _poison(self, entry: ScheduledSequence) -> None:
+    def _is_poison(self, entry: ScheduledSequence, found: list[int | Poison | None], first: int, place: str) -> bool:
+        """Whether some of what was found at the positions from `first` on is poison; the rest must be the KV."""
+        request_id, poisoned = entry.sequence.request_id, False
+        for position, content in enumerate(found, first):
+            if isinstance(content, Poison):
+                poisoned = True
+                check(
+                    not content.is_known or request_id in content.holders,
+                    f"{request_id} found block {content.block}, whose owner had turned non-finite",
+                )
+            else:
+                check(
+                    content == self._on_device[request_id].prefixes[position],
+                    f"{request_id} reads at position {position} what is not its KV (chunk {entry.start} of "
+                    f"{entry.num_new_tokens}, {place}, {'another' if content else 'nothing'} there)",
+                )
+        return poisoned
+
+    def _poison(self, batch: ScheduledBatch, entry: ScheduledSequence) -> None:
         for position in range(entry.start, entry.start + entry.num_new_tokens):
-            poison = Poison(entry.block_table[position // self.block_size])
-            self.slots[self._slot(entry, position)] = poison
-            self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
+            for number, slot in enumerate(self._slots(batch, entry, position)):
+                poison = Poison(number, slot // self.block_size)
+                self.slots[number][slot] = poison
+                self._poisons.setdefault(entry.sequence.request_id, []).append(poison)
 
 
 # ------------------------------------------------------------------------------------------------------------ loop
@@ -311,7 +369,8 @@ class Loop:
         """Read the oldest launched batch's tokens; returns the sequences that advanced."""
         launched = self.in_flight.popleft()
         for entry, table in zip(launched.batch.entries, launched.tables, strict=True):
-            check(tuple(entry.block_table[: len(table)]) == table, "a launched batch's block table changed")
+            now = [self._at_launch(*blocks) for blocks in zip(entry.block_table, table, strict=False)]
+            check(tuple(now) == table, "a launched batch's block table changed")
         advanced, dropped = [], []
         for sequence in launched.batch.sampling:
             (dropped if sequence.is_finished else advanced).append(sequence)
@@ -329,6 +388,10 @@ class Loop:
                     self.seen["non-finite"] += 1
         self.check()
         return returned
+
+    def _at_launch(self, block: int, before: int) -> int:
+        """The block as it was, where a window may have passed it meanwhile."""
+        return before if block == NULL_BLOCK and isinstance(self.manager, CacheGroups) else block
 
     def step(self) -> ScheduledBatch:
         """One step without overlap."""
@@ -396,7 +459,8 @@ class Loop:
             else:
                 check(sequence.finish_reason == "length" and sequence.stop_reason is None, f"{sequence}")
             check(output == expected, f"{sequence} generated {output}, alone it generates {expected}")
-        check(self.manager.num_free_blocks == self.manager.num_blocks - 1, "blocks leaked")
+        for manager in managers_of(self.manager):
+            check(len(manager.free_blocks) == manager.num_blocks - 1, "blocks leaked")
 
     def _check_order(self) -> None:
         """Check that both queues are in order of aged priority, then of arrival."""

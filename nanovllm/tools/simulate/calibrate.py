@@ -25,6 +25,7 @@ from torch import nn
 import nanovllm
 from nanovllm.batch import ScheduledBatch
 from nanovllm.build import build_engine
+from nanovllm.cache_group import CacheGroup
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
@@ -107,7 +108,7 @@ def calibrate(
 def _measure(engine: Engine, log: _StepLog, repeats: int) -> tuple[list[list[StepSample]], list[tuple[int, float]]]:
     """Run all scenarios after a warm-up; returns samples per round, and (prompt tokens, seconds) per request."""
     sizes = RowSizes.from_config(replace(engine.config, device=engine.model_runner.device.type))
-    plan = scenarios(engine.config)
+    plan, groups = scenarios(engine.config), groups_of(engine)
     _run(engine, plan[0], seed=0)  # the warm-up
     rounds: list[list[StepSample]] = []
     intakes: list[tuple[int, float]] = []
@@ -118,7 +119,7 @@ def _measure(engine: Engine, log: _StepLog, repeats: int) -> tuple[list[list[Ste
             log.steps.clear()
             with OldObjectsFrozen():
                 intakes += _run(engine, scenario, seed=number)
-            works = [StepWork.from_batch(batch, engine.config.block_size, sizes) for _, batch in log.steps]
+            works = [StepWork.from_batch(batch, engine.config.block_size, sizes, groups) for _, batch in log.steps]
             records = [record for record, _ in log.steps]
             samples += _samples(records, works, launch_blocks=_launch_blocks(engine))
         rounds.append(samples)
@@ -237,7 +238,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         block_size=config.block_size,
         max_position_embeddings=loaded.max_position_embeddings,
         kv_token_bytes=runner.binding.caches.num_bytes(1),
-        kv_cache_bytes=config.num_kv_blocks * runner.binding.caches.num_bytes(config.block_size),
+        kv_cache_bytes=runner.pools.num_bytes,
         hardware=hardware,
         versions={
             "nanovllm": nanovllm.__version__,
@@ -249,7 +250,14 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         residuals=residuals(samples, cost_model),
         cost_model=cost_model,
         tensor_parallel_size=config.tensor_parallel_size,
+        cache_groups=tuple((g.window, g.chunk, g.block_bytes // config.block_size) for g in groups_of(engine)),
     )
+
+
+def groups_of(engine: Engine) -> tuple[CacheGroup, ...]:
+    """Of the engine's model; none for full attention alone."""
+    pools = engine.model_runner.pools
+    return () if pools.is_one_full else pools.groups
 
 
 def _processor() -> str:

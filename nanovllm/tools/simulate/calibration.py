@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_pools import CachePools, resolve_pools
 from nanovllm.config import EngineConfig
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 
@@ -23,6 +25,7 @@ class Calibration:
     max_position_embeddings: longest sequence of the model, in tokens.
     kv_token_bytes: bytes of K and V per token, over all layers; of one rank.
     kv_cache_bytes: size of the measured engine's KV cache, likewise.
+    cache_groups: window, chunk and bytes per token of each cache group; empty for full attention alone.
     residuals: "median", "p90" and "max" of the relative errors of the device time, over `num_samples` steps.
     """
 
@@ -42,6 +45,7 @@ class Calibration:
     residuals: dict[str, float]
     cost_model: CostModel
     tensor_parallel_size: int = 1
+    cache_groups: tuple[tuple[int | None, int | None, int], ...] = ()
 
     def resolve(self, config: EngineConfig, *, model: str | None = None) -> EngineConfig:
         """Resolve options as the measured engine would.
@@ -76,10 +80,23 @@ class Calibration:
             tensor_parallel_size=self.tensor_parallel_size,
         )
         limits = config.resolve_limits(self.device, self.max_position_embeddings, block_size=self.block_size)
-        return limits.resolve_pool(
-            self.kv_token_bytes * limits.block_size,
+        resolved, _ = resolve_pools(
+            limits,
+            self._groups(limits.block_size),
             self.kv_cache_bytes,
             max_model_len_is_set=config.max_model_len is not None,
+        )
+        return resolved
+
+    def pools(self, config: EngineConfig) -> CachePools:
+        """The pools of an engine with a resolved config."""
+        return resolve_pools(config, self._groups(config.block_size), 0, max_model_len_is_set=True)[1]
+
+    def _groups(self, block_size: int) -> tuple[CacheGroup, ...]:
+        groups = self.cache_groups or ((None, None, self.kv_token_bytes),)
+        return tuple(
+            CacheGroup((number,), num_bytes * block_size, window, chunk)
+            for number, (window, chunk, num_bytes) in enumerate(groups)
         )
 
     def save(self, path: str | Path) -> None:
@@ -103,7 +120,8 @@ class Calibration:
                 intake=IntakeCost(**cost.pop("intake")),
                 **cost,
             )
-            return cls(cost_model=cost_model, **fields)
+            groups = tuple((window, chunk, size) for window, chunk, size in fields.pop("cache_groups", ()))
+            return cls(cost_model=cost_model, cache_groups=groups, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{str(path)!r} is no calibration ({type(error).__name__}: {error}); `nanovllm calibrate` writes one."

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.batch import ScheduledBatch
+from nanovllm.cache_group import CacheGroup
 from nanovllm.execution.buckets import RowSizes
 
+FULL = CacheGroup()
 # Candidate numbers of tokens at which dense layers turn from memory-bound to compute-bound.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -23,9 +25,9 @@ class StepWork(NamedTuple):
     num_tokens: rows of the dense layers: new tokens, on a GPU padded to the bucket size.
     num_decodes, num_chunks: sequences by kind of attention.
     num_context_tokens: KV entries that decodes read; a prefix common to decodes with the same first block counts once,
-        as a kernel may read it once.
+        as a kernel may read it once. With cache groups: those in sight, each group's by its share of a token's bytes.
     num_shared_context_tokens: further entries if each decode counted its whole context.
-    num_chunk_pairs: (query, key) pairs in the attention of chunks.
+    num_chunk_pairs: (query, key) pairs in the attention of chunks, likewise.
     num_samples: rows of the vocabulary projection and the sampler.
     """
 
@@ -38,18 +40,31 @@ class StepWork(NamedTuple):
     num_samples: int
 
     @classmethod
-    def from_batch(cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None) -> StepWork:
-        """Return the work of a batch; `sizes` are the buckets that the engine pads to, if any."""
+    def from_batch(
+        cls, batch: ScheduledBatch, block_size: int, sizes: RowSizes | None = None, groups: Sequence[CacheGroup] = ()
+    ) -> StepWork:
+        """Return the work of a batch.
+
+        Args:
+            sizes: buckets that the engine pads to, if any.
+            groups: the model's cache groups; none for full attention alone.
+        """
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         num_single = num_decodes
         for _, start, size, samples, _, _ in batch.prefills:
             num_tokens += size
             num_single += size == 1
-            num_pairs += size * start + size * (size + 1) // 2
+            num_pairs += _num_pairs(groups, start, size)
             num_samples += samples
         decodes = batch.entries[:num_decodes]
-        shared = block_size * _num_shared_blocks([entry.block_table for entry in decodes])
-        context = sum([entry.start for entry in decodes]) + num_decodes - shared
+        shared = context = 0
+        if groups and not groups[0].is_full:
+            context = sum([_num_seen(groups, entry.start + 1) for entry in decodes])
+        else:
+            share = groups[0].block_bytes / sum(group.block_bytes for group in groups) if groups else 1
+            shared = block_size * _num_shared_blocks([entry.block_table for entry in decodes])
+            context = round(sum([_num_seen(groups, entry.start + 1) for entry in decodes]) - share * shared)
+            shared = round(share * shared)
         num_chunks = len(batch.entries) - num_decodes
         if sizes is not None:
             _, num_tokens = sizes.padded(num_single, num_tokens - num_single)  # laid out as decodes
@@ -58,6 +73,23 @@ class StepWork(NamedTuple):
     @property
     def num_sequences(self) -> int:
         return self.num_decodes + self.num_chunks
+
+
+def _num_seen(groups: Sequence[CacheGroup], num_tokens: int) -> int:
+    return _weighted(groups, [group.num_seen(num_tokens) for group in groups]) if groups else num_tokens
+
+
+def _num_pairs(groups: Sequence[CacheGroup], start: int, size: int) -> int:
+    return _weighted(groups, [group.num_pairs(start, size) for group in groups or (FULL,)])
+
+
+def _weighted(groups: Sequence[CacheGroup], counts: list[int]) -> int:
+    """The groups' counts, each by its share of the bytes of a token."""
+    if len(counts) == 1:
+        return counts[0]
+    num_bytes = [group.block_bytes for group in groups]
+    mean: float = sum(map(mul, num_bytes, counts)) / sum(num_bytes)
+    return round(mean)
 
 
 def _num_shared_blocks(tables: Sequence[list[int]]) -> int:

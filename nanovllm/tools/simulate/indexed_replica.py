@@ -8,13 +8,14 @@ from collections.abc import Sequence as AnySequence
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_hashes import PromptHashes
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.step_records import Observer, StepHook, StepRecord
 from nanovllm.replicas.prefix_index import PrefixIndex, encode
 from nanovllm.sequence import Sequence
 from nanovllm.tools.simulate.cost_model import CostModel
-from nanovllm.tools.simulate.replica import Replica
+from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 
 
 class IndexedReplica(Replica):
@@ -27,9 +28,10 @@ class IndexedReplica(Replica):
         draw_token: Iterator[int],
         *,
         on_step: StepHook | None = None,
+        pools: CachePools = ONE_POOL,
         delay: int = 0,
     ) -> None:
-        super().__init__(config, cost_model, draw_token, on_step=on_step)
+        super().__init__(config, cost_model, draw_token, on_step=on_step, pools=pools)
         self._index = PrefixIndex()
         late = _Late(self._index, delay)
         BlockEvents.follow(self.scheduler.block_manager, self.observers, late.take)

@@ -18,7 +18,9 @@ from typing import NamedTuple
 from nanovllm.batch import ScheduledBatch
 from nanovllm.block_checks import check_blocks
 from nanovllm.block_hashes import num_leading_hits
-from nanovllm.block_manager import BlockManager
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_groups import build_block_manager, known_prefixes
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
@@ -26,6 +28,8 @@ from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm.tools.simulate.cost_model import CostModel, StepWork
+
+ONE_POOL = CachePools((CacheGroup(),), (0,))  # of num_kv_blocks
 
 
 class _Launched(NamedTuple):
@@ -69,6 +73,7 @@ class Replica:
         config: fully resolved options (limits and pool).
         draw_token: iterator of unique token ids, so that outputs share no prefixes.
         on_step: called with the `StepRecord` of each step.
+        pools: of the model's cache groups; by default it has full attention alone.
     """
 
     def __init__(
@@ -78,13 +83,12 @@ class Replica:
         draw_token: Iterator[int],
         *,
         on_step: StepHook | None = None,
+        pools: CachePools = ONE_POOL,
     ) -> None:
         self.config = config
         self.now = 0.0  # the host's clock, in seconds
-        self.scheduler = Scheduler(
-            config,
-            BlockManager(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
-        )
+        self.scheduler = Scheduler(config, build_block_manager(config, pools))
+        self._groups = () if pools.is_one_full else pools.groups
         self._cost_model = cost_model
         self._sizes = RowSizes.from_config(config)
         self._draw_token = draw_token
@@ -103,7 +107,7 @@ class Replica:
 
     def num_hits(self, hashes: AnySequence[bytes]) -> int:
         """Blocks of a prompt in the prefix cache; with the queues this makes it a `ReplicaView`."""
-        return num_leading_hits(hashes, self.scheduler.block_manager.entries)
+        return num_leading_hits(hashes, known_prefixes(self.scheduler.block_manager))
 
     @property
     def has_unfinished(self) -> bool:
@@ -129,7 +133,8 @@ class Replica:
         return self._read()
 
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
-        work, cost_model = StepWork.from_batch(batch, self.config.block_size, self._sizes), self._cost_model
+        work = StepWork.from_batch(batch, self.config.block_size, self._sizes, self._groups)
+        cost_model = self._cost_model
         schedule_time = cost_model.schedule.seconds(work.num_sequences)
         scheduled = start + schedule_time
         launched = self.now = scheduled + cost_model.launch.seconds(work.num_sequences)

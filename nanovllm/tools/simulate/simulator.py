@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.block_hashes import PromptHashes
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.features import check_one_process
 from nanovllm.observability.percentiles import percentiles
@@ -27,7 +28,7 @@ from nanovllm.sequence import NewRequest
 from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.indexed_replica import IndexedReplica
-from nanovllm.tools.simulate.replica import Replica
+from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 # Lowest id of output tokens, above any vocabulary.
@@ -63,6 +64,7 @@ def simulate(
     route: Route | None = None,
     keep_steps: bool = False,
     index_delay: int | None = None,
+    pools: CachePools = ONE_POOL,
 ) -> Simulation:
     """Simulate a workload to its end.
 
@@ -72,6 +74,7 @@ def simulate(
         keep_steps: keep a `StepRecord` of every step.
         index_delay: steps after which a router learns of a replica's prefix cache, see `IndexedReplica`; None: it sees
             the cache itself.
+        pools: of the model's cache groups, see `Calibration.pools`; by default it has full attention alone.
 
     A router sees the queues of a replica as of the end of its current step.
 
@@ -93,7 +96,8 @@ def simulate(
     drawn = count(FIRST_DRAWN_TOKEN)
     steps: list[list[StepRecord]] = [[] for _ in range(num_replicas)]
     make = Replica if index_delay is None else partial(IndexedReplica, delay=index_delay)
-    replicas = [make(config, cost_model, drawn, on_step=records.append if keep_steps else None) for records in steps]
+    hooks = [records.append if keep_steps else None for records in steps]
+    replicas = [make(config, cost_model, drawn, on_step=hook, pools=pools) for hook in hooks]
     run = _Run(workload.requests, replicas, route or round_robin())
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]

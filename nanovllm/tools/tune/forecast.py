@@ -62,7 +62,7 @@ def forecast(
 
 
 def _figures(workload: Workload, config: EngineConfig, calibration: Calibration) -> Run:
-    simulation = simulate(workload, config, calibration.cost_model)
+    simulation = simulate(workload, config, calibration.cost_model, pools=calibration.pools(config))
     seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0, as in a replay
     return simulation.figures() | {
         "seconds": seconds,

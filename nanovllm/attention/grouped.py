@@ -1,0 +1,76 @@
+"""Attention of layers that form several cache groups: each group's rows by a backend of their own, over its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.attention.operator import AttentionBackend, AttentionLayer, AttentionPlan
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.cache_pools import CachePools
+from nanovllm.config import EngineConfig
+from nanovllm.layer_traits import kinds_of
+
+
+class GroupedAttention:
+    """A backend for each group.
+
+    Args:
+        pools: of at least two groups.
+    """
+
+    def __init__(
+        self,
+        choice: AttentionChoice,
+        layers: Sequence[AttentionLayer],
+        device: torch.device,
+        config: EngineConfig,
+        pools: CachePools,
+    ) -> None:
+        self._backends: list[AttentionBackend] = []
+        kinds = kinds_of(layer.traits for layer in layers)
+        places = dict.fromkeys(kinds, (0, 0))
+        for number, (group, num_blocks) in enumerate(zip(pools.groups, pools.num_blocks, strict=True)):
+            members = [layers[index] for index in group.layers]
+            own_kinds = kinds_of(layer.traits for layer in members)
+            places |= {kind: (number, local) for local, kind in enumerate(own_kinds)}
+            own = choice  # of the group's own kinds
+            if choice.kernels:
+                own = replace(choice, kernels=tuple(choice.kernels[kinds.index(kind)] for kind in own_kinds))
+            self._backends.append(own.build(members, device, replace(config, num_kv_blocks=num_blocks)))
+        self._places = [places[kind] for kind in kinds]
+        self.kind_groups = [group for group, _ in self._places]
+        self.reads_whole_blocks = any(backend.reads_whole_blocks for backend in self._backends)
+
+    def plan(self, layout: BatchLayout) -> GroupedPlan:
+        layouts = layout, *layout.others
+        plans = [backend.plan(of_group) for backend, of_group in zip(self._backends, layouts, strict=True)]
+        return GroupedPlan(plans, self._places)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """One step's plan of each group.
+
+    places: of each kind of layer, its group and which of the group's kinds it is.
+    """
+
+    plans: list[AttentionPlan]
+    places: list[tuple[int, int]]
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        kind: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionPlan`."""
+        group, local = self.places[kind]
+        return self.plans[group].attend(query, key_cache, value_cache, scaling, local, sinks)

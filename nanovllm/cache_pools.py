@@ -1,0 +1,149 @@
+"""Sizes of the cache groups' pools: how memory is split among layers that see a whole sequence or its end alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from nanovllm.cache_group import CacheGroup
+from nanovllm.config import EngineConfig
+from nanovllm.layer_traits import LayerTraits
+
+
+class CachePools(NamedTuple):
+    """The cache groups of a model, and the blocks in each one's pool, the null block included."""
+
+    groups: tuple[CacheGroup, ...]
+    num_blocks: tuple[int, ...]
+
+    @property
+    def is_one_full(self) -> bool:
+        """Whether one block manager with one table a sequence does, as for a model of full attention alone."""
+        return len(self.groups) == 1 and self.groups[0].is_full
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(group.block_bytes * count for group, count in zip(self.groups, self.num_blocks, strict=True))
+
+    def groups_of_layers(self) -> list[int]:
+        """The group of each layer."""
+        of_layer = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        return [of_layer[layer] for layer in sorted(of_layer)]
+
+    def num_longest(self, max_model_len: int, block_size: int) -> int:
+        """Sequences of max_model_len that fit at once."""
+        pairs = zip(self.groups, self.num_blocks, strict=True)
+        return min((count - 1) // group.max_blocks(max_model_len, block_size) for group, count in pairs)
+
+
+def cache_groups_of(
+    layers: Sequence[LayerTraits], block_bytes: Sequence[int], max_model_len: int
+) -> tuple[CacheGroup, ...]:
+    """The groups of a model's layers, the one with full attention first.
+
+    A window or chunk that holds max_model_len hides nothing, so it counts as full attention; so do all layers where one
+    reads the K and V of another that sees other positions.
+
+    Args:
+        block_bytes: of one block in each layer; those of a layer that reads another's do not count.
+    """
+
+    def sight(layer: LayerTraits) -> tuple[int | None, int | None]:
+        window, chunk = ((n if n is not None and n < max_model_len else None) for n in (layer.window, layer.chunk))
+        return window, chunk
+
+    sights = [sight(layer) for layer in layers]
+    if any(layer.shares is not None and sights[layer.shares] != own for layer, own in zip(layers, sights, strict=True)):
+        sights = [(None, None)] * len(layers)
+    groups = []
+    for window, chunk in sorted(dict.fromkeys(sights), key=lambda seen: seen != (None, None)):  # stable
+        members = tuple(index for index, own in enumerate(sights) if own == (window, chunk))
+        num_bytes = sum(block_bytes[index] for index in members if layers[index].shares is None)
+        groups.append(CacheGroup(members, num_bytes, window, chunk))
+    return tuple(groups)
+
+
+def resolve_pools(
+    config: EngineConfig, groups: Sequence[CacheGroup], memory_bytes: int, *, max_model_len_is_set: bool
+) -> tuple[EngineConfig, CachePools]:
+    """Resolve num_kv_blocks, the blocks of the first group, and those of the others.
+
+    The split is static, by what sequences of half of max_model_len need: all of their blocks in the group of full
+    attention, a window in the others, the same for running sequences and for cached ones. `window_pool_share` sets it.
+
+    Args:
+        memory_bytes, max_model_len_is_set: as of `EngineConfig.resolve_pool`.
+
+    Raises ValueError if a pool cannot hold what one sequence of max_model_len needs of it.
+    """
+    groups = tuple(groups)
+    if len(groups) == 1:
+        if config.window_pool_share is not None:
+            raise ValueError(
+                f"window_pool_share is {config.window_pool_share}, but all layers of this model share one pool here: "
+                "they see the same positions, or run in CUDA graphs. Leave window_pool_share out."
+            )
+        if groups[0].is_full:
+            config = config.resolve_pool(groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
+            return config, CachePools(groups, (config.num_kv_blocks,))
+    pools = CachePools(groups, _split(config, groups, memory_bytes))
+    longest = config.max_model_len
+    if groups[0].is_full and (fitting := max(0, pools.num_blocks[0] - 1) * config.block_size) < longest:
+        if max_model_len_is_set or fitting < 2:
+            raise ValueError(_too_small(config, pools, 0))
+        longest = fitting
+    for number, (group, count) in enumerate(zip(*pools, strict=True)):
+        if count - 1 < group.max_blocks(longest, config.block_size):
+            raise ValueError(_too_small(config, pools, number))
+    return replace(config, num_kv_blocks=pools.num_blocks[0], max_model_len=longest), pools
+
+
+def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group: in proportion to `_weights`, but no window pool smaller than one sequence needs."""
+    weights = _weights(config, groups)
+    least = [0 if group.is_full else 1 + group.max_blocks(config.max_model_len, config.block_size) for group in groups]
+    if config.num_kv_blocks is not None:
+        scale = config.num_kv_blocks / weights[0]
+        return config.num_kv_blocks, *(max(n, int(scale * w)) for n, w in zip(least[1:], weights[1:], strict=True))
+    memory = config.kv_cache_memory_bytes
+    is_asked = memory is not None
+    if memory is None:
+        memory = max(0, memory_bytes)
+    scale = memory / sum(group.block_bytes * weight for group, weight in zip(groups, weights, strict=True))
+    counts = [max(n, int(scale * weight)) for n, weight in zip(least, weights, strict=True)]
+    if not is_asked:  # more blocks could never be used, but to cache as many sequences again as run
+        chunk = -(-2 * config.max_num_batched_tokens // config.block_size)
+        for number, group in enumerate(groups):
+            needed = group.max_blocks(config.max_model_len, config.block_size)
+            most = config.max_num_seqs * (needed if group.is_full else 2 * needed) + (0 if group.is_full else chunk)
+            counts[number] = min(counts[number], most + 1)
+    rest = memory - sum(g.block_bytes * n for g, n in zip(groups[1:], counts[1:], strict=True))
+    counts[0] = max(0, min(counts[0], rest // groups[0].block_bytes))
+    return tuple(counts)
+
+
+def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float]:
+    """Blocks of each group in proportion to one another."""
+    blocks: list[float] = [group.max_blocks(config.max_model_len, config.block_size) for group in groups]
+    if groups[0].is_full:
+        blocks[0] /= 2
+    if (share := config.window_pool_share) is not None:
+        of_windows = sum(group.block_bytes * count for group, count in zip(groups[1:], blocks[1:], strict=True))
+        factor = share / (1 - share) * groups[0].block_bytes * blocks[0] / of_windows
+        blocks[1:] = [factor * count for count in blocks[1:]]
+    return blocks
+
+
+def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
+    """The message for a pool that cannot hold one sequence."""
+    group, count = pools.groups[number], pools.num_blocks[number]
+    seen = f"window {group.window}" if group.window is not None else f"chunks of {group.chunk}"
+    needed = 1 + group.max_blocks(config.max_model_len, config.block_size)
+    return (
+        f"the KV cache of the {len(group.layers)} layers with {'full attention' if group.is_full else seen} has {count}"
+        f" blocks of {config.block_size} tokens (block 0 is reserved), but one sequence of max_model_len "
+        f"({config.max_model_len}) needs {needed}. Set a smaller max_model_len, or give the cache more memory through "
+        "num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization."
+        + ("" if config.window_pool_share is None else f" window_pool_share is {config.window_pool_share}.")
+    )

@@ -1,0 +1,87 @@
+"""How memory is split among cache groups, and which layers form one."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.config import EngineConfig
+from nanovllm.layer_traits import LayerTraits
+
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+FULL, WINDOW = CacheGroup((0,), 1000, None, None), CacheGroup((1, 2), 5000, 64, None)
+
+
+def resolve(*groups: CacheGroup, memory: int = 0, is_set: bool = True, **options) -> tuple[EngineConfig, CachePools]:
+    options = {"max_model_len": 1600, "block_size": 16, "max_num_seqs": 8} | options
+    config = EngineConfig(**options).resolve_limits("cpu", 4096)
+    return resolve_pools(config, groups, memory, max_model_len_is_set=is_set)
+
+
+def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
+    layers = [LayerTraits(**HEADS, window=8), LayerTraits(**HEADS), LayerTraits(**HEADS, window=8)]
+    layers += [LayerTraits(**HEADS, chunk=32), LayerTraits(**HEADS, shares=1)]
+    groups = cache_groups_of(layers, [10, 20, 30, 40, 50], 100)
+    assert groups == (
+        CacheGroup((1, 4), 20), CacheGroup((0, 2), 40, window=8), CacheGroup((3,), 40, chunk=32)
+    )  # fmt: skip
+
+
+def test_a_window_that_holds_max_model_len_is_full_attention():
+    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, window=100)]
+    assert cache_groups_of(layers, [1, 1], 100) == (CacheGroup((0, 1), 2),)
+    assert len(cache_groups_of(layers, [1, 1], 101)) == 2
+
+
+def test_one_table_serves_layers_that_read_the_cache_of_one_with_another_sight():
+    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, window=8), LayerTraits(**HEADS, window=8, shares=0)]
+    assert cache_groups_of(layers, [1, 1, 1], 100) == (CacheGroup((0, 1, 2), 2),)
+
+
+def test_memory_is_split_by_what_sequences_of_half_the_longest_need():
+    config, pools = resolve(FULL, WINDOW, memory=10**7, max_num_seqs=1000)
+    full, window = pools.num_blocks
+    assert config.num_kv_blocks == full
+    assert full / window == pytest.approx(50 / 5, rel=0.02)
+    assert 0.99 * 10**7 < pools.num_bytes <= 10**7
+
+
+def test_the_share_of_windows_can_be_set():
+    _, pools = resolve(FULL, WINDOW, memory=10**7, max_num_seqs=1000, window_pool_share=0.25)
+    assert pools.num_blocks[1] * WINDOW.block_bytes / pools.num_bytes == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_number_of_blocks_is_that_of_the_first_group():
+    _, pools = resolve(FULL, WINDOW, num_kv_blocks=201)
+    assert pools.num_blocks == (201, 20)
+    assert resolve(WINDOW, num_kv_blocks=10)[1].num_blocks == (10,)
+
+
+def test_no_window_pool_is_smaller_than_one_sequence_needs():
+    _, pools = resolve(FULL, WINDOW, num_kv_blocks=101, window_pool_share=0.001)
+    assert pools.num_blocks == (101, 1 + WINDOW.max_blocks(1600, 16))
+
+
+def test_by_default_no_more_memory_is_taken_than_can_be_used():
+    _, pools = resolve(FULL, WINDOW, memory=10**12)
+    assert pools.num_blocks[0] == 8 * 100 + 1
+    assert 8 * 5 < pools.num_blocks[1] < 250
+
+
+def test_max_model_len_is_lowered_to_the_full_group_unless_it_was_set():
+    config, _ = resolve(FULL, WINDOW, kv_cache_memory_bytes=60_000, is_set=False)
+    assert 16 <= config.max_model_len < 1600
+    with pytest.raises(ValueError, match=r"1 layers with full attention has .* needs 101"):
+        resolve(FULL, WINDOW, kv_cache_memory_bytes=60_000)
+
+
+def test_a_pool_without_room_for_a_window_is_refused():
+    with pytest.raises(ValueError, match=r"2 layers with window 64 has 4 blocks of 16 tokens .* needs 6"):
+        resolve(WINDOW, num_kv_blocks=4)
+
+
+@pytest.mark.parametrize("share", [0, 1, 1.0, -0.1, float("nan"), "0.5", True])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises(ValueError, match=r"window_pool_share is .* above 0 and at most 0.99"):
+        EngineConfig(window_pool_share=share)

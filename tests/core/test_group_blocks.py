@@ -1,0 +1,183 @@
+"""What cache groups let go of, what they keep, and where a prefix hit ends; blocks of four tokens, no model."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.block_checks import check_blocks
+from nanovllm.cache_group import CacheGroup
+from nanovllm.scheduler import Scheduler
+from tests.support.scheduling import Loop, make_group_scheduler, tables_of
+
+FULL, WINDOW = CacheGroup(), CacheGroup(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
+NUM_FREE = 64
+
+
+def make_loop(*groups: CacheGroup, num_free: int = NUM_FREE, **limits: int) -> Loop:
+    return Loop(make_group_scheduler(list(groups), [1 + num_free] * len(groups), **({"max_model_len": 200} | limits)))
+
+
+def hits(loop: Loop, prompt: list[int]) -> int:
+    """Tokens of a new request that come from the cache; it is run to its end."""
+    before = loop.scheduler.stats.prefix_cache_hits
+    loop.add(prompt, max_tokens=1)
+    loop.drain()
+    return loop.scheduler.stats.prefix_cache_hits - before
+
+
+def held(scheduler: Scheduler, group: int) -> int:
+    (sequence,) = scheduler.running
+    return sum(block != 0 for block in tables_of(sequence)[group])
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return [(first + position * position) % 7 for position in range(count)]
+
+
+def test_a_window_group_holds_a_window_and_the_full_group_everything():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(4), max_tokens=60)
+    for _ in range(40):
+        loop.step()
+        assert held(loop.scheduler, 1) <= WINDOW.max_blocks(200, 4) == 3
+    assert held(loop.scheduler, 0) == 11
+
+
+def test_blocks_are_let_go_when_their_step_was_read_and_not_when_it_is_scheduled():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(40), max_tokens=4)
+    loop.launch()
+    assert held(loop.scheduler, 1) == 10
+    loop.launch()
+    assert held(loop.scheduler, 1) == 11
+    loop.read()
+    assert held(loop.scheduler, 1) == 3
+
+
+def test_a_failed_step_moves_the_window_back_over_blocks_that_are_still_there():
+    loop = make_loop(WINDOW, max_num_batched_tokens=20, max_num_seqs=4, long_prefill_token_threshold=16)
+    loop.add(tokens(60), max_tokens=4)
+    loop.step()
+    loop.launch()
+    loop.launch()
+    loop.fail()  # both; the mock model checks every read of what follows
+    assert [sequence.num_computed_tokens for sequence in loop.scheduler.running] == [20]
+    loop.drain(depth=2)
+    loop.check_outputs()
+
+
+def test_chunked_attention_lets_go_of_whole_chunks():
+    loop = make_loop(CacheGroup(chunk=16))
+    loop.add(tokens(4), max_tokens=60)
+    for _ in range(14):
+        loop.step()
+    (sequence,) = loop.scheduler.running
+    assert sequence.num_computed_tokens == 17
+    assert held(loop.scheduler, 0) == 2  # its own, and the last full one
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (FULL, CacheGroup(chunk=12))])
+def test_a_prompt_hits_its_end_however_far_its_window_moved_on(groups):
+    loop = make_loop(*groups)
+    loop.add(tokens(40), max_tokens=40)
+    loop.drain()
+    assert hits(loop, tokens(40)) == 36  # all whole blocks but that of the last token
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
+def test_a_conversation_hits_the_end_of_its_last_turn(groups):
+    loop = make_loop(*groups)
+    first = loop.add(tokens(30), max_tokens=30)
+    loop.drain()
+    assert hits(loop, [*first.token_ids, *tokens(9, 3)]) == 56  # the block of the last, uncomputed token is lost
+
+
+def test_a_hit_ends_where_the_window_group_has_its_window():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(60), max_tokens=1)
+    loop.drain()
+    assert hits(loop, tokens(32)[:30]) == 0  # the full group has seven blocks, the window group forgot those before
+
+
+def test_the_third_request_behind_a_common_prefix_hits_it():
+    loop = make_loop(FULL, WINDOW)
+    system = tokens(32)
+    assert hits(loop, system + tokens(30, 1)) == 0
+    assert hits(loop, system + tokens(30, 2)) == 0  # it meets the junction, and keeps the window before it
+    assert hits(loop, system + tokens(30, 3)) == 32
+    assert hits(loop, system + tokens(30, 4)) == 32  # what was claimed is kept again
+
+
+def test_a_claimed_block_outlives_the_window_of_who_computed_it():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(32), max_tokens=60)
+    loop.step()
+    assert hits(loop, tokens(32) + [5] * 3) == 32
+    loop.drain()
+    assert hits(loop, tokens(32) + [6] * 3) == 32
+
+
+def test_what_falls_behind_a_window_does_not_push_kept_tails_out():
+    loop = make_loop(FULL, WINDOW, num_free=40, max_model_len=150)
+    assert hits(loop, tokens(20)) == 0
+    for number in range(1, 4):  # each leaves two kept tails, and passes 25 blocks of the window pool's 40
+        loop.add([number, *tokens(100)], max_tokens=1)
+        loop.drain()
+    manager = loop.manager.managers[1]
+    assert manager.num_evictions == 0
+    assert manager.num_findable_blocks <= 4 * 4
+
+
+def test_forgetting_a_sequence_forgets_it_in_every_group():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(20), max_tokens=9)
+    loop.launch(non_finite={"0"})
+    loop.read()
+    assert not loop.manager.tree.nodes
+    assert all(manager.num_findable_blocks == 0 for manager in loop.manager.managers)
+
+
+def test_a_pool_that_cannot_hold_one_sequence_is_refused():
+    with pytest.raises(ValueError, match="3 blocks that one sequence of 200 tokens needs"):
+        make_group_scheduler([FULL, WINDOW], [51, 3], max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"), [(FULL, 50), (WINDOW, 3), (CacheGroup(window=1000), 50), (CacheGroup(chunk=16), 5)]
+)
+def test_what_one_sequence_needs_at_most(group: CacheGroup, expected: int):
+    assert group.max_blocks(200, 4) == expected
+
+
+def test_the_smallest_pools_finish_every_request_among_many():
+    groups = [FULL, WINDOW, CacheGroup(chunk=6)]
+    sizes = [1 + group.max_blocks(60, 4) + extra for group, extra in zip(groups, (0, 6, 6), strict=True)]
+    loop = Loop(make_group_scheduler(groups, sizes, max_model_len=60, max_num_batched_tokens=24, max_num_seqs=8))
+    for number in range(8):
+        loop.add(tokens(6, number), max_tokens=50)
+    loop.drain(depth=2)
+    loop.check_outputs()
+    assert loop.scheduler.stats.num_preemptions > 0
+
+
+def test_a_block_that_a_window_needs_and_lacks_is_named():
+    loop = make_loop(FULL, WINDOW)
+    loop.add(tokens(20), max_tokens=9)
+    loop.step()
+    (sequence,) = loop.scheduler.running
+    tables_of(sequence)[1][-1] = 0
+    with pytest.raises(RuntimeError, match="lacks what it sees"):
+        check_blocks(loop.manager, [sequence])
+
+
+@pytest.mark.parametrize("group", [FULL, WINDOW, CacheGroup(chunk=6), CacheGroup(window=5, chunk=7)])
+def test_what_rows_see_is_counted(group: CacheGroup):
+    def seen(position: int) -> int:
+        visible = range(position + 1)
+        if group.window is not None:
+            visible = [p for p in visible if p > position - group.window]
+        return sum(group.chunk is None or p // group.chunk == position // group.chunk for p in visible)
+
+    assert [group.num_seen(count) for count in range(1, 40)] == [seen(position) for position in range(39)]
+    for start, count in ((0, 1), (0, 30), (3, 9), (20, 12)):
+        assert group.num_pairs(start, count) == sum(seen(position) for position in range(start, start + count))

@@ -1,0 +1,74 @@
+"""Forecasts for models whose layers form cache groups: pools, blocks that are freed, and tokens in sight."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.cache_group import CacheGroup
+from nanovllm.config import EngineConfig
+from nanovllm.tools.simulate.calibrate import calibrate
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support.layer_kinds import WINDOW, model
+from tests.support.scheduling import Loop, make_group_scheduler
+
+COST = CostModel(
+    schedule=HostCost(), device=DeviceCost(knee=8, fixed=0.001, per_context_token=1e-6), update=HostCost(),
+    launch=HostCost(), intake=IntakeCost(), launch_blocks=True,
+)  # fmt: skip
+CALIBRATION = Calibration(
+    model="a-model", dtype="bfloat16", device="cpu", attention_backend="cpp", enforce_eager=False, cuda_graphs=False,
+    block_size=64, max_position_embeddings=4096, kv_token_bytes=6000, kv_cache_bytes=400 * 64 * 1000, hardware={},
+    versions={}, num_samples=12, residuals={}, cost_model=COST, cache_groups=((None, None, 1000), (128, None, 5000)),
+)  # fmt: skip
+FEW = Workload("few", [TimedRequest(0.0, [number] * 1000, 200) for number in range(4)], {})
+
+
+def test_a_calibration_of_groups_is_read_as_it_was_written(tmp_path):
+    CALIBRATION.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json") == CALIBRATION
+
+
+def test_a_simulated_engine_has_the_pools_of_the_measured_one():
+    config = CALIBRATION.resolve(EngineConfig(max_model_len=2048))
+    pools = CALIBRATION.pools(config)
+    assert [group.window for group in pools.groups] == [None, 128]
+    assert config.num_kv_blocks == pools.num_blocks[0]
+    assert 0.9 * CALIBRATION.kv_cache_bytes < pools.num_bytes <= CALIBRATION.kv_cache_bytes
+
+
+def test_windows_make_steps_shorter_and_their_pools_are_counted():
+    config = CALIBRATION.resolve(EngineConfig(max_model_len=2048))
+    windows = simulate(FEW, config, COST, pools=CALIBRATION.pools(config))
+    full = simulate(FEW, config, COST)
+    (of_full, of_window), ends = windows.stats[0].cache_groups, [r.finished_time for r in windows.requests]
+    assert (of_full.window, of_window.window) == (None, 128)
+    assert max(ends) < max(r.finished_time for r in full.requests)
+
+
+@pytest.mark.parametrize("groups", [[CacheGroup((), 1), CacheGroup((), 3, window=6)], [CacheGroup((), 1, window=6)]])
+def test_a_step_counts_the_tokens_in_sight_by_their_share_of_the_bytes(groups):
+    loop = Loop(make_group_scheduler(groups, [40] * len(groups)))
+    loop.add(range(8), max_tokens=5)
+    prefill, decode = loop.step(), loop.step()
+    of_full, of_window = (8 * 9 // 2, 9), (6 * 7 // 2 + 2 * 6, 6)
+    expected = [round((a + 3 * b) / 4) for a, b in zip(of_full, of_window, strict=True)]
+    expected = expected if len(groups) == 2 else list(of_window)
+    assert StepWork.from_batch(prefill, 4, groups=groups).num_chunk_pairs == expected[0]
+    assert StepWork.from_batch(decode, 4, groups=groups).num_context_tokens == expected[1]
+
+
+@pytest.mark.slow
+def test_a_model_with_windows_is_calibrated_with_its_groups():
+    options = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "enforce_eager": True}
+    found = calibrate(model("Gemma3Text"), repeats=1, **options)
+    assert [window for window, _, _ in found.cache_groups] == [None, WINDOW]
+    assert sum(size for _, _, size in found.cache_groups) == found.kv_token_bytes
+    config = found.resolve(EngineConfig(**(options | {"enforce_eager": False})))
+    simulated = simulate(
+        Workload("one", [TimedRequest(0.0, [1] * 100, 8)], {}), config, found.cost_model, pools=found.pools(config)
+    )
+    assert isinstance(found.pools(config).groups[1], CacheGroup)
+    assert simulated.requests[0].num_output_tokens == 8
