@@ -16,7 +16,10 @@ _HOMES = {
     "SamplingParams": "nanovllm.sampling_params",
     "EngineConfig": "nanovllm.config",
     "RequestOutput": "nanovllm.outputs",
+    "EmbeddingParams": "nanovllm.sampling_params",
     "CompletionOutput": "nanovllm.outputs",
+    "EmbeddingOutput": "nanovllm.outputs",
+    "ScoreOutput": "nanovllm.outputs",
     "ErrorKind": "nanovllm.outputs",
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
@@ -35,6 +38,8 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingParams",
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
@@ -46,6 +51,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StepError",
     "StepRecord",
     "TraceWriter",
@@ -61,14 +67,16 @@ if TYPE_CHECKING:
     from nanovllm.observability.trace_writer import TraceWriter
     from nanovllm.outputs import (
         CompletionOutput,
+        EmbeddingOutput,
         EngineStats,
         ErrorKind,
         Logprob,
         OutputKind,
         RequestMetrics,
         RequestOutput,
+        ScoreOutput,
     )
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.sampling_params import EmbeddingParams, SamplingParams
 
 
 def __getattr__(name: str) -> Any:

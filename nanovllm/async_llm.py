@@ -24,6 +24,7 @@ from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.preparation import Preparation, num_samples, text_size, words_of
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import AsyncScoring
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
@@ -33,7 +34,7 @@ from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream, relay
 Result = TypeVar("Result")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncScoring):
     """A model with its engine in a thread, for asyncio.
 
     Args:

@@ -12,6 +12,7 @@ from nanovllm.sequence import Sequence
 # no token that could be drawn.
 NON_FINITE = -1
 NOTHING_LEFT = -2
+EMBEDDED = -3  # not an error: the hidden state of the row is what was asked for
 # What they end a request with, after "request ...: ".
 SAMPLING_ERRORS = {
     NON_FINITE: (

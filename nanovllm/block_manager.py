@@ -115,12 +115,12 @@ class BlockManager:
         """Blocks that already hold the sequence's next full blocks of tokens, without taking them.
 
         Starts behind its computed tokens, if they end on a block boundary, and stops before its last known token, which
-        has to be computed for the logits; so has all of a prompt whose log-probabilities are wanted.
+        has to be computed for the logits; so have prompt tokens whose log-probabilities are wanted.
         """
         is_in_block = sequence.num_computed_tokens % self.block_size != 0
-        if is_in_block or not self.enable_prefix_caching or sequence.lacks_prompt_logprobs:
+        if is_in_block or not self.enable_prefix_caching:
             return []
-        end = (len(sequence.token_ids) - 1) // self.block_size
+        end = min(sequence.num_findable_tokens, len(sequence.token_ids) - 1) // self.block_size
         return self._hits(sequence, len(sequence.block_table), end)
 
     def _hits(self, sequence: Sequence, first: int, end: int) -> list[int]:

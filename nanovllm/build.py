@@ -62,14 +62,6 @@ def build_engine(
     binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
-    limits = RequestLimits(
-        vocab_size=loaded.vocab_size,
-        num_logits=binding.vocab_size,
-        max_model_len=model_runner.config.max_model_len,
-        model_name=type(loaded.model).__name__,
-        has_base_model=binding.has_base_model,
-        allow_control_tokens=config.allow_control_tokens_in_messages,
-    )
     # The seed: whatever the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
@@ -78,12 +70,25 @@ def build_engine(
     return Engine(
         model_runner,
         Scheduler(model_runner.config, block_manager),
-        InputProcessor(loaded.tokenizer, limits, clock),
+        InputProcessor(loaded.tokenizer, _limits(loaded, model_runner), clock),
         tokenizer=loaded.tokenizer,
         # A config may name an EOS that embedding or head do not have; it can never be sampled.
         eos_token_ids=tuple(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < binding.vocab_size),
         observers=observers,
         clock=clock,
+    )
+
+
+def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:
+    config, binding = model_runner.config, model_runner.binding
+    return RequestLimits(
+        vocab_size=loaded.vocab_size,
+        num_logits=binding.vocab_size,
+        max_model_len=config.max_model_len,
+        model_name=type(loaded.model).__name__,
+        has_base_model=binding.has_base_model,
+        allow_control_tokens=config.allow_control_tokens_in_messages,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

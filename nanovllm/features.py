@@ -37,9 +37,23 @@ FEATURES: dict[str, Refusals] = {
     # Calls.
     "generate": WORKS,
     "chat": WORKS,
+    "embed": {
+        REPLICAS: "hidden states do not cross between processes yet. Embed with one engine.",
+        TENSOR_PARALLEL: "hidden states are taken on one rank alone. Embed with one GPU.",
+    },
+    "score": {
+        REPLICAS: "it reads hidden states, or logits by a function of this process. Score with one engine.",
+    },
     "stream": WORKS,
     "submit": WORKS,
     "submit_chat": WORKS,
+    "plan_scores": WORKS,  # where `score` does
+    "query": WORKS,  # of `score`, and so are the next four
+    "documents": WORKS,
+    "method": WORKS,
+    "instruction": WORKS,
+    "template": WORKS,
+    "normalize": WORKS,  # of `embed`
     "abort": WORKS,
     "apply_chat_template": WORKS,
     "tokenize": WORKS,
@@ -80,6 +94,7 @@ FEATURES: dict[str, Refusals] = {
     "min_p": WORKS,
     "logprobs": WORKS,
     "prompt_logprobs": WORKS,
+    "prompt_logprobs_start": WORKS,
     "max_tokens": WORKS,
     "min_tokens": WORKS,
     "ignore_eos": WORKS,
@@ -144,9 +159,10 @@ def check_one_process(feature: str, options: Mapping[str, Any]) -> None:
 
 def check_sampling_params(params: Any, mode: str) -> None:
     """Raise ValueError for a sampling parameter that is set and does not work in a mode."""
-    for name in REFUSED_PARAMS[mode]:
-        if getattr(params, name):
+    for name, attribute in REFUSED_PARAMS[mode].items():
+        if getattr(params, attribute):
             refuse(name, mode)
 
 
-REFUSED_PARAMS = {REPLICAS: ("logits_processors",)}
+# Features that sampling parameters ask for, each with the attribute that tells it.
+REFUSED_PARAMS = {REPLICAS: {"logits_processors": "logits_processors", "embed": "embeds"}}

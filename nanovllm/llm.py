@@ -27,11 +27,12 @@ from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import Scoring
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engines import AnyEngine
 
 
-class LLM:
+class LLM(Scoring):
     """A model with its engine.
 
     Args:

@@ -33,6 +33,7 @@ from nanovllm.execution.dummy_batches import (
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.group_layouts import with_groups
 from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import Sequence
@@ -56,7 +57,7 @@ class ModelRunner:
         self.config = config
         self.pools = pools
         self._choice = choice
-        self._begin_report: Callable[[PromptRows | None], StepLogprobs]
+        self._begin_report: Callable[..., StepLogprobs]
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs)
         self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
@@ -99,7 +100,7 @@ class ModelRunner:
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
         )
         layout = with_groups(layout, len(self.pools.groups), self.config.block_size)
-        report = self._begin_report(PromptRows.from_layout(layout))
+        report = self._begin_report(PromptRows.from_layout(layout), EmbeddedRows.from_batch(batch))
         try:
             if self.device.type == "cuda":
                 self._follow_last_stream()

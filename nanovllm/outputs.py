@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class OutputKind(StrEnum):
@@ -114,9 +118,10 @@ class RequestOutput:
     finished: whether all completions have ended.
     num_cached_tokens: prompt tokens found in the prefix cache.
     error: message of the first completion with finish_reason "error".
-    prompt_logprobs: None for the first prompt token, then one entry per prompt token, if requested; partial while the
-        prompt is computed.
+    prompt_logprobs: None for the first prompt token and those before prompt_logprobs_start, then one entry per prompt
+        token, if requested; partial while the prompt is computed.
     error_kind: origin of `error`; None without one.
+    embedding: [hidden_size] float32, the last hidden state of a request with `EmbeddingParams`, once it is computed.
     """
 
     request_id: str
@@ -129,6 +134,7 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error_kind: ErrorKind | None = None
+    embedding: NDArray[np.float32] | None = None
 
     def extend(self, later: RequestOutput) -> None:
         """Merge a later delta into this one."""
@@ -146,6 +152,47 @@ class RequestOutput:
         self.finished, self.error, self.error_kind = later.finished, later.error, later.error_kind
         self.num_cached_tokens, self.metrics = later.num_cached_tokens, later.metrics
         self.prompt_logprobs = later.prompt_logprobs
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt.
+
+    prompt: as text, if it was given as text.
+    prompt_token_ids: prompt tokens after truncate_prompt_tokens.
+    embedding: [hidden_size] float32; None for a request that ended before it was computed.
+    finish_reason: "stop" with an embedding; else "timeout", "abort" or "error" (see `error`).
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    error, error_kind: as of `RequestOutput`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: NDArray[np.float32] | None
+    finish_reason: str | None
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """The score of a document; the other fields are those of the request that read it.
+
+    score: higher is more relevant; None for a request that ended before it was computed.
+    finish_reason: "stop" with a score; else "timeout", "abort" or "error" (see `error`).
+    """
+
+    request_id: str
+    score: float | None
+    prompt_token_ids: list[int]
+    finish_reason: str | None
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

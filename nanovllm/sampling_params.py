@@ -40,6 +40,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_p": partial(real, low=0.0, high=1.0),
     "logprobs": partial(integer, low=0),
     "prompt_logprobs": partial(integer, low=0),
+    "prompt_logprobs_start": partial(integer, low=0),
     "max_tokens": partial(integer, low=1),
     "min_tokens": partial(integer, low=0),
     "ignore_eos": truth,
@@ -74,7 +75,9 @@ class SamplingParams:
     min_p: keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
     logprobs: number of most probable tokens to report with log-probability and rank beside each output token, before
         any option above applies; 0 reports the output token alone. None: no report.
-    prompt_logprobs: the same for each prompt token after the first; disables prefix cache hits of the prompt.
+    prompt_logprobs: the same for each prompt token after the first; those tokens are computed, cached or not.
+    prompt_logprobs_start: index of the first prompt token that prompt_logprobs reports; what comes before may be found
+        in the prefix cache.
     max_tokens: maximum number of new tokens. None: up to the engine's max_model_len.
     min_tokens: number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.
     ignore_eos: continue after the model's end-of-sequence tokens.
@@ -103,6 +106,7 @@ class SamplingParams:
     min_p: float = 0.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -128,10 +132,20 @@ class SamplingParams:
             raise ValueError("top_p is 0; it must lie in (0, 1]. For the most probable token use temperature=0.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}).")
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(
+                f"prompt_logprobs_start is {self.prompt_logprobs_start} without prompt_logprobs. Set prompt_logprobs, "
+                "0 or more."
+            )
         if self.n > 1 and self.is_greedy:
             raise ValueError(
                 f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
             )
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the hidden state of the prompt's last token is wanted in place of tokens."""
+        return False
 
     @property
     def is_greedy(self) -> bool:
@@ -176,3 +190,20 @@ class SamplingParams:
 
 # (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
 _OPTIONS = tuple((option.name, option.default, CHECKS[option.name]) for option in fields(SamplingParams))
+
+
+class EmbeddingParams(SamplingParams):
+    """Options of a request for the hidden state of its last token: `RequestOutput.embedding`; it draws no token.
+
+    Args:
+        truncate_prompt_tokens: as of `SamplingParams`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *, truncate_prompt_tokens: int | None = None) -> None:
+        SamplingParams.__init__(self, truncate_prompt_tokens=truncate_prompt_tokens, temperature=0.0, max_tokens=1)
+
+    @property
+    def embeds(self) -> bool:
+        return True

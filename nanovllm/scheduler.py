@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
+from nanovllm.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
 from nanovllm.sequence import Sequence
@@ -169,8 +169,8 @@ class Scheduler:
                 continue
             if not manager.has_free(reserved + self._blocks_lacking(sequence, hits)):
                 break
-            if sequence.num_counted_tokens == 0 and not sequence.lacks_prompt_logprobs:
-                self.stats.prefix_cache_queries += len(sequence.token_ids)
+            if sequence.num_counted_tokens == 0:
+                self.stats.prefix_cache_queries += sequence.num_findable_tokens
             self._place(step, sequence, size, hits)
             if size < lacking:
                 partial.append(lacking - size)
@@ -298,7 +298,7 @@ class Scheduler:
                 continue
             advanced.append(sequence)
             if token_id < 0:
-                self._fail(sequence, token_id)
+                self._end_without_token(sequence, token_id)
                 continue
             self.stats.num_output_tokens += 1
             known = sequence.token_ids
@@ -314,11 +314,12 @@ class Scheduler:
                 manager.register(sequence, index, index + 1, self.in_flight[-1].step_id)
         return advanced
 
-    def _fail(self, sequence: Sequence, answer: int) -> None:
-        sequence.error_kind, error = SAMPLING_ERRORS[answer]
-        if answer == NON_FINITE or not sequence.error:  # else a logits processor raised, and its error is there already
-            sequence.error = f"request {sequence.request_id!r}: {error.format(len(sequence.token_ids))}"
-        self.finish(sequence, "error")
+    def _end_without_token(self, sequence: Sequence, answer: int) -> None:
+        if answer != EMBEDDED:
+            sequence.error_kind, error = SAMPLING_ERRORS[answer]
+            if answer == NON_FINITE or not sequence.error:  # else a logits processor raised, and its error is there
+                sequence.error = f"request {sequence.request_id!r}: {error.format(len(sequence.token_ids))}"
+        self.finish(sequence, "stop" if answer == EMBEDDED else "error")
 
     def rollback(self, batch: ScheduledBatch, *, has_failed: bool = True) -> list[Sequence]:
         """Undo `batch` and every batch launched after it; returns the unfinished sequences of all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any
 
 from nanovllm.cache_group import GroupTables
 from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
@@ -94,7 +95,8 @@ class Sequence:
     error: str | None = None
     error_kind: ErrorKind | None = None  # of a sequence that ended with an error
     logprobs: list[TokenLogprobs] | None = None  # of the generated tokens
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of the prompt tokens read so far; None for the first
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of prompt tokens so far; None before those asked for
+    embedding: Any = None  # [hidden_size] float32 NumPy array, of a request that asks for it
 
     def __post_init__(self, request: NewRequest, max_model_len: int, eos_token_ids: Iterable[int]) -> None:
         params = self.params = request.params
@@ -109,7 +111,7 @@ class Sequence:
         if params.logprobs is not None:
             self.logprobs = []
         if params.prompt_logprobs is not None and self.index == 0:  # all samples have the same prompt
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None] * max(1, params.prompt_logprobs_start)
         if request.resumed is not None:
             self._resume(request.resumed)
 
@@ -146,6 +148,11 @@ class Sequence:
     def lacks_prompt_logprobs(self) -> bool:
         """Whether part of its prompt must be computed for log-probabilities, cached or not."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def num_findable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache: row p gives the log-probabilities of token p + 1."""
+        return len(self.prompt_logprobs or ()) - 1 if self.lacks_prompt_logprobs else len(self.token_ids)
 
     def block_tokens(self, index: int, block_size: int) -> bytes:
         """The int32 token ids of block `index`, as bytes; short if the block is not full."""

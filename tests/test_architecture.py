@@ -26,8 +26,8 @@ execution
 model_runner < rank_runner
 engine
 build
-streaming < replicas < llm async_llm
-server < ray | tools
+streaming < replicas < scoring < llm async_llm
+server < ray | tools | evaluation
 cli
 """  # fmt: skip  # noqa: E501
 RANKS = {

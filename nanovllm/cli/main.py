@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from nanovllm.cli.chat import add_chat_command
 from nanovllm.cli.generate import add_generate_command
 from nanovllm.cli.serve import add_serve_command
 from nanovllm.cli.simulate import add_calibrate_command, add_simulate_command
+from nanovllm.cli.suggestions import SuggestingParser
 from nanovllm.cli.timeline import add_timeline_command
 from nanovllm.cli.tune import add_tune_command
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanovllm", description="Inference for the language models of transformers.")
+def _parser() -> SuggestingParser:
+    parser = SuggestingParser(prog="nanovllm", description="Inference for the language models of transformers.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in (

@@ -105,8 +105,8 @@ class GraphExecutor:
         head = HeadShape(0, draws is not None, draws is not None and draws.has_filters(), *(extras or ()))
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, len(tiles.blocks))
-        # Prompt logits are read in pieces, and a hook is the owner's own code, to be called in each step.
-        is_whole = report.prompt is not None or self._binding.has_hooks()
+        # A report reads more rows than the sampled ones, and a hook is the owner's own code, to be called in each step.
+        is_whole = report.reads_rows or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         self._upload(shape, layout, tiles, draws)

@@ -75,6 +75,10 @@ class DirectExecutor:
             self._null_block_is_dirty = num_rows > num_tokens
         sample_rows = torch.from_numpy(layout.sample_rows).to(device)
         step = AttentionStep(plan, num_tokens)
+        if report.prompt is None and report.embedded is not None and report.embedded.is_all:  # no logits are needed
+            report.embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
+            self._sampled = torch.zeros_like(sample_rows)
+            return self._sampled
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
         with torch.no_grad():
             latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)

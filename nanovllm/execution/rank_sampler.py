@@ -141,8 +141,10 @@ class RankExtras(HeadExtras):
 class RankLogprobs(StepLogprobs):
     """What a step returns besides its tokens: measured by rank 0, of logits that all ranks gather."""
 
-    def __init__(self, prompt: PromptRows | None, sampler: RankSampler, *, by_kernel: bool) -> None:
-        super().__init__(prompt, by_kernel=by_kernel)
+    def __init__(
+        self, prompt: PromptRows | None, embedded: None = None, *, sampler: RankSampler, by_kernel: bool
+    ) -> None:
+        super().__init__(prompt, embedded, by_kernel=by_kernel)
         self._sampler = sampler
 
     def add_prompt(self, logits: Tensor) -> None:

@@ -283,17 +283,13 @@ class ModelBinding:
             token_ids, positions: [num_rows] int64.
             slot_mapping: [num_rows] int64, the cache slot that takes each row's K and V.
             sample_rows: [num_samples] int64.
-            report: gets the logits of its rows of prompts, piece by piece.
+            report: gets the logits of its rows of prompts, piece by piece, and the hidden states of embedded rows.
         """
         inputs = token_ids[None], positions[None]
         with self._in_step(step, slot_mapping) as extra:
-            if report is None or report.prompt is None:
+            if report is None or not report.reads_rows:
                 return self._passes.logits(*inputs, sample_rows, **extra)
-            with self._passes.base_model_runs_once():
-                for rows in report.prompt_rows_in_pieces(self.device):
-                    report.add_prompt(self._passes.logits(*inputs, rows, **extra))
-                # Last, since a packed head writes all its logits to the same memory.
-                return self._passes.logits(*inputs, sample_rows, **extra)
+            return self._passes.reported(report, *inputs, sample_rows, **extra)
 
     @contextmanager
     def _in_step(self, step: AttentionStep, slot_mapping: Tensor) -> Iterator[dict[str, Tensor]]:

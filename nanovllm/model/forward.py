@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead
+from nanovllm.sampling.logprobs import StepLogprobs
 
 logger = logging.getLogger("nanovllm")
 
@@ -70,9 +71,23 @@ class ForwardPasses:
             )
         return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not go on
 
+    def reported(
+        self, report: StepLogprobs, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """The same as `logits`, which also gives the report what it takes of other rows, in one pass of the layers."""
+        inputs = token_ids, positions
+        with self._base_model_runs_once() as outputs:
+            for rows in report.prompt_rows_in_pieces(token_ids.device):
+                report.add_prompt(self.logits(*inputs, rows, **kwargs))
+            # Last, since a packed head writes all its logits to the same memory.
+            logits = self.logits(*inputs, sample_rows, **kwargs)
+        if report.embedded is not None:
+            report.embedded.take(outputs[0].last_hidden_state[0], sample_rows)
+        return logits
+
     @contextmanager
-    def base_model_runs_once(self) -> Iterator[None]:
-        """Repeated calls of the base model return its first output: more logits of the same hidden states."""
+    def _base_model_runs_once(self) -> Iterator[list[Any]]:
+        """Repeated calls of the base model return its first output, which is also yielded in a list."""
         base: Any = self._model.base_model
         given: list[Any] = []
 
@@ -82,7 +97,7 @@ class ForwardPasses:
             return given[0]
 
         with self._base_model_as(run):
-            yield
+            yield given
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         """Hidden states [num_rows, hidden_size] of all rows; the arguments are those of `logits`."""

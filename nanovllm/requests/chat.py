@@ -46,7 +46,8 @@ class ChatTemplate:
             template_options: what the template itself knows, such as `enable_thinking`; add_generation_prompt is True
                 unless it is among them.
         """
-        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
+        template = template_options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)
+        if self._tokenizer is None or not template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate, or pass another tokenizer.")
         _check_conversation(conversation)
         texts("messages", list(conversation))

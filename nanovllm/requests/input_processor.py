@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.errors import PromptTooLongError
+from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.outputs import OutputKind
 from nanovllm.requests.chat import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class RequestLimits:
     model_name: in errors.
     has_base_model: whether the head is a module apart, which prompt_logprobs needs.
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
+    tensor_parallel_size: ranks that share the model.
     """
 
     vocab_size: int
@@ -48,6 +50,7 @@ class RequestLimits:
     model_name: str
     has_base_model: bool = True
     allow_control_tokens: bool = False
+    tensor_parallel_size: int = 1
 
 
 class InputProcessor:
@@ -230,6 +233,11 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: Re
             f"({max_model_len}). Shorten it to at most {max_model_len - 1} tokens (truncate_prompt_tokens does), or "
             "raise max_model_len if the model and the KV cache allow."
         )
+    if params.prompt_logprobs_start >= length:
+        raise ValueError(
+            f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {length} tokens; it must "
+            f"be at most {length - 1}."
+        )
     if params.min_tokens > max_model_len - length:
         raise ValueError(
             f"min_tokens is {params.min_tokens}, but behind a prompt of {length} tokens max_model_len "
@@ -253,6 +261,12 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
             f"prompt_logprobs is {params.prompt_logprobs}, and {limits.model_name} has no base model apart "
             "from its head, whose logits could be made in pieces. Leave it out."
         )
+    if params.embeds and not limits.has_base_model:
+        raise ValueError(
+            f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
+        )
+    if params.embeds and limits.tensor_parallel_size > 1:
+        refuse("embed", TENSOR_PARALLEL)
     if has_tokenizer:
         return
     for name, is_used in (

@@ -149,6 +149,7 @@ class Sample:
             error=sequence.error,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs[:],
             error_kind=sequence.error_kind,
+            embedding=sequence.embedding,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -293,7 +294,7 @@ class OutputProcessor:
         for sequence in sequences:
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            if sequence.finish_reason == "error":  # instead of a token
+            if sequence.finish_reason == "error" or sequence.params.embeds:  # instead of a token
                 continue
             if sample.last_token_time is None:
                 times.ttfts.append(now - sequence.arrival_time)

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.device import find_kernel, to_device, to_host
 from nanovllm.outputs import Logprob, TokenLogprobs
+from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sequence import Sequence
 
 MOST_BY_KERNEL = 32  # most probable tokens of a row; for more, a GPU sorts
@@ -131,11 +132,12 @@ class PromptRows:
         spans, rows, token_ids = [], [], []
         for entry, first_row in zip(layout.chunks, layout.row_starts[layout.num_decodes : -1].tolist(), strict=True):
             sequence = entry.sequence
+            first = max(entry.start + 1, sequence.params.prompt_logprobs_start)
             end = min(entry.start + entry.num_new_tokens + 1, sequence.num_prompt_tokens)
-            if sequence.lacks_prompt_logprobs and entry.start + 1 < end:
-                spans.append((sequence, entry.start + 1, end))
-                rows.append(np.arange(first_row, first_row + end - entry.start - 1))
-                token_ids.append(np.asarray(sequence.token_ids[entry.start + 1 : end], np.int64))
+            if sequence.lacks_prompt_logprobs and first < end:
+                spans.append((sequence, first, end))
+                rows.append(np.arange(first - 1, end - 1) + (first_row - entry.start))
+                token_ids.append(np.asarray(sequence.token_ids[first:end], np.int64))
         return cls(spans, np.concatenate(rows), np.concatenate(token_ids)) if spans else None
 
     @property
@@ -144,19 +146,27 @@ class PromptRows:
 
 
 class StepLogprobs:
-    """What a step returns besides its tokens: log-probabilities, and errors of requests' own logits processors.
+    """What a step returns besides its tokens: log-probabilities, embeddings, errors of requests' logits processors.
 
     Args:
         by_kernel: measure by the one of `kernels/`, compiled at its first call, where it exists; on a GPU.
     """
 
-    def __init__(self, prompt: PromptRows | None = None, *, by_kernel: bool = True) -> None:
+    def __init__(
+        self, prompt: PromptRows | None = None, embedded: EmbeddedRows | None = None, *, by_kernel: bool = True
+    ) -> None:
         self.prompt = prompt
+        self.embedded = embedded
         self._by_kernel = by_kernel
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
         self._sequences: list[Sequence] = []
         self._sampled: Measured | PackedMeasured | None = None
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it takes more of the forward pass than the logits of sampled rows."""
+        return self.prompt is not None or self.embedded is not None
 
     def shift_prompt_rows(self, distance: int) -> None:
         """Shift the rows of chunks by the decodes' padding."""
@@ -191,14 +201,18 @@ class StepLogprobs:
         self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
         if self._sampled is not None:
             self._sampled = self._sampled.to_host()
+        if self.embedded is not None:
+            self.embedded.to_host()
         return self
 
-    def record(self, sequences: SequenceABC[Sequence], token_ids: SequenceABC[int]) -> None:
+    def record(self, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
         """Write each sequence's log-probabilities and errors into it; call it right before `Scheduler.update`.
 
         Args:
-            sequences, token_ids: what the step sampled.
+            sequences, token_ids: what the step sampled; the tokens of embedded rows are replaced.
         """
+        if self.embedded is not None:
+            self.embedded.record(token_ids)
         for sequence, error in self.errors.items():
             if not sequence.is_finished:
                 sequence.error = error

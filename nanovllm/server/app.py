@@ -21,7 +21,7 @@ from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
 from nanovllm.server.metrics import CountResponses, ServerMetrics
-from nanovllm.server.openai import chat, completions, models
+from nanovllm.server.openai import chat, completions, embeddings, models
 from nanovllm.server.openai.description import describe
 from nanovllm.server.openai.tool_calls import detect_format
 from nanovllm.server.security import ApiKeys, BodyGate
@@ -61,7 +61,7 @@ def create_app(
     )
     app.state.body_limits = BodyLimits(settings, engine)
     errors.install(app)
-    for router in (models.open_router, models.router, completions.router, chat.router):
+    for router in (models.open_router, models.router, completions.router, chat.router, embeddings.router):
         app.include_router(router)
     describe(app, app.state.server)
     if settings.ui:

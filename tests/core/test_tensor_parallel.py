@@ -10,7 +10,7 @@ import functools
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EmbeddingParams, SamplingParams
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
 from tests.support.tiny_models import save_tiny
 
@@ -146,4 +146,7 @@ def test_what_the_table_refuses_is_refused_and_the_engine_goes_on(pair):
     two, _ = pair
     with pytest.raises(ValueError, match=r"weights_changed does not work with tensor_parallel_size: .* new engine"):
         two.weights_changed()
+    for call in (lambda: two.embed([[1, 2]]), lambda: generate(two, EmbeddingParams(), [[1, 2]])):
+        with pytest.raises(ValueError, match=r"embed does not work with tensor_parallel_size: .* one GPU"):
+            call()
     assert tokens(generate(two, GREEDY, prompts()[:1])) == [expected()[:1]]

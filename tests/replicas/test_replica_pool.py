@@ -114,6 +114,20 @@ def test_a_prompt_goes_where_its_prefix_is_cached(llm):
     assert generate(llm, [*shared, 1], greedy)[0].num_cached_tokens == 0
 
 
+def test_reports_of_a_prompts_end_cross_and_its_beginning_is_found_in_the_cache(llm):
+    prompt = random_prompts(1, low=96, high=96, seed=12)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, prompt_logprobs_start=90)
+    (expected,) = generate(one_engine(), prompt, params)
+    cold, warm = (generate(llm, prompt, params)[0] for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 80)
+    for output in (cold, warm):
+        assert output.prompt_logprobs[:90] == [None] * 90
+        for told, own in zip(output.prompt_logprobs[90:], expected.prompt_logprobs[90:], strict=True):
+            assert {t: one.logprob for t, one in told.items()} == pytest.approx(
+                {t: o.logprob for t, o in own.items()}, abs=1e-4
+            )
+
+
 def test_a_closed_stream_frees_its_blocks_in_its_replica(llm):
     stream = llm.stream(random_prompts(1, seed=10)[0], ENDLESS)
     for _ in range(5):

@@ -48,8 +48,9 @@ def assert_right(model: Any, output: RequestOutput, params: SamplingParams, atol
         assert output.prompt_logprobs is None
     else:
         assert len(output.prompt_logprobs) == len(prompt)
-        assert output.prompt_logprobs[0] is None
-        for index in range(1, len(prompt)):
+        first = max(1, params.prompt_logprobs_start)
+        assert output.prompt_logprobs[:first] == [None] * first
+        for index in range(first, len(prompt)):
             report, row = output.prompt_logprobs[index], expected[index - 1]
             assert_reports(report, row, prompt[index], params.prompt_logprobs, atol)
 

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from nanovllm.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from nanovllm.server.openai import embeddings
 from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES
 from nanovllm.server.state import ServerState
 from nanovllm.validation import MAX_PRIORITY
@@ -29,7 +30,7 @@ def describe(app: FastAPI, state: ServerState) -> None:
             (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
             name["schema"]["enum"] = [state.model_name]
             models = schema["components"]["schemas"]
-            for model, limits in _limits(state).items():
+            for model, limits in (_limits(state) | embeddings.limits(state)).items():
                 for field, limit in limits.items():
                     _narrow(models[model]["properties"][field], limit)
             _require_prompt_or_messages(models["TokenizeRequest"])

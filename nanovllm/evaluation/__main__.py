@@ -1,0 +1,14 @@
+"""`python -m nanovllm.evaluation`: the command of lm-eval, which then knows the model type `nanovllm`.
+
+For releases of lm-eval that do not look for model types among the entry points of installed packages.
+"""
+
+from __future__ import annotations
+
+from lm_eval.__main__ import cli_evaluate
+
+from nanovllm.evaluation import lm_eval_model
+
+if __name__ == "__main__":
+    lm_eval_model.register()
+    cli_evaluate()

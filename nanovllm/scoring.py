@@ -1,0 +1,150 @@
+"""`embed` and `score` of the front doors: requests like any other, of which the last row is read."""
+
+from __future__ import annotations
+
+import numbers
+import uuid
+from collections.abc import Sequence as SequenceABC
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
+
+from nanovllm.features import check_one_process
+from nanovllm.outputs import EmbeddingOutput, OutputKind, RequestOutput, ScoreOutput
+from nanovllm.requests.input_processor import Prompt
+from nanovllm.requests.scores import ScoringPlan, embedding_output, plan_scores
+from nanovllm.sampling_params import EmbeddingParams
+
+
+class Scoring:
+    """Of `LLM`."""
+
+    def embed(
+        self: Any,
+        prompts: Prompt | SequenceABC[Prompt],
+        *,
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[EmbeddingOutput]:
+        """Embed prompts by the hidden state of their last token, behind the model's final norm.
+
+        Args:
+            prompts: as in `generate`. Text is tokenised with what the tokenizer puts around it, such as the end token
+                that models for embedding are trained with; at most max_model_len - 1 tokens.
+            normalize: divide each embedding by its L2 norm.
+            truncate_prompt_tokens: keep only the last tokens of a prompt, at most this many.
+            use_tqdm, **options: as in `generate`.
+
+        Returns one `EmbeddingOutput` each, in their order. Raises what `generate` does, and ValueError for a model
+        whose head is not apart, and with replicas or tensor parallelism.
+        """
+        check_one_process("embed", asdict(self.config))
+        params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, **options)
+        return [embedding_output(output, normalize=normalize) for output in outputs]
+
+    def score(
+        self: Any,
+        query: str | SequenceABC[str],
+        documents: str | SequenceABC[str],
+        *,
+        method: str = "yes_no",
+        instruction: str | None = None,
+        template: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[ScoreOutput]:
+        """How relevant each document is to the query; the formulas are in docs/guide/embeddings.md.
+
+        Args:
+            query: one for all documents, or a list with one for each.
+            documents: one or several.
+            method: "yes_no", the probability of yes against no when the model is asked (0 to 1), for instructed models
+                and rerankers; "cosine" of embeddings (-1 to 1), for models trained to embed.
+            instruction: what the model is asked; None asks for relevance in general.
+            template: a Jinja chat template that renders messages of the roles system (the instruction), query and
+                document, for rerankers trained on their own; None uses the tokenizer's own chat template.
+            truncate_prompt_tokens: as in `embed`.
+            use_tqdm, **options: as in `generate`; one value for all.
+
+        Returns one `ScoreOutput` per document, in their order.
+        """
+        engine = self._open_engine()
+        check_one_process("score", asdict(engine.config))
+        plan = plan_scores(
+            engine.input_processor.chat,
+            self.tokenizer,
+            query,
+            documents,
+            method=method,
+            instruction=instruction,
+            template=template,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return plan.scores(self.generate(plan.prompts, plan.params, use_tqdm=use_tqdm, **options))
+
+
+class AsyncScoring:
+    """Of `AsyncLLM`; awaiting ends with all results, and cancelling it aborts the requests."""
+
+    async def embed(
+        self: Any,
+        prompts: Prompt | SequenceABC[Prompt],
+        *,
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> list[EmbeddingOutput]:
+        """As `LLM.embed`; **options are those of `generate`."""
+        check_one_process("embed", asdict(self.config))
+        is_one = isinstance(prompts, str) or all(isinstance(item, numbers.Integral) for item in prompts)
+        each = cast(list[Prompt], [prompts] if is_one else prompts)
+        params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        outputs = await _final_outputs(self, each, params, options)
+        return [embedding_output(output, normalize=normalize) for output in outputs]
+
+    async def score(
+        self: Any,
+        query: str | SequenceABC[str],
+        documents: str | SequenceABC[str],
+        *,
+        method: str = "yes_no",
+        instruction: str | None = None,
+        template: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> list[ScoreOutput]:
+        """As `LLM.score`; **options are those of `generate`."""
+        plan = await self.plan_scores(
+            query,
+            documents,
+            method=method,
+            instruction=instruction,
+            template=template,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return plan.scores(await _final_outputs(self, plan.prompts, plan.params, options))
+
+    async def plan_scores(
+        self: Any, query: str | SequenceABC[str], documents: str | SequenceABC[str], **options: Any
+    ) -> ScoringPlan:
+        """The requests of `score`, to be submitted by the caller; **options are those of `score` alone."""
+        check_one_process("score", asdict(self.config))
+        work = partial(plan_scores, self._input_processor.chat, self.tokenizer, query, documents, **options)
+        plan: ScoringPlan = await self._prepare(work, (query, documents))
+        return plan
+
+
+async def _final_outputs(llm: Any, prompts: list[Prompt], params: Any, options: dict[str, Any]) -> list[RequestOutput]:
+    """The outputs of all prompts, in their order."""
+    request_ids = [uuid.uuid4().hex for _ in prompts]
+    stream = await llm.submit(prompts, params, request_ids=request_ids, output_kind=OutputKind.FINAL, **options)
+    outputs: dict[str, RequestOutput] = {}
+    async with aclosing(stream):
+        async for output in stream:
+            outputs[output.request_id] = output
+    return [outputs[request_id] for request_id in request_ids]

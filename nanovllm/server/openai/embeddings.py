@@ -1,0 +1,290 @@
+"""/v1/embeddings, /v1/rerank and /v1/score: prompts whose last row is read, in the forms of OpenAI, Jina and vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+from starlette.responses import Response
+
+from nanovllm.errors import EngineClosedError, QueueFullError
+from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.requests.scores import ScoringPlan, embedding_output
+from nanovllm.sampling_params import EmbeddingParams
+from nanovllm.server import errors
+from nanovllm.server.body_limits import LimitedRoute
+from nanovllm.server.errors import ANSWERS, ApiError
+from nanovllm.server.openai.generation import Tally, error_from_output, new_id
+from nanovllm.server.openai.limits import engine_options
+from nanovllm.server.openai.protocol import Number, TokenIds
+from nanovllm.server.security import require_api_key
+from nanovllm.server.sse import CLIENT_GONE, ClientGone, compact, until_disconnect
+from nanovllm.server.state import ServerState, server_state
+from nanovllm.server.strict import Each, Strict
+from nanovllm.validation import MAX_PRIORITY
+
+logger = logging.getLogger("nanovllm")
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
+TIMED_OUT: dict[int | str, dict[str, Any]] = {408: {"model": errors.ErrorAnswer, "description": "timeout passed"}}
+Documents = Annotated[Each["str | DocumentText"], Field(min_length=1)]
+
+
+class PoolingFields(Strict):
+    """Fields of all three endpoints; the second half extends the APIs that they follow."""
+
+    model: str | None = None
+    user: str | None = None
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: int = 0
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    timeout: Annotated[Number, Field(gt=0)] | None = None
+
+
+class EmbeddingRequest(PoolingFields):
+    """Body of /v1/embeddings. dimensions: cut each embedding and normalise the rest."""
+
+    input: str | Each[str] | TokenIds | Each[TokenIds]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    normalize: bool = True
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_input(cls, given: Any) -> Any:
+        if given in ("", []):
+            raise ValueError("it is empty; an input needs at least one token.")
+        kinds = set(map(type, given)) if isinstance(given, list) else {type(given)}
+        if kinds not in ({str}, {int}, {list}):
+            raise ValueError("it must be a string, a list of token ids, or a list of strings or of lists of token ids.")
+        return given
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [self.input] if isinstance(self.input, str) or isinstance(self.input[0], int) else list(self.input)
+
+
+class DocumentText(Strict):
+    """A document as an object."""
+
+    text: str
+
+
+class ScoringFields(PoolingFields):
+    """method, instruction: as of `LLM.score`."""
+
+    method: Literal["yes_no", "cosine"] = "yes_no"
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+
+
+class RerankRequest(ScoringFields):
+    """Body of /v1/rerank."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Documents
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+
+
+class ScoreRequest(ScoringFields):
+    """Body of /v1/score: text_1 is one query for all, or one for each document of text_2."""
+
+    text_1: Annotated[str, Field(min_length=1)] | Annotated[Each[str], Field(min_length=1)]
+    text_2: Annotated[str, Field(min_length=1)] | Annotated[Each[str], Field(min_length=1)]
+
+
+class PoolingJob:
+    """One request of these endpoints: queues its prompts together and waits for all of them."""
+
+    def __init__(self, state: ServerState, request: Request, body: Any, prefix: str) -> None:
+        self.id = new_id(prefix)
+        self.usage: dict[str, Any] = {}
+        self._state, self._request, self._body = state, request, body
+        state.check_model(body.model)
+        self._options = engine_options(state, request, body)
+
+    def check_texts(self, param: str, texts: Sequence[Any]) -> None:
+        """Raise ApiError (400) for too many texts, and for one that is too long."""
+        limit = self._state.settings.max_prompts
+        if len(texts) > limit:
+            raise ApiError(
+                400, f"{param}: {len(texts)} are too many for one request; at most {limit} (max_prompts).", param=param
+            )
+        for given in texts:
+            if isinstance(given, str):
+                self._state.check_length(given, param)
+
+    async def outputs(self, prompts: list[Any], params: Any) -> list[RequestOutput]:
+        """The final outputs in order of the prompts; raises ApiError for one that failed."""
+        state = self._state
+        request_ids = [f"{self.id}-{number}" for number in range(len(prompts))]
+        tally, is_left, outputs = Tally(request_ids, state.metrics), False, {}
+        try:
+            stream = await state.engine.submit(
+                prompts, params, request_ids=request_ids, output_kind=OutputKind.FINAL, **self._options
+            )
+            tally.record_queued()
+            async with aclosing(stream):
+                async for output in stream:
+                    number = tally.record(output)
+                    _raise_failure(output)
+                    tally.count(number, output)
+                    outputs[number] = output
+        except asyncio.CancelledError:
+            is_left = True
+            raise
+        finally:
+            tally.end(is_left=is_left)
+            if tally.is_queued:
+                state.admission.retry_after.record_ended(len(prompts))
+        self.usage = tally.usage()
+        self.usage["total_tokens"] -= self.usage.pop("completion_tokens")  # those of yes and no, which nobody sees
+        return [outputs[number] for number in range(len(prompts))]
+
+    async def scores(self, query: str | list[str], documents: list[str] | str) -> list[float]:
+        """One for each document."""
+        body = self._body
+        if body.instruction is not None:
+            self.check_texts("instruction", [body.instruction])
+        plan: ScoringPlan = await self._state.engine.plan_scores(
+            query,
+            documents,
+            method=body.method,
+            instruction=body.instruction,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+        scored = plan.scores(await self.outputs(plan.prompts, plan.params))
+        return [0.0 if output.score is None else output.score for output in scored]
+
+    async def answer(self, work: Any) -> Response:
+        """The response of `work`, a coroutine that makes its JSON; converts exceptions to ApiError."""
+        state = self._state
+        if state.settings.log_prompts:
+            logger.info("%s: %s", self._request.url.path, compact(self._body.model_dump(exclude_none=True)))
+
+        async def admitted() -> Any:
+            try:
+                with state.admission.open_answer():
+                    return await work
+            finally:
+                work.close()  # if it was not admitted
+
+        try:
+            made = await until_disconnect(self._request.receive, admitted())
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        except QueueFullError as error:
+            raise state.admission.queue_full() from error
+        except Exception as error:
+            if state.admission.is_draining and isinstance(error, EngineClosedError):
+                raise errors.shutting_down() from error
+            raise errors.from_engine(error, self._body.names()) from error
+        return Response(compact(made), media_type="application/json")
+
+    def listed(self, data: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": "list", "created": int(time.time()), "model": self._state.model_name}
+        return head | {"data": data, "usage": self.usage}
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    if (error := error_from_output(output)) is not None:
+        raise error
+    if output.outputs[0].finish_reason == "timeout":
+        raise ApiError(408, f"request {output.request_id!r} was not computed within its timeout.", code="timeout")
+
+
+def limits(state: ServerState) -> dict[str, dict[str, Any]]:
+    """Limits of the fields for the OpenAPI schema."""
+    settings, model = state.settings, {"model": {"enum": [state.model_name, None]}}
+    text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
+    several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
+    token = {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
+    token_ids = {"type": "array", "minItems": 1, "items": token}
+    inputs = [text, token_ids, {**several, "items": text}, {**several, "items": token_ids}]
+    both = [text, {**several, "items": text}]
+    document = {"type": "object", "properties": {"text": text}, "required": ["text"], "additionalProperties": False}
+    common = {**model, "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY}}
+    scoring = {**common, "instruction": {"maxLength": state.max_prompt_chars}}
+    documents = {"documents": {**several, "items": {"anyOf": [text, document]}}}
+    return {
+        "EmbeddingRequest": {**common, "input": {"anyOf": inputs}},
+        "RerankRequest": {**scoring, **documents, "query": {"maxLength": state.max_prompt_chars}},
+        "ScoreRequest": {**scoring, "text_1": {"anyOf": both}, "text_2": {"anyOf": both}},
+    }
+
+
+def _encoded(vector: NDArray[np.float32], encoding_format: str) -> Any:
+    if encoding_format == "float":
+        return vector.tolist()
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+
+@router.post("/v1/embeddings", responses=ANSWERS | TIMED_OUT, summary="Embed prompts")
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    job = PoolingJob(server_state(request), request, body, "embd")
+    job.check_texts("input", body.prompts)
+
+    async def work() -> dict[str, Any]:
+        outputs = await job.outputs(body.prompts, EmbeddingParams(truncate_prompt_tokens=body.truncate_prompt_tokens))
+        data = []
+        for index, output in enumerate(outputs):
+            vector = embedding_output(output, normalize=body.normalize and body.dimensions is None).embedding
+            assert vector is not None
+            if body.dimensions is not None:
+                vector = _cut(vector, body.dimensions, normalize=body.normalize)
+            data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
+        return job.listed(data)
+
+    return await job.answer(work())
+
+
+def _cut(vector: NDArray[np.float32], dimensions: int, *, normalize: bool) -> NDArray[np.float32]:
+    if dimensions > len(vector):
+        raise ApiError(
+            400, f"dimensions is {dimensions}; the model's embeddings have {len(vector)}.", param="dimensions"
+        )
+    cut = vector[:dimensions]
+    length = float(np.linalg.norm(cut))
+    return cut / np.float32(length) if normalize and length else cut
+
+
+@router.post("/v1/rerank", responses=ANSWERS | TIMED_OUT, summary="Order documents by relevance")
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    job = PoolingJob(server_state(request), request, body, "rerank")
+    documents = [given if isinstance(given, str) else given.text for given in body.documents]
+    job.check_texts("documents", documents)
+    job.check_texts("query", [body.query])
+
+    async def work() -> dict[str, Any]:
+        scores = await job.scores(body.query, documents)
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        if body.return_documents:
+            for result in results:
+                result["document"] = {"text": documents[result["index"]]}
+        state = server_state(request)
+        return {"id": job.id, "model": state.model_name, "usage": job.usage, "results": results}
+
+    return await job.answer(work())
+
+
+@router.post("/v1/score", responses=ANSWERS | TIMED_OUT, summary="Score pairs of texts")
+async def score(body: ScoreRequest, request: Request) -> Response:
+    job = PoolingJob(server_state(request), request, body, "score")
+    for param, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
+        job.check_texts(param, [texts] if isinstance(texts, str) else texts)
+
+    async def work() -> dict[str, Any]:
+        scores = await job.scores(body.text_1, body.text_2)
+        return job.listed([{"index": index, "object": "score", "score": own} for index, own in enumerate(scores)])
+
+    return await job.answer(work())

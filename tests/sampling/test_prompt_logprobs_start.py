@@ -1,0 +1,95 @@
+"""`prompt_logprobs_start`: what comes before is found in the prefix cache, what is reported stays the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.support.logprobs import assert_right
+from tests.support.tiny_models import random_prompts, tiny_model
+
+POOLS = {
+    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
+    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
+
+
+def open_llm(model=None, **options):
+    return LLM(model or tiny_model(), enforce_eager=True, block_size=16, **(POOLS["roomy pool"] | options))
+
+
+def requests():
+    """Prompts of one beginning, each with its own start, every option that may meet it, and neighbours without."""
+    choice = random.Random(3)
+    shared = random_prompts(1, low=70, high=70, seed=7)[0]
+    prompts = [shared + own for own in random_prompts(16, low=1, high=60, seed=8)]
+    kinds = [
+        {"temperature": 0.0},
+        {"logprobs": 2, "seed": 3},
+        {"n": 2, "seed": 4, "repetition_penalty": 1.2},
+        {"prompt_logprobs": None, "prompt_logprobs_start": 0, "temperature": 0.0},
+    ]
+    params = []
+    for number, prompt in enumerate(prompts):
+        start = choice.choice([1, 15, 16, 17, 69, 70, len(prompt) - 1])
+        options = {"prompt_logprobs": number % 3, "prompt_logprobs_start": start} | kinds[number % len(kinds)]
+        params.append(SamplingParams(max_tokens=12, **options))
+    return prompts, params
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
+    model = tiny_model("qwen3")
+    prompts, params = requests()
+    with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
+        for _ in ("cold", "warm"):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            llm._engine.check_integrity()
+            for output, wanted in zip(outputs, params, strict=True):
+                assert_right(model, output, wanted)
+        assert any(output.num_cached_tokens >= 64 for output in outputs if output.prompt_logprobs is not None)
+        assert (llm.stats().num_preemptions > 0) == (pool == "tiny pool")
+
+
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (16, 0), (17, 16), (48, 32), (49, 48), (99, 96)])
+def test_a_hit_ends_before_the_row_that_gives_the_first_reported_token(start, cached):
+    prompt = random_prompts(1, low=100, high=100)[0]
+    with open_llm() as llm:
+        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        before = llm.stats()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        after = llm.stats()
+    assert output.num_cached_tokens == cached
+    assert output.prompt_logprobs[: max(1, start)] == [None] * max(1, start)
+    assert None not in output.prompt_logprobs[max(1, start) :]
+    assert after.prefix_cache_hits - before.prefix_cache_hits == cached
+    assert after.prefix_cache_queries - before.prefix_cache_queries == max(0, start - 1)
+
+
+def test_a_shared_beginning_is_computed_once_for_all_continuations():
+    shared = random_prompts(1, low=96, high=96, seed=1)[0]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=97)
+    with open_llm() as llm:
+        prompts = [[*shared, number, 5, 6] for number in range(8)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0] + [96] * 7
+        assert llm.stats().num_scheduled_tokens == 99 + 7 * 3
+
+
+def test_a_start_without_a_report_or_behind_the_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt_logprobs_start is 3 without prompt_logprobs"):
+        SamplingParams(prompt_logprobs_start=3)
+    with pytest.raises(ValueError, match="prompt_logprobs_start is -1; it must be at least 0"):
+        SamplingParams(prompt_logprobs=0, prompt_logprobs_start=-1)
+    params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4)
+    with open_llm() as llm:
+        with pytest.raises(ValueError, match="start is 4, but the prompt has 4 tokens; it must be at most 3"):
+            llm.generate([1, 2, 3, 4], params, use_tqdm=False)
+        with pytest.raises(ValueError, match="start is 4, but the prompt has 3 tokens; it must be at most 2"):
+            cut = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4, truncate_prompt_tokens=3)
+            llm.generate([1, 2, 3, 4, 5], cut, use_tqdm=False)

@@ -1,0 +1,175 @@
+"""/v1/embeddings, /v1/rerank and /v1/score: the offline engine's numbers in the forms of the clients."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+from collections.abc import Iterator
+
+import numpy as np
+import openai
+import pytest
+
+from nanovllm.requests import scores
+from tests.support.async_llms import offline
+from tests.support.serving import Serving, comes_true, serving
+from tests.support.tiny_models import random_prompts
+
+QUERY, DOCUMENTS = "the capital", ["The capital of France is Paris.", "Two and two are four.", "A block of tokens."]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with pytest.MonkeyPatch.context() as patch, serving({"max_prompts": 8, "api_key": ["secret"]}) as running:
+        patch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
+        yield running
+
+
+def post(running, path, **body):
+    with running.http(headers={"Authorization": "Bearer secret"}) as http:
+        return http.post(path, json=body)
+
+
+def embeddings(prompts, **options):
+    return [output.embedding for output in offline().embed(prompts, use_tqdm=False, **options)]
+
+
+@pytest.mark.parametrize("encoding_format", [openai.NOT_GIVEN, "float", "base64"], ids=str)
+def test_the_clients_embeddings_are_those_of_the_engine(running, encoding_format):
+    answer = running.client("secret").embeddings.create(model="tiny", input=DOCUMENTS, encoding_format=encoding_format)
+    given = [item.embedding for item in answer.data]
+    if encoding_format == "base64":
+        given = [np.frombuffer(base64.b64decode(text), "<f4") for text in given]
+    for own, expected in zip(given, embeddings(DOCUMENTS), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert answer.object == "list"
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("given", ["one text", [1, 2, 3], [[1, 2, 3], [4, 5]], ["a", "b"]], ids=str)
+def test_an_input_is_a_text_token_ids_or_a_list_of_either(running, given):
+    data = post(running, "/v1/embeddings", input=given).json()["data"]
+    np.testing.assert_allclose([item["embedding"] for item in data], embeddings(given), atol=1e-5)
+
+
+def test_dimensions_cut_and_normalise(running):
+    client = running.client("secret")
+    (cut,) = client.embeddings.create(model="tiny", input="one text", dimensions=8).data
+    (whole,) = embeddings("one text")
+    np.testing.assert_allclose(cut.embedding, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="dimensions is 9999; the model's embeddings have 384"):
+        client.embeddings.create(model="tiny", input="one text", dimensions=9999)
+
+
+def test_what_is_not_normalised_and_truncated(running):
+    prompt = random_prompts(1, low=60, high=60)[0]
+    (item,) = post(running, "/v1/embeddings", input=prompt, normalize=False, truncate_prompt_tokens=20).json()["data"]
+    np.testing.assert_allclose(item["embedding"], embeddings(prompt[-20:], normalize=False)[0], atol=1e-3)
+
+
+def test_reranked_documents_come_best_first(running):
+    expected = [output.score for output in offline().score(QUERY, DOCUMENTS, use_tqdm=False)]
+    answer = post(
+        running, "/v1/rerank", model="tiny", query=QUERY, documents=[DOCUMENTS[0], *map(_object, DOCUMENTS[1:])]
+    )
+    results = answer.json()["results"]
+    order = sorted(range(3), key=lambda index: -expected[index])
+    assert [result["index"] for result in results] == order
+    assert [result["relevance_score"] for result in results] == pytest.approx([expected[i] for i in order], abs=1e-4)
+    assert [result["document"] for result in results] == [_object(DOCUMENTS[index]) for index in order]
+    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] > 0
+    (best,) = post(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False).json()[
+        "results"
+    ]
+    assert (best["index"], "document" in best) == (order[0], False)
+
+
+def _object(text):
+    return {"text": text}
+
+
+@pytest.mark.parametrize("method", ["yes_no", "cosine"])
+@pytest.mark.parametrize("queries", [QUERY, [QUERY, "Paris", "tokens"]], ids=["one query", "one each"])
+def test_scores_are_those_of_the_engine(running, method, queries):
+    answer = post(running, "/v1/score", text_1=queries, text_2=DOCUMENTS, method=method).json()
+    expected = offline().score(queries, DOCUMENTS, method=method, use_tqdm=False)
+    assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+    assert [item["score"] for item in answer["data"]] == pytest.approx([own.score for own in expected], abs=1e-4)
+
+
+BAD = {
+    "no input": ("/v1/embeddings", {}, "input: Field required"),
+    "empty": ("/v1/embeddings", {"input": ""}, "input: it is empty"),
+    "mixed": ("/v1/embeddings", {"input": ["a", 1]}, "input: it must be a string"),
+    "too many": ("/v1/embeddings", {"input": ["a"] * 9}, "input: 9 are too many for one request; at most 8"),
+    "too long": ("/v1/embeddings", {"input": [1] * 600}, "the prompt has 600 tokens"),
+    "foreign token": ("/v1/embeddings", {"input": [99999]}, "the prompt holds token id 99999"),
+    "format": ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format: "),
+    "unknown field": ("/v1/embeddings", {"inputs": "a", "input": "a"}, "inputs: unknown field; did you mean input"),
+    "model": ("/v1/embeddings", {"input": "a", "model": "gpt"}, "the model 'gpt' does not exist"),
+    "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents: "),
+    "a document of numbers": ("/v1/rerank", {"query": "a", "documents": [1]}, "documents[0]"),
+    "top_n": ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n: "),
+    "unequal": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "there are 2 queries and 1 documents"),
+    "instruction": (
+        "/v1/score",
+        {"text_1": "a", "text_2": "b", "method": "cosine", "instruction": "c"},
+        "instruction and template belong to method='yes_no'",
+    ),
+    "priority": ("/v1/score", {"text_1": "a", "text_2": "b", "priority": -5}, "priority is -5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_bodies_are_refused_by_name(running, name):
+    path, body, message = BAD[name]
+    answer = post(running, path, **body)
+    assert answer.status_code == (404 if name == "model" else 400)
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(running):
+    with running.http() as http:
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 401
+
+
+def test_one_that_times_out_is_a_408(running):
+    answer = post(running, "/v1/embeddings", input=[5] * 400, timeout=1e-6)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+    assert running.is_idle()
+
+
+def test_they_run_beside_streams_and_are_counted(running):
+    client = running.client("secret")
+    before = _count(running)
+
+    def stream():
+        return "".join(
+            chunk.choices[0].text
+            for chunk in client.completions.create(
+                model="tiny", prompt=[7, 8, 9], max_tokens=40, temperature=0, stream=True
+            )
+        )
+
+    alone = stream()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream) for _ in range(2)]
+        many = [pool.submit(post, running, "/v1/embeddings", input=random_prompts(6, seed=n)) for n in range(4)]
+        assert {future.result().status_code for future in many} == {200}
+        assert {future.result() for future in streams} == {alone}
+    comes_true(running.is_idle)
+    assert _count(running) - before == 3 + 4 * 6
+
+
+def _count(running):
+    with running.http(headers={"Authorization": "Bearer secret"}) as http:
+        lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("nanovllm:request_success_total"))
+
+
+def test_a_full_queue_is_a_429_and_nothing_is_left():
+    with serving(max_num_seqs=2, max_queue=1) as running:
+        answer = post(running, "/v1/embeddings", input=[[1], [2], [3], [4]])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert running.is_idle()
