@@ -58,9 +58,8 @@ class AsyncLLM(AsyncScoring):
         prepares_when_idle: bool = False,
         **options: Any,
     ) -> None:
-        engine = open_engine(
-            model, tokenizer, on_step, options, trace=trace, prepares_when_idle=prepares_when_idle, sends_records=True
-        )
+        of_replicas = {"prepares_when_idle": prepares_when_idle, "sends_records": True, "is_stepped_when_idle": True}
+        engine = open_engine(model, tokenizer, on_step, options, trace=trace, **of_replicas)
         self.config: EngineConfig = engine.config
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it

@@ -67,7 +67,7 @@ def build_engine(
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
     if publisher is not None:
         publisher.begin(block_manager, observers)
-    return Engine(
+    engine = Engine(
         model_runner,
         Scheduler(model_runner.config, block_manager),
         InputProcessor(loaded.tokenizer, _limits(loaded, model_runner), clock),
@@ -77,6 +77,8 @@ def build_engine(
         observers=observers,
         clock=clock,
     )
+    engine.when_failed = model_runner.workers.when_failed if isinstance(model_runner, RankRunner) else None
+    return engine
 
 
 def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:

@@ -59,6 +59,7 @@ class Engine:
     """
 
     wake, statuses = None, ()  # of a pool of replicas
+    when_failed: Callable[[Callable[[DeviceError], None]], None] | None = None  # of several ranks
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What works in one process alone, and what works beyond it: the one table that refusals are made from.
 
 Every public option, sampling parameter and call has a row here, which a test checks; a new one adds its own. A mode is
-the option that turns it on.
+the option that turns it on, or the package.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 REPLICAS = "data_parallel_size"
 TENSOR_PARALLEL = "tensor_parallel_size"
+RAY = "nanovllm.ray"
 
 # Why a feature is refused in a mode, and what would work instead; a mode that is not named works.
 Refusals = Mapping[str, str]
@@ -104,11 +105,9 @@ FEATURES: dict[str, Refusals] = {
     "skip_special_tokens": WORKS,
     "seed": WORKS,  # of a request, and of the engine
     # Engine options; limits hold for each replica, except max_queue.
-    "data_parallel_size": WORKS,
+    "data_parallel_size": {RAY: "on Ray a replica is one engine. Set num_replicas, or concurrency of a batch job."},
     "routing": WORKS,
-    "tensor_parallel_size": {
-        REPLICAS: "each replica has one GPU. Start a server for each group of GPUs, and route among the servers."
-    },
+    "tensor_parallel_size": WORKS,  # with data_parallel_size each replica has so many GPUs
     "dtype": WORKS,
     "device": WORKS,
     "a GPU by its number as device": {
@@ -135,7 +134,10 @@ FEATURES: dict[str, Refusals] = {
     "overlap": WORKS,
     "cuda_graphs": WORKS,
     "allow_control_tokens_in_messages": WORKS,
-    "kv_events": WORKS,
+    "kv_events": {
+        RAY: "engines of one machine would share a port. Its router follows their caches itself; for another router "
+        "start `nanovllm serve` on each machine."
+    },
     "kv_events_replay": WORKS,
     "kv_events_topic": WORKS,
     "kv_events_rank": WORKS,  # of the first replica; the others follow
@@ -166,3 +168,10 @@ def check_sampling_params(params: Any, mode: str) -> None:
 
 # Features that sampling parameters ask for, each with the attribute that tells it.
 REFUSED_PARAMS = {REPLICAS: {"logits_processors": "logits_processors", "embed": "embeds"}}
+
+
+def check_on_ray(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an engine option that is set and does not work on Ray."""
+    for name in ("data_parallel_size", "kv_events"):
+        if options.get(name) not in (None, 1):
+            refuse(name, RAY)

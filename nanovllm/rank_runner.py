@@ -100,6 +100,12 @@ class RankRunner(ModelRunner):
         except BaseException as error:
             self._workers.fail(error)
 
+    @property
+    def workers(self) -> WorkerProcesses:
+        """The other ranks, on rank 0."""
+        assert self._workers is not None
+        return self._workers
+
     def check_editable(self) -> None:
         refuse("weights_changed", TENSOR_PARALLEL)
 

@@ -21,7 +21,9 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -41,6 +43,7 @@ CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
 HANG_SECONDS = 60.0  # without a sign of life, after which a process counts as ended
 ENDING_SECONDS = 2.0  # between a worker's lost connections and its exit code, on a busy host
 _POLL_SECONDS = 1.0
+_MEETING_POLL_SECONDS = 0.1
 _LOST = (EOFError, OSError, RuntimeError)  # what a connection to a worker that is gone raises
 
 
@@ -121,6 +124,7 @@ class WorkerProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._orders: list[Connection[Any, Any]] = []
         self._lifelines: list[Connection[Any, Any]] = []
+        self._callback: weakref.WeakMethod[Callable[[DeviceError], None]] | None = None
         self.ranks: Ranks | None = None
         self.num_threads = max(1, torch.get_num_threads() // size) if device_type == "cpu" else None
         # Its port is chosen by the system, and known to this process's children alone.
@@ -131,12 +135,32 @@ class WorkerProcesses:
             for orders in self._orders:  # it is alive and has imported all
                 orders.recv()
             threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
-            self.ranks = Ranks(0, size, torch.device("cpu" if device_type == "cpu" else "cuda:0"), self._store)
+            self.ranks = self._meet(size, torch.device("cpu" if device_type == "cpu" else "cuda:0"))
         except (EOFError, OSError, RuntimeError) as error:
             self.fail(error)
         except BaseException:  # Ctrl-C
             self.close()
             raise
+
+    def _meet(self, size: int, device: torch.device) -> Ranks:
+        """This process among the ranks, once all are connected; raises DeviceError if a worker ends before.
+
+        In a thread of its own: until the ranks are connected, nothing but a timeout of minutes tells of one that died.
+        """
+        meeting: futures.Future[Ranks] = futures.Future()
+
+        def meet() -> None:
+            try:
+                meeting.set_result(Ranks(0, size, device, self._store))
+            except BaseException as error:
+                meeting.set_exception(error)
+
+        threading.Thread(target=meet, name="nanovllm-meeting", daemon=True).start()
+        while not futures.wait((meeting,), _MEETING_POLL_SECONDS).done:
+            self.check()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # which holds for one thread
+        return meeting.result()
 
     def _start(self, start: Start) -> None:
         pairs = [socket.socketpair() for _ in range(2)]  # orders, lifeline
@@ -179,6 +203,18 @@ class WorkerProcesses:
         if self.ranks is not None:
             self.ranks.abort()
         self._end_processes()
+        if self._callback is not None and (callback := self._callback()) is not None:
+            callback(self._error())
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def when_failed(self, callback: Callable[[DeviceError], None]) -> None:
+        """Call a method once a worker is gone, from another thread, though no step runs; it is held weakly."""
+        self._callback = weakref.WeakMethod(callback)
+        if self._failure is not None:
+            callback(self._error())
 
     def _record_failure(self, numbers: list[int]) -> None:
         """Keep what the workers with these numbers said last, and how they ended; the first failure counts."""
@@ -209,7 +245,10 @@ class WorkerProcesses:
     def check(self) -> None:
         """Raise DeviceError if a worker is gone."""
         if self._failure is not None:
-            raise DeviceError(f"a process of the tensor parallel group is gone: {self._failure}")
+            raise self._error()
+
+    def _error(self) -> DeviceError:
+        return DeviceError(f"a process of the tensor parallel group is gone: {self._failure}")
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks after an error in a step, which they may have left at different places."""
@@ -219,7 +258,7 @@ class WorkerProcesses:
             self._failure = self._failure or f"a step failed on rank 0 ({type(error).__name__}: {error})"
         self.close()
         if isinstance(error, Exception):
-            raise DeviceError(f"a process of the tensor parallel group is gone: {self._failure}") from error
+            raise self._error() from error
         raise error
 
     def _find_gone(self, error: BaseException) -> list[int]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
-from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findable, Forgotten
+from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
 from nanovllm.observability.step_records import Observer, StepObservers
 
 logger = logging.getLogger("nanovllm")
@@ -36,11 +36,15 @@ MAX_QUEUED = 10_000  # batches that wait for the thread; more are lost
 MAX_UNSENT = 10_000  # messages that wait for one slow subscriber; it misses more
 MAX_REPLAYED = 10_000  # batches kept for replay
 POLL_SECONDS = 0.05  # longest that a replay request waits while there are no events
+JOIN_SECONDS = 1.0  # that the first batch waits for a subscriber: those of an engine before connect again
+OTHERS_SECONDS = 0.2  # that it waits for others beside
 CLOSE_SECONDS = 1.0  # for what is queued when the engine closes
 
 
 class KvEventPublisher(Observer):
     """Publishes the batches of `BlockEvents` of one engine, until it closes.
+
+    The first batch says that nothing is cached: subscribers may know the engine that had this endpoint before.
 
     Raises RuntimeError without the packages of the extra `kv-events`, ValueError for an endpoint that cannot be used.
     """
@@ -49,7 +53,7 @@ class KvEventPublisher(Observer):
         if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
             raise RuntimeError(f"kv_events needs {', '.join(missing)}: pip install 'nanovllm[kv-events]'.")
         from msgspec.msgpack import Encoder
-        from zmq import PUB, ROUTER, Context
+        from zmq import ROUTER, XPUB, Context
 
         self._encode = Encoder().encode
         self._topic, self._rank = config.kv_events_topic.encode(), config.kv_events_rank
@@ -59,7 +63,7 @@ class KvEventPublisher(Observer):
         self._is_closing = threading.Event()
         self._context: Any = Context()
         try:
-            self._publish: Any = self._open(PUB, "kv_events", config.kv_events, MAX_UNSENT)
+            self._publish: Any = self._open(XPUB, "kv_events", config.kv_events, MAX_UNSENT)
             # A ROUTER drops what exceeds its limit; all that is kept may be asked for at once.
             self._replay: Any = self._open(ROUTER, "kv_events_replay", config.kv_events_replay, 0)
         except BaseException:
@@ -73,6 +77,7 @@ class KvEventPublisher(Observer):
         self._thread.start()
         observers.append(self)
         BlockEvents.follow(manager, observers, self.receive)
+        self.receive([AllForgotten()])
 
     def receive(self, events: list[BlockEvent]) -> None:
         """Queue a batch for sending; never waits."""
@@ -115,11 +120,14 @@ class KvEventPublisher(Observer):
     # ------------------------------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
+        self._await_subscribers()
         deadline = None
         while deadline is None or time.monotonic() < deadline:
             if deadline is None and self._is_closing.is_set():
                 deadline = time.monotonic() + CLOSE_SECONDS
             try:
+                while self._publish.poll(0):
+                    self._publish.recv()  # a subscription
                 while self._replay is not None and self._replay.poll(0):
                     self._answer(self._replay.recv_multipart())
                 sequence, now, events = self._queue.get(timeout=0 if deadline else POLL_SECONDS)
@@ -134,6 +142,13 @@ class KvEventPublisher(Observer):
             except Exception:
                 logger.exception("batch %d of KV events is lost", sequence)
         self._context.destroy(linger=int(1000 * CLOSE_SECONDS))
+
+    def _await_subscribers(self) -> None:
+        end = time.monotonic() + JOIN_SECONDS
+        while not self._is_closing.is_set() and time.monotonic() < end:
+            if self._publish.poll(int(1000 * POLL_SECONDS)):
+                self._is_closing.wait(OTHERS_SECONDS)
+                return
 
     def _answer(self, request: list[bytes]) -> None:
         """Send every kept batch from the number that is asked for, and the mark of the end."""

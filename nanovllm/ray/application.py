@@ -13,6 +13,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from nanovllm.config import EngineConfig
+from nanovllm.features import check_on_ray
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.ray.cluster import uses_gpu
 from nanovllm.ray.front import Front
@@ -73,8 +74,7 @@ def app(
         raise ValueError(f"routing is {routing!r}; it must be one of {', '.join(POLICIES)}.")
     settings = _settings(server or {})
     options: dict[str, Any] = ENGINE_DEFAULTS | engine_options
-    if (count := options.get("data_parallel_size", 1)) != 1:
-        raise ValueError(f"data_parallel_size is {count}; on Ray a replica is one engine. Set num_replicas.")
+    check_on_ray(options)
     EngineConfig.from_options(**options)
     arguments = os.fspath(model), tokenizer, settings, options
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(

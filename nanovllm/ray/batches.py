@@ -17,6 +17,7 @@ from ray.data.checkpoint import CheckpointConfig
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import EngineConfig
+from nanovllm.features import check_on_ray
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.outputs import OutputKind
 from nanovllm.ray.cluster import uses_gpu
@@ -145,8 +146,7 @@ def stage(
     Raises TypeError and ValueError for bad options, before any engine is started.
     """
     engine_options = {name: value for name, value in options.items() if name not in _STAGE_OPTIONS}
-    if (count := engine_options.get("data_parallel_size", 1)) != 1:
-        raise ValueError(f"data_parallel_size is {count}; on Ray a replica is one engine. Set concurrency.")
+    check_on_ray(engine_options)
     config = EngineConfig.from_options(**engine_options)
     SamplingParams(**(options.get("sampling_params") or {}))
     if num_gpus is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.build import build_engine
 from nanovllm.observability.step_records import StepHook
 from nanovllm.streaming.engines import AnyEngine
 
@@ -19,7 +18,10 @@ def open_engine(
     **of_replicas: bool,
 ) -> AnyEngine:
     """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
+    # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
     if options.get("data_parallel_size", 1) == 1:
+        from nanovllm.build import build_engine
+
         return build_engine(model, tokenizer, on_step, options, trace=trace)
     from nanovllm.replicas.opening import open_pool  # with msgspec
 

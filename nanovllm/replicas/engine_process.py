@@ -20,6 +20,7 @@ from nanovllm.engine import Engine
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.rank_runner import RankRunner
 from nanovllm.replicas.channel import Channel, inherited
 from nanovllm.replicas.messages import (
     Abort,
@@ -199,8 +200,10 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
 
     engine = build_engine(model, tokenizer, None, options)
     config = {field.name: getattr(engine.config, field.name) for field in dataclasses.fields(engine.config)}
-    ready = Ready(config, engine.input_processor.limits, engine.eos_token_ids, engine.block_manager.hash_seed)
-    return engine, ready
+    runner = engine.model_runner
+    worker_ids = runner.workers.process_ids if isinstance(runner, RankRunner) else ()
+    hash_seed = engine.block_manager.hash_seed
+    return engine, Ready(config, engine.input_processor.limits, engine.eos_token_ids, hash_seed, worker_ids)
 
 
 def run(thread: EngineThread, reporter: Reporter, message: ToEngine) -> None:

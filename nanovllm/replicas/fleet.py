@@ -68,7 +68,7 @@ class Fleet:
                 message = decode_from_engine(data)
                 replica.silence = 0.0
                 if isinstance(message, Ready):
-                    replica.came_up(time.monotonic(), message.config["max_num_seqs"])
+                    replica.came_up(time.monotonic(), message.config["max_num_seqs"], message.worker_ids)
                 elif isinstance(message, LoadFailed | Died):
                     logger.error("replica %d: %s", replica.index, message.message)
                 yield replica, message

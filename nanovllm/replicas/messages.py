@@ -124,12 +124,14 @@ class Ready(Struct, tag=True, array_like=True):
     """The engine's resolved options, and what its model can serve.
 
     hash_seed: of the block hashes, as for `BlockManager`.
+    worker_ids: processes of its other ranks.
     """
 
     config: dict[str, Any]
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
     hash_seed: str
+    worker_ids: tuple[int, ...] = ()
 
 
 class LoadFailed(Struct, tag=True, array_like=True):

@@ -14,9 +14,10 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.features import REPLICAS, refuse
-from nanovllm.model.loader import find, load_tokenizer
+from nanovllm.model.loader import check_shards, find, load_tokenizer
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.replicas.fleet import Fleet
+from nanovllm.replicas.keeper import keep
 from nanovllm.replicas.messages import LoadFailed, Ready
 from nanovllm.replicas.pool import Parts, ReplicaPool, sends_block_events
 from nanovllm.replicas.replica import Replica, Share
@@ -37,30 +38,29 @@ def open_pool(
     trace: Any = None,
     sends_records: bool = False,
     prepares_when_idle: bool = False,
+    is_stepped_when_idle: bool = False,
 ) -> ReplicaPool:
     """Start `data_parallel_size` engine processes; arguments and errors as for `LLM`.
 
     Args:
         sends_records: replicas send their step records, for observers that are appended later.
+        is_stepped_when_idle: its owner steps it without requests too; else a thread restarts replicas that died then.
 
-    Raises ValueError, before any process is started, for what replicas do not do and for more of them than GPUs or
-    cores.
+    Raises ValueError, before any process is started, for what replicas do not do, for more of them than GPUs or cores,
+    and for a model that cannot be sharded among the ranks of each.
     """
     hook = None if on_step is None else OnStep(on_step)
     config = EngineConfig.from_options(**options)
     setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
-    shares = shares_of_host(config)
-    find(setup["model"], needs_tokenizer=tokenizer is None)
+    shares = shares_of_host(config, gpus_each=config.tensor_parallel_size)
+    source = find(setup["model"], needs_tokenizer=tokenizer is None)
+    if config.tensor_parallel_size > 1:
+        check_shards(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
+    records, events = sends_records or hook is not None, sends_block_events(config)
     fleet = Fleet(
         [
-            Replica(
-                index,
-                share,
-                setup,
-                sends_records=sends_records or hook is not None,
-                sends_block_events=sends_block_events(config),
-            )
+            Replica(index, share, setup, sends_records=records, sends_block_events=events)
             for index, share in enumerate(shares)
         ]
     )
@@ -76,6 +76,8 @@ def open_pool(
     pool = ReplicaPool(fleet, _parts(config, own_tokenizer, ready), route)
     if hook is not None:
         pool.observers.append(hook)
+    if not is_stepped_when_idle:
+        keep(pool)
     return pool
 
 
@@ -86,6 +88,11 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
         refuse("a GPU by its number as device", REPLICAS)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         num_gpus = torch.cuda.device_count()
+        if gpus_each > num_gpus:
+            raise ValueError(
+                f"tensor_parallel_size is {gpus_each}, and there are {num_gpus} GPUs. Set it to at most that, or make "
+                "more GPUs visible (CUDA_VISIBLE_DEVICES)."
+            )
         if count * gpus_each > num_gpus:
             raise ValueError(
                 f"data_parallel_size is {count}, and there are {num_gpus} GPUs for replicas of {gpus_each} each. Set "
@@ -118,8 +125,6 @@ def _setup(
         raise TypeError(f"model must be a name or a folder, not {model!r}.")
     if has_trace:
         refuse("trace", REPLICAS)
-    if config.tensor_parallel_size > 1:
-        refuse("tensor_parallel_size", REPLICAS)
     try:
         pickle.dumps(tokenizer)
     except Exception:

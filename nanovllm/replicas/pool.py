@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from nanovllm.block_hashes import PromptHashes
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
 from nanovllm.features import check_sampling_params, refuse
-from nanovllm.observability.step_records import StepObservers
+from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.messages import Abort, Add, Ready, Report, ResetCache, SentOutput, SentRequest
@@ -71,7 +72,7 @@ def sends_block_events(config: EngineConfig) -> bool:
 
 
 class ReplicaPool:
-    """Several engines of one model that are used like one. Not thread-safe, except `wake`.
+    """Several engines of one model that are used like one. Not thread-safe, except `wake` and `tend`.
 
     Args:
         fleet: all of its replicas are up.
@@ -84,17 +85,19 @@ class ReplicaPool:
         self.observers = StepObservers()
         self.outputs: deque[RequestOutput] = deque()
         self.requests: dict[str, PoolRequest] = {}
-        self.wake, self.replicas = fleet.wake, fleet.replicas
+        self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
         self._fleet, self._parts, self._route = fleet, parts, route
         self._expects_prefixes = sends_block_events(self.config)
         self._homeless: deque[PoolRequest] = deque()  # while no replica is up
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._num_unfinished = 0  # samples
-        self._numbers, self._placements = itertools.count(), itertools.count()
-        self._step_ids = itertools.count(1)
+        self._numbers, self._placements, self._step_ids = itertools.count(), itertools.count(), itertools.count(1)
         self._stats = PoolStats()
         self._death: BaseException | None = None
         self._process_id = os.getpid()
+        self._records: list[StepRecord] = []  # that observers have not been told of
+        self._lock = threading.RLock()  # between the owner's thread and `tend`
+        self._is_closed = False
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -122,17 +125,19 @@ class ReplicaPool:
             text("request_id", new.request_id)  # what cannot be sent is refused here
             text("cache_salt", new.cache_salt or "")
         added = [PoolRequest(self._with_seed(new, next(self._numbers))) for new in requests]
-        for request in added:
-            self.requests[request.new.request_id] = request
-            self._num_unfinished += request.new.params.n
-            if request.deadline is not None:
-                self._deadlines.add((request.deadline, request.new.request_id))
-        self._place(added)
+        with self._lock:
+            for request in added:
+                self.requests[request.new.request_id] = request
+                self._num_unfinished += request.new.params.n
+                if request.deadline is not None:
+                    self._deadlines.add((request.deadline, request.new.request_id))
+            self._place(added)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """As `Engine.abort`; waits for no replica."""
-        request = self.requests.get(request_id)
-        return None if request is None else self._end(request, "abort")
+        with self._lock:
+            request = self.requests.get(request_id)
+            return None if request is None else self._end(request, "abort")
 
     def fail(self, failure: StepError, num_failed_steps: int) -> None:
         """As `Engine.fail`: replicas undo and fail their own steps."""
@@ -207,7 +212,30 @@ class ReplicaPool:
         Appends to `outputs` as `Engine.step` does. Raises EngineDeadError once every replica is given up.
         """
         self.check_alive()
-        for replica, message in self._fleet.listen(0.0 if self.outputs else WAIT_SECONDS):
+        with self._lock:
+            self._advance(0.0 if self.outputs else WAIT_SECONDS)
+        records, self._records = self._records, []
+        for record in records:
+            record = replace(record, step_id=next(self._step_ids))  # those of several replicas would repeat
+            self.observers.notify("step_ended", record, None)
+
+    def tend(self) -> bool:
+        """Bury and restart replicas while there are no requests; any thread may call it. False once the pool ended."""
+        if not self._lock.acquire(blocking=False):
+            return True  # its owner's thread does
+        try:
+            if self._is_closed or self.is_dead:
+                return False
+            if not self.requests:
+                self._advance(0.0)
+        except EngineDeadError:  # which the next call raises
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def _advance(self, timeout: float) -> None:
+        for replica, message in self._fleet.listen(timeout):
             if isinstance(message, Report):
                 self._take(replica, message)
             elif isinstance(message, Ready):
@@ -230,9 +258,7 @@ class ReplicaPool:
         replica.prefixes.apply(report.block_events)
         for sent in report.outputs:
             self._deliver(replica, sent)
-        for record in report.records:
-            record = replace(record, step_id=next(self._step_ids))  # those of several replicas would repeat
-            self.observers.notify("step_ended", record, None)
+        self._records += report.records
 
     def _deliver(self, replica: Replica, sent: SentOutput) -> None:
         request = replica.requests.get(sent.placement)
@@ -275,8 +301,9 @@ class ReplicaPool:
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, in every replica."""
         self.check_alive()
-        for replica in self.replicas:
-            self._fleet.send(replica, ResetCache())
+        with self._lock:
+            for replica in self.replicas:
+                self._fleet.send(replica, ResetCache())
 
     def drop_computed(self) -> None:
         """Refused: nobody can have edited the weights of another process."""
@@ -316,8 +343,8 @@ class ReplicaPool:
         """End all requests and processes; does nothing in a forked child."""
         if os.getpid() != self._process_id:
             return
-        self.requests.clear()
-        self._homeless.clear()
-        self._deadlines.clear()
-        self.outputs.clear()
-        self._fleet.close()
+        with self._lock:
+            self._is_closed = True
+            for books in (self.requests, self._homeless, self._deadlines, self.outputs):
+                books.clear()
+            self._fleet.close()

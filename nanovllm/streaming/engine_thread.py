@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
@@ -66,6 +67,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
         self._thread.start()
+        if engine.when_failed is not None:
+            engine.when_failed(self._fail)
 
     # ---------------------------------------------------------------------------------------------- from any thread
 
@@ -135,6 +138,15 @@ class EngineThread:
         self.stop()
         self.join(EXIT_SECONDS)
 
+    def _fail(self, error: DeviceError) -> None:
+        """Die of an error that no step met."""
+
+        def fail(_: AnyEngine) -> None:
+            raise error
+
+        with suppress(RuntimeError):  # a step met it too, or the engine was closed
+            self.submit(fail)
+
     # -------------------------------------------------------------------------------------------------- its thread
 
     def _run(self) -> None:
@@ -191,6 +203,9 @@ class EngineThread:
                 continue
             try:
                 result = call(self._engine)
+            except DeviceError as error:
+                future.set_exception(error)
+                raise
             except Exception as error:  # the caller's error; the engine is intact
                 future.set_exception(error)
             except BaseException as error:

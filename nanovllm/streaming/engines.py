@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import StepError
+from nanovllm.errors import DeviceError, StepError
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.requests.input_processor import InputProcessor
@@ -27,6 +27,10 @@ class AnyEngine(Protocol):
     @property
     def wake(self) -> Callable[[], None] | None:
         """Makes a step that waits for messages return, from any thread; None if no step does."""
+
+    @property
+    def when_failed(self) -> Callable[[Callable[[DeviceError], None]], None] | None:
+        """Takes a method to call, from any thread, when the engine fails between two steps; None if it cannot."""
 
     @property
     def statuses(self) -> Sequence[ReplicaStatus]: ...

@@ -83,7 +83,7 @@ class GroupsMachine(SchedulerRules):
 
 TestAnyOrderOfCalls = GroupsMachine.TestCase
 TestAnyOrderOfCalls.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -107,11 +107,11 @@ def walk(seed: int, num_calls: int) -> Loop:
 
 @pytest.fixture(scope="module")
 def walks() -> list[Loop]:
-    return [walk(seed, num_calls=200) for seed in range(48)]
+    return [walk(seed, num_calls=200) for seed in range(36)]
 
 
 def test_thousands_of_random_steps_end_every_request_with_exactly_its_tokens(walks: list[Loop]):
-    assert sum(loop.scheduler.stats.num_steps for loop in walks) > 4000
+    assert sum(loop.scheduler.stats.num_steps for loop in walks) > 3000
     reasons = Counter(sequence.finish_reason for loop in walks for sequence in loop.sequences)
     assert set(reasons) == {"stop", "length", "abort", "error"}
 

@@ -298,6 +298,20 @@ def test_what_an_engine_has_queued_is_sent_when_it_closes(context: zmq.Context, 
     assert not published.publisher._thread.is_alive()
 
 
+def test_an_engine_at_the_endpoint_of_one_before_says_that_nothing_is_cached(context: zmq.Context, endpoint: str):
+    with Published(kv_events=endpoint) as published:
+        router = subscribed(published, context, endpoint)
+        computed(published.manager, A)
+        published.step()
+        router.read()
+        assert len(router.tokens) == 1
+    with Published(kv_events=endpoint) as published:
+        while not router.socket.poll(50):  # it connects again
+            published.publisher.receive([AllForgotten()])
+        router.read_all()
+        assert router.tokens == {} and router.numbers[-1] < 100
+
+
 # ------------------------------------------------------------------------------------------------------------ replay
 
 
@@ -307,16 +321,17 @@ def test_a_subscriber_that_comes_late_asks_for_what_it_missed(context: zmq.Conte
         for tokens in (A, B, C):
             computed(published.manager, tokens)
             published.step()
-        assert within(5.0, lambda: len(replayed(context, replay, 0)) == 4)
+        assert within(5.0, lambda: len(replayed(context, replay, 0)) == 5)
         *batches, (end, payload) = replayed(context, replay, 0)
-        assert [number for number, _ in batches] == [0, 1, 2]
+        assert [number for number, _ in batches] == [0, 1, 2, 3]
+        assert decode(batches[0][1]).events == [AllBlocksCleared()]
         assert (end, payload) == (-1, b"")
         router = Router(context, endpoint)
         for number, batch in batches:
             router.take(number, decode(batch))
         assert set(router.tokens) == {as_number(block_hash) for block_hash in published.manager.entries}
-        assert [number for number, _ in replayed(context, replay, 2)] == [2, -1]
-        assert [number for number, _ in replayed(context, replay, 3)] == [-1]
+        assert [number for number, _ in replayed(context, replay, 3)] == [3, -1]
+        assert [number for number, _ in replayed(context, replay, 4)] == [-1]
 
 
 def test_old_batches_are_not_kept_for_replay(
@@ -328,7 +343,7 @@ def test_old_batches_are_not_kept_for_replay(
         for tokens in (A, B, C, D):
             computed(published.manager, tokens)
             published.step()
-        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [2, 3, -1])
+        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [3, 4, -1])
 
 
 def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(
@@ -342,7 +357,7 @@ def test_a_malformed_replay_request_is_logged_and_the_next_is_answered(
             assert within(5.0, lambda: "an empty frame and one of 8 bytes" in caplog.text)
         computed(published.manager, A)
         published.step()
-        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [0, -1])
+        assert within(5.0, lambda: [number for number, _ in replayed(context, replay, 0)] == [0, 1, -1])
 
 
 # ------------------------------------------------------------------------------------------------- slow subscribers
@@ -375,11 +390,11 @@ def test_a_subscriber_that_does_not_read_stops_no_step_and_sees_the_gap(
 
 
 def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers(
-    context: zmq.Context, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    context: zmq.Context, endpoint: str, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(kv_events, "MAX_QUEUED", 2)
     with Published(kv_events=endpoint) as published:
         router = subscribed(published, context, endpoint)
+        published.publisher._queue.maxsize = 2
         stuck, may_go_on = threading.Event(), threading.Event()
         encode = published.publisher._encode
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def crowded(folder):
     with LLM(folder, tensor_parallel_size=2, **CROWDED) as llm:
-        assert llm._engine.model_runner.binding.layers[0].num_heads == 3, "of 6"
+        assert llm._engine.model_runner.binding.layers[0].traits.num_heads == 3, "of 6"
         yield llm
 
 

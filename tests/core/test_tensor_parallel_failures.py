@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.errors import EngineDeadError, StepError, UnsupportedModelError
+from nanovllm.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
 from nanovllm.execution import workers
+from nanovllm.server.app import create_app
+from nanovllm.server.settings import ServerSettings
 from tests.support.async_llms import bounded, collect
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -79,6 +84,35 @@ def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
         LLM(folder, tensor_parallel_size=2, **EAGER)
 
 
+DEATHS = {
+    "before it joins the group": "import nanovllm.execution.workers as w, os; w.Ranks = lambda *_: os._exit(9)",
+    "in the middle of joining": (
+        "import nanovllm.model.ranks as r, os; own = r.dist.ProcessGroupGloo.create_device\n"
+        "r.dist.ProcessGroupGloo.create_device = lambda **_: os._exit(9)"
+    ),
+    "before the first collective": (
+        "import nanovllm.execution.workers as w, os; own = w.Ranks\n"
+        "w.Ranks = lambda *arguments: (own(*arguments), os._exit(9))"
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", DEATHS)
+def test_a_worker_that_dies_while_the_ranks_meet_ends_the_construction(folder, monkeypatch, moment):
+    monkeypatch.setattr(workers, "ENTRY", f"{DEATHS[moment]}\n{workers.ENTRY}")
+    begin = time.monotonic()
+    with pytest.raises(DeviceError, match=r"rank 1 \(process \d+\) ended with exit code 9"):
+        LLM(folder, tensor_parallel_size=2, **EAGER)
+    assert time.monotonic() - begin < 30
+
+
+async def eventually(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.02)
+
+
 @pytest.fixture
 def four_threads():
     before = torch.get_num_threads()
@@ -125,15 +159,37 @@ def test_a_rank_that_hangs_is_given_up(folder, monkeypatch):
 
 
 @bounded
-async def test_a_rank_killed_while_idle_is_noticed_by_the_next_request(folder, four_threads):
+async def test_a_rank_killed_while_idle_kills_the_engine_within_seconds_and_health_says_so(folder, four_threads):
     async with AsyncLLM(folder, tensor_parallel_size=2, **EAGER) as llm:
-        worker = worker_of(llm._engine_thread)
-        worker.kill()
-        worker.wait()
-        with pytest.raises(EngineDeadError, match="exit code -9"):
+        transport = httpx.ASGITransport(create_app(llm, ServerSettings(ui=False), model="tiny"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            assert (await client.get("/health")).status_code == 200
+            worker_of(llm._engine_thread).kill()
+            await eventually(lambda: llm.is_dead)
+            answer = await client.get("/health")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        with pytest.raises(EngineDeadError, match=r"DeviceError: .*rank 1 \(process \d+\) ended with exit code -9"):
             await collect(llm.generate([1, 2, 3], SamplingParams(max_tokens=4)))
-        assert llm.is_dead
+        with pytest.raises(EngineDeadError):
+            await llm.stats()
     assert torch.get_num_threads() == 4, "though the engine was closed in another thread"
+
+
+def test_a_rank_killed_while_idle_fails_the_next_call_at_once(folder):
+    with LLM(folder, tensor_parallel_size=2, **EAGER) as llm:
+        worker_of(llm).kill()
+        worker_of(llm).wait()
+        with pytest.raises((StepError, EngineDeadError), match="exit code -9"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+
+
+def test_a_forgotten_engine_ends_its_workers(folder):
+    llm = LLM(folder, tensor_parallel_size=2, **EAGER)
+    worker = worker_of(llm)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    del llm
+    gc.collect()
+    assert worker.wait(10) is not None
 
 
 def test_the_other_ranks_end_with_the_first(folder):

@@ -241,7 +241,7 @@ class _Reader:
     def __init__(self, slots):
         self.slots = slots
 
-    def attend(self, query, key_cache, value_cache, scaling):
+    def attend(self, query, key_cache, value_cache, scaling, kind=0, sinks=None):
         return key_cache[self.slots] + value_cache[self.slots]
 
 

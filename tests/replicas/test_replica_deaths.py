@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from nanovllm import LLM, EngineDeadError, SamplingParams
 from nanovllm.errors import EngineClosedError
 from nanovllm.outputs import OutputKind
-from nanovllm.replicas import fleet, opening, pool, replica
+from nanovllm.replicas import fleet, keeper, opening, pool, replica
 from nanovllm.replicas.pool_request import PoolRequest
 from tests.support.replicas import (
     ENDLESS,
@@ -253,16 +254,43 @@ FRONT = """
 import sys, time
 from nanovllm.replicas.opening import open_pool
 from tests.support.replicas import OPTIONS
-pool = open_pool(sys.argv[1], None, None, OPTIONS)
-print(*[replica.process_id for replica in pool.statuses], flush=True)
+pool = open_pool(sys.argv[1], None, None, OPTIONS | {"tensor_parallel_size": 2})
+print(*[id for replica in pool.replicas for id in (replica.status.process_id, *replica._worker_ids)], flush=True)
 time.sleep(100)
 """
 
 
 def test_no_process_outlives_its_front():
+    """Neither a replica nor its other ranks."""
     command = [sys.executable, "-c", FRONT, tiny_folder()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
         ids = [int(word) for word in front.stdout.readline().split()]
-        assert len(ids) == 1 and all(map(is_alive, ids))
+        assert len(ids) == 2 and all(map(is_alive, ids))
         front.kill()
         wait_until(lambda: not any(map(is_alive, ids)), 20.0)
+
+
+def test_a_replica_that_dies_while_nobody_calls_is_started_again(llm):
+    ids = process_ids(llm)
+    kill(llm, 1)
+    wait_until(lambda: llm.replicas()[1].state == "up" and process_ids(llm)[1] != ids[1])
+    assert process_ids(llm)[0] == ids[0]
+    prompts = random_prompts(4, seed=29)
+    assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+
+
+def test_a_forgotten_pool_is_looked_after_no_longer():
+    class Pool:
+        num_looks = 0
+
+        def tend(self):
+            Pool.num_looks += 1
+            return True
+
+    before, forgotten = set(threading.enumerate()), Pool()
+    keeper.keep(forgotten)
+    (thread,) = set(threading.enumerate()) - before
+    wait_until(lambda: Pool.num_looks > 0)
+    del forgotten
+    thread.join(10.0)
+    assert not thread.is_alive()

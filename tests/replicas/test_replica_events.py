@@ -8,7 +8,8 @@ import msgspec
 import zmq
 
 from nanovllm import LLM, SamplingParams
-from tests.support.replicas import REPLICAS, tiny_folder, wait_until
+from nanovllm.observability.kv_events import as_number
+from tests.support.replicas import REPLICAS, kill, tiny_folder, wait_until
 from tests.support.tiny_models import random_prompts
 
 
@@ -43,3 +44,44 @@ def test_each_replica_publishes_under_its_rank_on_the_next_port():
             return ranks == {0, 1}
 
         wait_until(heard_both, 30.0)
+
+
+def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
+    """It hears that nothing is cached as soon as the replica is up again, before anything is."""
+    options = REPLICAS | {"kv_events": f"ipc://{tmp_path}/events"}
+    held: set[int] = set()
+    numbers: list[int] = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, LLM(tiny_folder(), **options) as llm:
+        subscriber.subscribe(b"")
+        subscriber.linger = 0
+        subscriber.connect(f"ipc://{tmp_path}/events_dp1")
+
+        def listen(milliseconds: int = 300) -> None:
+            while subscriber.poll(milliseconds):
+                _, number, payload = subscriber.recv_multipart()
+                numbers.append(int.from_bytes(number, "big"))
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    if event["type"] == "BlockStored":
+                        held.update(event["block_hashes"])
+                    else:
+                        held.difference_update(event.get("block_hashes", set(held)))
+
+        def fill(seed: int) -> None:
+            prompts = random_prompts(2, low=40, high=40, seed=seed)
+            llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+
+        def known() -> set[int]:
+            return {as_number(block_hash) for block_hash in llm._engine.replicas[1].prefixes.held}
+
+        while not held:
+            fill(len(numbers))
+            listen()
+        assert known() <= held
+        before = max(numbers)
+        kill(llm, 1)
+        wait_until(lambda: llm.replicas()[1].num_restarts == 1 and llm.replicas()[1].state == "up")
+        listen()
+        assert held == set() and numbers[-1] == 0 <= before
+        fill(100)
+        listen()
+        assert held == known() and len(held) >= 2

@@ -12,7 +12,7 @@ import torch
 from nanovllm import LLM, AsyncLLM, EmbeddingParams, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.config import ROUTING_POLICIES
-from nanovllm.features import FEATURES, REPLICAS, check_sampling_params
+from nanovllm.features import FEATURES, REPLICAS, check_on_ray, check_sampling_params
 from nanovllm.replicas import opening, replica
 from nanovllm.replicas.engine_process import options_of
 from nanovllm.replicas.routing import POLICIES
@@ -77,7 +77,6 @@ BAD = {
     "a tokenizer that cannot be pickled": lambda: {"tokenizer": Unpicklable()},
     "trace": lambda: {"trace": TraceWriter("/dev/null")},
     "a GPU by its number as device": lambda: {"device": "cuda:1"},
-    "tensor_parallel_size": lambda: {"tensor_parallel_size": 2},
 }
 
 
@@ -198,6 +197,23 @@ def test_gpus_are_shared_one_each(monkeypatch):
     assert share.environment == {"CUDA_VISIBLE_DEVICES": "4,5,GPU-7f"}
     with pytest.raises(ValueError, match=r"there are 3 GPUs for replicas of 2 each. Set it to at most 1"):
         opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and there are 3 GPUs"):
+        opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=4)
+
+
+def test_replicas_of_several_ranks_take_gpus_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    shares = opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=2)
+    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize("options", [{"data_parallel_size": 2}, {"kv_events": "tcp://*:5557"}])
+def test_what_does_not_work_on_ray_is_refused_by_name(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name} does not work with nanovllm.ray: "):
+        check_on_ray({"max_queue": 3} | options)
+    check_on_ray({"max_queue": 3, "data_parallel_size": 1, "kv_events": None, "tensor_parallel_size": 2})
 
 
 def test_cores_are_shared_without_overlap(monkeypatch):

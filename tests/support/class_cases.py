@@ -74,7 +74,6 @@ def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[l
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
                 pad_token_id=0,
             )
         found.append(output[0, len(prompt) :].tolist())

@@ -211,6 +211,7 @@ def tiny_class_model(class_name: str, *, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         model = model_class(tiny_config(model_class)).eval()
         _draw_weights(model)
+    model.generation_config.eos_token_id = None  # some configs want one
     return model
 
 

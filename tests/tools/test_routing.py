@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from nanovllm.block_hashes import PromptHashes
 from nanovllm.replicas.routing import (
+    BALANCE,
+    LOAD_COST,
+    MAX_IMBALANCE,
     OVERLOAD_FACTOR,
     OVERLOAD_MARGIN,
     POLICIES,
@@ -55,6 +59,7 @@ def chosen(route: Route, replicas: list[Replica], prompt: list[int] | None = Non
 
 
 PROMPT = list(range(100, 200))
+LONG = list(range(100, 500))  # 25 blocks: worth 20 of load
 
 
 def test_a_request_that_waits_counts_as_four_that_run():
@@ -80,20 +85,56 @@ def test_prefix_aware_follows_the_longest_prefix():
 
 
 def test_prefix_aware_prefers_a_longer_prefix_on_a_busier_replica():
-    assert chosen(prefix_aware(), [replica(holds=PROMPT[:40]), replica(running=4, holds=PROMPT)], PROMPT) == [1]
+    # Four blocks more, where three requests run.
+    assert LOAD_COST == 1.0
+    assert chosen(prefix_aware(), [replica(holds=PROMPT[:40]), replica(running=3, holds=PROMPT)], PROMPT) == [1]
+
+
+def test_prefix_aware_computes_again_what_is_less_work_than_that_which_runs():
+    replicas = [replica(holds=PROMPT[:64]), replica(running=4, holds=PROMPT)]
+    assert chosen(prefix_aware(), replicas, PROMPT) == [0]
+
+
+def test_conversations_behind_one_system_prompt_spread_and_each_returns():
+    """The prompt itself is a reason to go where it is only as long as nothing else was computed there."""
+    shared, route, replicas = PROMPT[:16], prefix_aware(), [replica(holds=PROMPT[:16]), *(replica() for _ in range(3))]
+    began: list[int] = []
+    for number in range(40):
+        prompt = [*shared, *range(1000 * number + 500, 1000 * number + 500 + 160)]
+        began += chosen(route, replicas, prompt)
+        replicas[began[-1]].add(sequence(prompt, max_tokens=1))
+        while replicas[began[-1]].has_unfinished:
+            replicas[began[-1]].step()
+    assert {began.count(index) for index in range(4)} <= {9, 10, 11}
+    again = [*shared, *range(39_500, 39_660), 7]
+    assert chosen(route, replicas, again) == [began[-1]]
+
+
+def test_a_replica_that_was_away_does_not_get_every_request():
+    """Its index is empty, and it was given less than the others: by so much that counts, and no more."""
+    route, replicas = prefix_aware(), [replica(holds=PROMPT), replica()]
+    for number in range(200):
+        chosen(route, replicas[:1], list(range(1000 * number, 1000 * number + 320)))
+    prompt = list(range(16 * 40))
+    replicas[0].add(sequence(prompt, max_tokens=1))
+    while replicas[0].has_unfinished:
+        replicas[0].step()
+    assert MAX_IMBALANCE * BALANCE < 39
+    assert chosen(route, replicas, [*prompt, 1]) == [0]
+    assert chosen(route, replicas, list(range(5000, 5100))) == [1]
 
 
 def test_prefix_aware_leaves_a_replica_that_is_overloaded():
     # The least load is 0, so the limit is the margin, 16: 4 running and 3 waiting; one more is 20.
     assert OVERLOAD_MARGIN == 16
-    assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=3, holds=PROMPT)], PROMPT) == [1]
-    assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=4, holds=PROMPT)], PROMPT) == [0]
+    assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=3, holds=LONG)], LONG) == [1]
+    assert chosen(prefix_aware(), [replica(), replica(running=4, waiting=4, holds=LONG)], LONG) == [0]
 
 
 def test_overload_is_relative_to_the_least_load():
     # With a least load of 4 the limit is 1.5 x 4 + 16 = 22, so 20 is not overloaded.
     assert OVERLOAD_FACTOR == 1.5
-    assert chosen(prefix_aware(), [replica(running=4), replica(running=4, waiting=4, holds=PROMPT)], PROMPT) == [1]
+    assert chosen(prefix_aware(), [replica(running=4), replica(running=4, waiting=4, holds=LONG)], LONG) == [1]
 
 
 def test_prefix_aware_without_a_prefix_balances():
@@ -120,6 +161,20 @@ def test_prefix_aware_keeps_the_requests_of_a_prefix_together_and_saves_its_comp
     # Each prefix is computed once, instead of once per replica.
     assert figures["prefix-aware"]["cached_tokens"] == (60 - 3) * 64
     assert figures["round-robin"]["cached_tokens"] == (60 - 3 * 4) * 64
+
+
+def test_a_long_shared_prompt_piles_up_on_no_replica_and_conversations_hit_as_in_one_cache():
+    """Four replicas with a quarter of the blocks each, which are scarce."""
+    for seed in (0, 1):
+        workload = poisson(chat(conversations=60, turns=4, system=600, seed=seed), 40.0, seed=seed)
+        config = make_config(block_size=16, max_model_len=4096, max_num_seqs=64, num_kv_blocks=1001, overlap=False)
+        whole = replace(config, num_kv_blocks=4001)
+        cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2e-2, per_token_above=1e-5), HostCost())
+        alone = simulate(workload, whole, cost).figures()
+        found = simulate(workload, config, cost, num_replicas=4, route=prefix_aware(), index_delay=0)
+        assert found.figures()["evictions"] > 0
+        assert found.figures()["hit_rate"] >= 0.95 * alone["hit_rate"]
+        assert min(found.replica_of.count(index) for index in range(4)) >= 240 // 4 - 20
 
 
 # ------------------------------------------------------------------------------------------------------- stale indices

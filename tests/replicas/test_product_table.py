@@ -1,0 +1,292 @@
+"""Every row of the table of features that works beside replicas, or on several ranks, is run there."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
+from nanovllm.features import FEATURES, REPLICAS, TENSOR_PARALLEL
+from tests.support.async_llms import collect
+from tests.support.replicas import completions, tiny_folder
+from tests.support.tiny_models import random_prompts, tiny_tokenizer
+
+MODES = (REPLICAS, TENSOR_PARALLEL)
+LIMITS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 8,
+    "max_queue": 16, "priority_ageing_s": 5.0, "block_size": 16, "num_kv_blocks": 65, "gpu_memory_utilization": 0.5,
+    "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
+    "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
+    "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
+    "trust_remote_code": True,
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "kv_cache_memory_bytes": 8 << 20,
+    "block_size": 32,
+    "max_model_len": 512,
+    "enforce_eager": True,
+    "seed": 9,
+}
+MESSAGES = [{"role": "user", "content": "what is there <|end|> to say"}]
+PROMPTS = random_prompts(4, low=20, high=60, seed=41)
+DRAWN = SamplingParams(max_tokens=8)
+LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+
+def favour_the_last(token_ids, logits):
+    logits[token_ids[-1] :] += 1.0
+    return logits
+
+
+# What tells that a parameter was not ignored: answers differ from those without it.
+PARAMS: dict[str, dict[str, Any]] = {
+    "n": {"n": 3},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
+    "allowed_token_ids": {"allowed_token_ids": (3, 300, 400, 500)},
+    "bad_words": {"bad_words": (tiny_tokenizer().decode([7]),)},
+    "logit_bias": {"logit_bias": {7: 9.0, 400: 9.0}},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "logits_processors": {"logits_processors": (favour_the_last,)},
+    "temperature": {"temperature": 2.0},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.3},
+    "logprobs": {"logprobs": 2},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "max_tokens": {"max_tokens": 5},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(0, 512, 2))},
+    "ignore_eos": {"ignore_eos": False},
+    "stop_token_ids": {"stop_token_ids": tuple(range(0, 512, 2))},
+    "stop": {"stop": ("e", "a")},
+    "include_stop_str_in_output": {"stop": ("e", "a"), "include_stop_str_in_output": True},
+    "skip_special_tokens": {"allowed_token_ids": (0, 1, 2, 3), "skip_special_tokens": False},
+    "seed": {"seed": 12},
+}
+# Beside which a parameter shows: few tokens to repeat, or one that is likely.
+FEW = {"allowed_token_ids": (3, 300, 400, 500)}
+BASES: dict[str, dict[str, Any]] = {
+    "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
+    "bad_words": {"logit_bias": {7: 40.0}},
+}  # fmt: skip
+SAME = {"ignore_eos", "logprobs", "prompt_logprobs"}  # these change no token here
+
+
+@functools.cache
+def one() -> LLM:
+    return LLM(tiny_folder(), tokenizer=tiny_tokenizer(), **LIMITS)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Any]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def trace(mode, tmp_path_factory):
+    return None if mode == REPLICAS else tmp_path_factory.mktemp("trace") / "trace.json"
+
+
+@pytest.fixture(scope="module")
+def llm(mode, steps, trace):
+    writer = trace and TraceWriter(str(trace))
+    own = LIMITS | {mode: 2} | ({"routing": "least-loaded"} if mode == REPLICAS else {})
+    with LLM(tiny_folder(), tokenizer=tiny_tokenizer(), on_step=steps.append, trace=writer, **own) as llm:
+        yield llm
+    if writer:
+        writer.close()
+        assert trace.stat().st_size > 1000
+
+
+@pytest.fixture(scope="module")
+def async_options(mode, tmp_path_factory):
+    events = f"ipc://{tmp_path_factory.mktemp('events')}/"
+    own = {"kv_events": f"{events}events", "kv_events_replay": f"{events}replay", "kv_events_topic": "kv"}
+    return OTHERS | {mode: 2, "prepares_when_idle": True, "kv_events_rank": 3} | own
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_parameter_gives_the_answers_of_one_engine(llm, mode, name):
+    if mode in FEATURES[name]:
+        with pytest.raises(ValueError, match=f"^{name} does not work with {mode}"):
+            llm.generate(PROMPTS, SamplingParams(**PARAMS[name]), use_tqdm=False)
+        return
+    base = {"seed": 11, "max_tokens": 16} | BASES.get(name, {})
+    given = SamplingParams(**base | PARAMS[name])
+    outputs, expected = (each.generate(PROMPTS, given, use_tqdm=False) for each in (llm, one()))
+    assert completions(outputs) == completions(expected)
+    without = completions(one().generate(PROMPTS, SamplingParams(**base), use_tqdm=False))
+    assert (completions(expected) == without) == (name in SAME)
+    for left, right in zip(outputs, expected, strict=True):
+        assert_same_logprobs([c.logprobs for c in left.outputs], [c.logprobs for c in right.outputs])
+        assert_same_logprobs([left.prompt_logprobs], [right.prompt_logprobs])
+        assert (left.outputs[0].logprobs is not None) == (name == "logprobs")
+        assert (left.prompt_logprobs is not None) == (name == "prompt_logprobs")
+
+
+def assert_same_logprobs(lefts, rights):
+    for left, right in zip(lefts, rights, strict=True):
+        assert (left is None) == (right is None)
+        for one_token, other in zip(left or (), right or (), strict=True):
+            assert (one_token or {}).keys() == (other or {}).keys()
+            for token_id, found in (one_token or {}).items():
+                assert math.isclose(found.logprob, other[token_id].logprob, abs_tol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- calls and options
+
+
+def run_prompts(llm: LLM, steps: list[Any]) -> None:
+    mixed = [PROMPTS[0], "the cat sat on the mat"]
+    before = len(steps)
+    assert completions(llm.generate(mixed, LONG, use_tqdm=False)) == completions(
+        one().generate(mixed, LONG, use_tqdm=False)
+    )
+    assert len(steps) > before
+
+
+def run_chat(llm: LLM, steps: list[Any]) -> None:
+    params = SamplingParams(seed=5, max_tokens=10)
+    assert llm.apply_chat_template(MESSAGES) == one().apply_chat_template(MESSAGES)
+    assert completions(llm.chat(MESSAGES, params, use_tqdm=False)) == completions(
+        one().chat(MESSAGES, params, use_tqdm=False)
+    )
+
+
+def run_stream(llm: LLM, steps: list[Any]) -> None:
+    """Two at once, one with a higher priority; one is left early, which aborts it."""
+    left, read = llm.stream(PROMPTS[0], LONG, priority=1), llm.stream(PROMPTS[1], LONG, priority=-1)
+    next(left)
+    outputs = list(read)
+    left.close()
+    assert len(outputs) > 60
+    assert completions(outputs[-1:]) == completions(one().generate(PROMPTS[1], LONG, use_tqdm=False))
+    assert outputs[-1].metrics.itls
+    assert not llm._engine.requests
+
+
+def run_priority(llm: LLM, steps: list[Any]) -> None:
+    given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
+    assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
+
+
+def run_cache_salt(llm: LLM, steps: list[Any]) -> None:
+    llm.reset_prefix_cache()
+    prompt, params = [*range(200)], SamplingParams(temperature=0.0, max_tokens=3)
+
+    def num_cached(salt: str) -> int:  # of a burst, so that each replica has seen the prompt
+        return max(o.num_cached_tokens for o in llm.generate([prompt] * 4, params, cache_salt=salt, use_tqdm=False))
+
+    num_cached("one")
+    assert num_cached("one") >= 176
+    before = llm.stats().prefix_cache_hits
+    llm.generate(prompt, params, cache_salt="two", use_tqdm=False)
+    assert llm.stats().prefix_cache_hits == before
+
+
+def run_timeout(llm: LLM, steps: list[Any]) -> None:
+    outputs = llm.generate(PROMPTS, LONG, timeout=[1e-3, 60.0, 60.0, 60.0], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length", "length", "length"]
+
+
+def run_options(llm: LLM, steps: list[Any]) -> None:
+    """Each is resolved as set, and what can be seen of it from outside is."""
+    assert {name: getattr(llm.config, name) for name in LIMITS} == LIMITS
+    places = llm.config.max_num_seqs * (2 if llm.config.data_parallel_size == 2 else 1)
+    with pytest.raises(QueueFullError):
+        llm.generate([[1, 2]] * (places + 17), LONG, use_tqdm=False)
+    with pytest.raises(ValueError, match="256"):
+        llm.generate([[1] * 300], LONG, use_tqdm=False)
+    stats = llm.stats()
+    assert stats.num_blocks == 64 * (2 if llm.config.data_parallel_size == 2 else 1)
+    assert len(llm.replicas()) == (2 if llm.config.data_parallel_size == 2 else 0)
+
+
+SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
+    run_prompts: {"prompts", "generate", "on_step", "tokenizer", "model", "trace"},
+    run_chat: {"chat", "apply_chat_template"},
+    run_stream: {"stream", "record_itl"},
+    run_priority: {"priority"},
+    run_cache_salt: {"cache_salt", "reset_prefix_cache"},
+    run_timeout: {"timeout"},
+    run_options: {*LIMITS, "stats", "replicas", "routing"},
+}
+
+
+@pytest.mark.parametrize("run", SYNCHRONOUS, ids=lambda run: run.__name__.removeprefix("run_"))
+def test_a_call_or_option_works(llm, steps, run):
+    run(llm, steps)
+
+
+ASYNCHRONOUS = {
+    "submit", "submit_chat", "abort", "tokenize", "detokenize", "heartbeat", "is_dead", "inspect", "close",
+    "output_kind", "request_id", "prepares_when_idle", "kv_cache_memory_bytes", "kv_events", "kv_events_replay",
+    "kv_events_topic", "kv_events_rank",
+}  # fmt: skip
+
+
+def test_asynchronous_calls_work(mode, async_options):
+    asyncio.run(asyncio.wait_for(use_asynchronously(mode, async_options), 120.0))
+
+
+async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
+    params, [expected] = SamplingParams(seed=4, max_tokens=12), completions(one().generate(
+        PROMPTS[0], SamplingParams(seed=4, max_tokens=12), use_tqdm=False
+    ))  # fmt: skip
+    async with AsyncLLM(tiny_folder(), **options) as llm:
+        assert {name: getattr(llm.config, name) for name in OTHERS} == OTHERS
+        assert llm.config.kv_events_rank == 3 and not llm.is_dead
+        unseeded = [(await collect(await llm.submit([PROMPTS[0]], DRAWN)))[-1] for _ in range(2)]
+        with LLM(tiny_folder(), **OTHERS) as fresh:  # the engine's seed, and the order in which requests come
+            drawn = [fresh.generate(PROMPTS[0], DRAWN, use_tqdm=False)[0] for _ in range(2)]
+        assert completions(unseeded) == completions(drawn) and len({str(c) for c in completions(drawn)}) == 2
+        for kind in ("cumulative", "delta", "final"):
+            outputs = await collect(await llm.submit([PROMPTS[0]], params, output_kind=kind, request_ids=["named"]))
+            assert {output.request_id for output in outputs} == {"named"}
+            token_ids = outputs[-1].outputs[0].token_ids
+            if kind == "delta":
+                token_ids = [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+            assert token_ids == expected[0][1] and (len(outputs) == 1) == (kind == "final")
+        answer = await collect(await llm.submit_chat(MESSAGES, params, request_id="chat"))
+        assert answer[-1].finished and answer[-1].request_id == "chat"
+        stream = await llm.submit([PROMPTS[1]], SamplingParams(max_tokens=400, ignore_eos=True), request_ids=["long"])
+        await anext(aiter(stream))
+        assert await llm.abort("long") and not await llm.abort("long")
+        assert (await collect(stream))[-1].outputs[0].finish_reason == "abort"
+        assert await llm.detokenize(await llm.tokenize("the cat")) == "the cat"
+        assert llm.heartbeat().age >= 0.0 and (await llm.stats()).num_output_tokens > 12
+        assert await llm.inspect(lambda engine: len(engine.requests)) == 0
+        await llm.reset_prefix_cache()
+        assert len(llm.replicas()) == (2 if mode == REPLICAS else 0)
+
+
+# Rows that take a process of their own, and where they are run.
+HUB = {"revision": "names a commit of the hub, which tests do not reach"}
+ELSEWHERE = {
+    REPLICAS: {"data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks"} | HUB,
+    TENSOR_PARALLEL: {
+        "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
+        "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
+        "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",
+        "nanovllm calibrate": "steps an LLM as here", "nanovllm simulate": "starts no engine",
+    } | HUB,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("one_mode", MODES)
+def test_every_row_that_works_is_run(one_mode):
+    run = ASYNCHRONOUS.union(*SYNCHRONOUS.values(), PARAMS)
+    works = {name for name, refusals in FEATURES.items() if one_mode not in refusals}
+    assert works - run - ELSEWHERE[one_mode].keys() == set()
+    assert (run | ELSEWHERE[one_mode].keys()) - FEATURES.keys() == set()

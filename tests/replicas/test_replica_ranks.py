@@ -1,0 +1,103 @@
+"""Replicas of two ranks each: they give the tokens of one engine, and each dies and restarts alone and whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from tests.support.equality import model, prompts, reference
+from tests.support.replicas import OPTIONS, completions, is_alive, one_engine, tiny_folder, wait_until
+from tests.support.tiny_models import random_prompts
+
+BOTH = OPTIONS | {"data_parallel_size": 2, "tensor_parallel_size": 2}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=80, top_p=0.9, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(seed=4, max_tokens=80, n=2, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(tiny_folder(), **BOTH) as llm:
+        yield llm
+
+
+def ranks_of(llm, index):
+    """Processes of a replica: its first rank and the others."""
+    replica = llm._engine.replicas[index]
+    return [replica.status.process_id, *replica._worker_ids]
+
+
+def is_whole(llm, index, before):
+    """Whether a replica is up again, in processes that are all new."""
+    return llm.replicas()[index].state == "up" and not set(ranks_of(llm, index)) & set(before)
+
+
+def test_tokens_equal_those_of_transformers(llm):
+    assert len({*ranks_of(llm, 0), *ranks_of(llm, 1)}) == 4
+    batch = prompts()[:8]
+    outputs = llm.generate(batch, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        reference(model("llama"), prompt)[:12] for prompt in batch
+    ]
+    assert all(replica.num_restarts == 0 for replica in llm.replicas())
+
+
+def test_a_rank_killed_under_load_ends_its_replica_alone_whose_requests_move(llm):
+    own, other = ranks_of(llm, 0), ranks_of(llm, 1)
+    batch, params = random_prompts(6, low=40, high=40, seed=31), PARAMS * 2
+    streams = [llm.stream(prompt, one) for prompt, one in zip(batch, params, strict=True)]
+    shown = [[next(stream) for _ in range(5)] for stream in streams]
+    moved = len(llm._engine.replicas[0].requests)
+    os.kill(own[1], signal.SIGKILL)
+    for outputs, stream in zip(shown, streams, strict=True):
+        outputs += stream
+    assert 0 < moved < 6
+    assert completions([outputs[-1] for outputs in shown]) == completions(
+        one_engine().generate(batch, params, use_tqdm=False)
+    )
+    assert any(outputs[-1].metrics.num_preemptions for outputs in shown)
+    wait_until(lambda: is_whole(llm, 0, own))
+    assert not any(map(is_alive, own)) and ranks_of(llm, 1) == other
+
+
+@pytest.mark.slow  # the same notice as of a single engine; two engines of two processes take long to start
+def test_a_rank_killed_while_idle_restarts_its_replica_before_the_next_call(llm):
+    wait_until(lambda: all(replica.state == "up" for replica in llm.replicas()))
+    own, other = ranks_of(llm, 1), ranks_of(llm, 0)
+    begin = time.monotonic()
+    os.kill(own[1], signal.SIGKILL)
+    wait_until(lambda: not is_alive(own[0]), 10.0)
+    assert time.monotonic() - begin < 10.0
+    wait_until(lambda: is_whole(llm, 1, own))
+    assert ranks_of(llm, 0) == other
+    batch = random_prompts(4, seed=32)
+    assert completions(llm.generate(batch, PARAMS[1], use_tqdm=False)) == completions(
+        one_engine().generate(batch, PARAMS[1], use_tqdm=False)
+    )
+
+
+def test_a_first_rank_killed_while_another_is_stopped_leaves_none(llm):
+    wait_until(lambda: all(replica.state == "up" for replica in llm.replicas()))
+    own = ranks_of(llm, 0)
+    os.kill(own[1], signal.SIGSTOP)
+    os.kill(own[0], signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, own)), 20.0)
+
+
+def test_closing_ends_every_rank(llm):
+    """And a process that is about to start; the last test that uses the engine of this file."""
+    ids = [one for one in (*ranks_of(llm, 0), *ranks_of(llm, 1)) if one is not None]
+    assert len(ids) >= 3
+    llm.close()
+    wait_until(lambda: not any(map(is_alive, ids)), 10.0)
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused():
+    with pytest.raises(UnsupportedModelError, match="6 attention heads, 2 key and value heads"):
+        LLM(tiny_folder(), **OPTIONS | {"data_parallel_size": 2, "tensor_parallel_size": 4})
