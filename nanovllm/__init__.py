@@ -14,6 +14,7 @@ _HOMES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
+    "StructuredOutput": "nanovllm.structured_output",
     "EngineConfig": "nanovllm.config",
     "RequestOutput": "nanovllm.outputs",
     "EmbeddingParams": "nanovllm.sampling_params",
@@ -54,6 +55,7 @@ __all__ = [
     "ScoreOutput",
     "StepError",
     "StepRecord",
+    "StructuredOutput",
     "TraceWriter",
     "UnsupportedModelError",
 ]
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         ScoreOutput,
     )
     from nanovllm.sampling_params import EmbeddingParams, SamplingParams
+    from nanovllm.structured_output import StructuredOutput
 
 
 def __getattr__(name: str) -> Any:

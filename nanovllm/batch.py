@@ -21,8 +21,8 @@ SAMPLING_ERRORS = {
     ),
     NOTHING_LEFT: (
         ErrorKind.REQUEST,
-        "no token is left to draw after {} tokens: allowed_token_ids, bad_words, min_tokens and logits_processors (or "
-        "their NaN or +infinity) together forbid every one; allow at least one",
+        "no token is left to draw after {} tokens: allowed_token_ids, bad_words, structured_output, min_tokens and "
+        "logits_processors (or their NaN or +infinity) together forbid every one; allow at least one",
     ),
 }
 
@@ -58,6 +58,11 @@ class ScheduledBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefills", self.entries[self.num_decodes :])
         object.__setattr__(self, "sampling", [entry.sequence for entry in self.entries if entry.samples])
+
+    @property
+    def draws_late(self) -> bool:
+        """Whether a row is drawn only once the host has read a token in flight."""
+        return any(s.needs_host_tokens and s.num_in_flight_tokens > 1 for s in self.sampling)
 
     @property
     def num_tokens(self) -> int:

@@ -62,6 +62,7 @@ def build_engine(
     binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
+    limits = _limits(loaded, model_runner)
     # The seed: whatever the KV of a token depends on besides its prefix.
     hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
     block_manager = build_block_manager(model_runner.config, model_runner.pools, hash_seed=hash_seed)
@@ -70,10 +71,9 @@ def build_engine(
     engine = Engine(
         model_runner,
         Scheduler(model_runner.config, block_manager),
-        InputProcessor(loaded.tokenizer, _limits(loaded, model_runner), clock),
+        InputProcessor(loaded.tokenizer, limits, clock),
         tokenizer=loaded.tokenizer,
-        # A config may name an EOS that embedding or head do not have; it can never be sampled.
-        eos_token_ids=tuple(token_id for token_id in loaded.eos_token_ids if 0 <= token_id < binding.vocab_size),
+        eos_token_ids=limits.eos_token_ids,
         observers=observers,
         clock=clock,
     )
@@ -91,6 +91,7 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
         has_base_model=binding.has_base_model,
         allow_control_tokens=config.allow_control_tokens_in_messages,
         tensor_parallel_size=config.tensor_parallel_size,
+        eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
     )
 
 

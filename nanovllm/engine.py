@@ -14,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from sortedcontainers import SortedList
@@ -23,23 +22,14 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.block_checks import check_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.execution.pending_tokens import PendingTokens
+from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
-from nanovllm.observability.step_records import StepObservers, StepTimes
+from nanovllm.observability.step_records import StepObservers
 from nanovllm.outputs import EngineStats, ErrorKind, RequestOutput
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import OutputProcessor, Request
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import NewRequest, Sequence
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step that runs on the device, and the seconds that the host has spent on it."""
-
-    batch: ScheduledBatch
-    pending: PendingTokens
-    times: StepTimes
 
 
 class Engine:
@@ -196,12 +186,16 @@ class Engine:
                     self._drop_computed()  # the owner of a live module edited it
                 start = self.clock()
                 self._end_overdue(start)
+            self._draw_in_flight()
+            with self._changing():
                 batch = self.scheduler.schedule()
             if batch is not None:
-                self._in_flight.append(self._launch(batch, start))
-            if (step := self._next_to_read(batch)) is None:
+                draws = not (self._in_flight and batch.draws_late)
+                step = LaunchedStep.launch(self.model_runner, batch, start, self.clock, draws=draws)
+                self._in_flight.append(step)
+            if (oldest := self._next_to_read(batch)) is None:
                 return
-            token_ids = self._wait(step)
+            token_ids = oldest.wait()
         except BaseException as error:
             if self.is_dead:  # the books themselves were cut short
                 raise
@@ -210,28 +204,15 @@ class Engine:
                 raise failure from error
             raise  # Ctrl-C, while a graph was captured or a second time
         with self._changing():
-            step.pending.report.record(step.batch.sampling, token_ids)
-            advanced = self.scheduler.update(step.batch, token_ids)
-            self._deliver(step, advanced)
-        self.observers.step_ended(self.scheduler, step.batch, step.times, self.clock(), advanced)
+            oldest.report.record(oldest.batch.sampling, token_ids)
+            advanced = self.scheduler.update(oldest.batch, token_ids)
+            self._deliver(oldest, advanced)
+        self.observers.step_ended(self.scheduler, oldest.batch, oldest.times, self.clock(), advanced)
 
-    def _launch(self, batch: ScheduledBatch, start: float) -> LaunchedStep:
-        """Execute a batch whose scheduling began at the time `start`."""
-        scheduled = self.clock()
-        pending = self.model_runner.execute(batch)
-        times = StepTimes(start, scheduled - start, self.clock() - scheduled)
-        for entry in batch.prefills:
-            if entry.sequence.scheduled_time is None:
-                entry.sequence.scheduled_time = start
-        return LaunchedStep(batch, pending, times)
-
-    def _wait(self, step: LaunchedStep) -> list[int]:
-        """A step's sampled tokens in the order of `batch.sampling`; from then on `pending.report` is complete."""
-        begin = self.clock()
-        token_ids = step.pending.result()
-        step.times.read_time = self.clock()
-        step.times.wait_time = step.times.read_time - begin
-        return token_ids
+    def _draw_in_flight(self) -> None:
+        """Draw what waited for the host to read the step before."""
+        for step in self._in_flight:
+            step.draw()
 
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:
         """The oldest step in flight; None if there is none, or with overlap only the one just launched."""
@@ -267,6 +248,7 @@ class Engine:
 
     def _discard_in_flight(self) -> None:
         """Drop the steps in flight unread. The device finishes them before whatever is launched next."""
+        self._draw_in_flight()  # several ranks draw together: the others wait for it
         self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
         self._in_flight.clear()
 

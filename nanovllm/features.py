@@ -81,6 +81,7 @@ FEATURES: dict[str, Refusals] = {
     "n": WORKS,
     "truncate_prompt_tokens": WORKS,
     "allowed_token_ids": WORKS,
+    "structured_output": WORKS,
     "bad_words": WORKS,
     "logit_bias": WORKS,
     "repetition_penalty": WORKS,

@@ -69,7 +69,7 @@ class ModelRunner:
         else:
             self._executor = build_direct(binding, config, choice, pools, self.sampler)
         self.backend = self._executor.backend
-        self._launch: Callable[..., Tensor] = self._executor.launch
+        self._launch: Callable[..., Callable[[], Tensor]] = self._executor.launch
         if choice.compiles and not choice.kernels:
             logger.warning("compiling the layers for attention_backend=%r: some seconds", choice.backend)
             binding.compile_layers()
@@ -91,10 +91,14 @@ class ModelRunner:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        """Launch one forward pass for decodes and chunks alike; returns a handle to its tokens.
+        """Launch a step and its draw; returns a handle to its tokens."""
+        return self.launch(batch)()
 
-        The step launched before may still sample a sequence's newest token. Raises DeviceError if the device failed,
-        and whatever else the model raises.
+    def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
+        """Launch one forward pass for decodes and chunks alike; returns its draw, to be called once, before the next.
+
+        The step launched before may still sample a sequence's newest token. Both raise DeviceError if the device
+        failed, and whatever else the model raises.
         """
         layout = build_layout(  # token ids, positions and the slot mapping of all rows
             batch.entries, self.config.block_size, self._in_flight, longest_first=self._choice.uses_graphs
@@ -105,12 +109,17 @@ class ModelRunner:
             if self.device.type == "cuda":
                 self._follow_last_stream()
             masks: Any = self.backend.plan(layout)  # which blocks each row sees
-            token_ids = self._launch(batch, layout, masks, report)
-            pending = PendingTokens.send(token_ids, report)
+            draw = self._launch(batch, layout, masks, report)
         except RuntimeError as error:
             raise_device_error(error)
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}
-        return pending
+        return partial(self._draw, draw, report)
+
+    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
+        try:
+            return PendingTokens.send(draw(), report)
+        except RuntimeError as error:
+            raise_device_error(error)
 
     def _follow_last_stream(self) -> None:
         """Launches run in order on the device, whatever streams their callers have set."""
@@ -122,7 +131,11 @@ class ModelRunner:
     # ------------------------------------------------------------------------------------------ start-up and idle
 
     def _build_sampler(self) -> Sampler:
-        return Sampler(compiles=self._choice.uses_graphs)
+        return Sampler(**self._sampler_options())
+
+    def _sampler_options(self) -> dict[str, Any]:
+        own = {"keep_bits": self._choice.kernels[0].keep_bits} if self._choice.kernels else {}
+        return {"compiles": self._choice.uses_graphs, **own}
 
     def _execute_dummies(self, batches: Iterable[Spans]) -> None:
         for spans in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,24 +63,39 @@ class RankRunner(ModelRunner):
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
     def _build_sampler(self) -> RankSampler:
-        sampler = RankSampler(self.binding, compiles=self._choice.uses_graphs)
+        sampler = RankSampler(self.binding, **self._sampler_options())
         self._begin_report = partial(RankLogprobs, sampler=sampler, by_kernel=self._choice.uses_graphs)
         return sampler
 
-    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+    def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
         if self._workers is None:
-            return super().execute(batch)
+            return super().launch(batch)
         with computing_with(self._workers.num_threads):
-            pending = super().execute(batch)
+            return super().launch(batch)
+
+    def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
+        if self._workers is None:
+            return super()._draw(draw, report)
+        with computing_with(self._workers.num_threads):
+            pending = super()._draw(draw, report)
         return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self._workers)
 
-    def _launch_together(self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs) -> Tensor:
+    def _launch_together(
+        self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs
+    ) -> Callable[[], Tensor]:
         assert self._workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
             self._workers.send("follow", StepOrder.from_step(layout, draws, report.prompt))
-            return self._executor.launch(batch, layout, masks, report)
+            return partial(self._draw_together, self._executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
+            self._workers.fail(error)
+
+    def _draw_together(self, draw: Callable[[], Tensor]) -> Tensor:
+        assert self._workers is not None
+        try:
+            return draw()
+        except BaseException as error:  # the others are in the middle of the draw
             self._workers.fail(error)
 
     def follow(self, order: StepOrder) -> None:
@@ -89,7 +105,7 @@ class RankRunner(ModelRunner):
         self.sampler.step_draws = order.draws
         batch = ScheduledBatch(0, tuple(order.layout.entries))
         masks: Any = self.backend.plan(order.layout)
-        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt))
+        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt))()
 
     def capture_ahead(self) -> bool:
         if self._workers is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.structured_output import StructuredOutput, structured_output
 from nanovllm.validation import biases, functions, integer, real, strings, token_ids, truth
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "n": partial(integer, low=1, high=MAX_SAMPLES),
     "truncate_prompt_tokens": partial(integer, low=1),
     "allowed_token_ids": token_ids,
+    "structured_output": structured_output,
     "bad_words": partial(strings, remedy="For token ids use logit_bias, with -100."),
     "logit_bias": biases,
     "repetition_penalty": partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
@@ -59,6 +61,8 @@ class SamplingParams:
     n: number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1.
     truncate_prompt_tokens: keep only the last tokens of the prompt, at most this many. None: keep all.
     allowed_token_ids: restrict sampling to these token ids. Default: all.
+    structured_output: the form of the whole output, such as a JSON schema: tokens that leave it are never drawn, and
+        end-of-sequence only where it is complete.
     bad_words: strings whose token sequences are never completed, with or without a leading space.
     logit_bias: values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only
         copy.
@@ -66,8 +70,8 @@ class SamplingParams:
         1 disables it.
     frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; -2 to 2.
     presence_penalty: subtracted from the logit of each token that occurs in the output; -2 to 2.
-    logits_processors: functions (token ids so far, logits) -> logits, called in turn on the host. Their requests cannot
-        run ahead of the host: with overlap they get a token in every second step.
+    logits_processors: functions (token ids so far, logits) -> logits, called in turn on the host. With overlap, a step
+        with such a request is drawn once the step before was read, while its forward pass runs.
     temperature: divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id).
     top_k: keep the k most probable tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most probable tokens whose probability reaches p, the crossing token included
@@ -94,6 +98,7 @@ class SamplingParams:
     n: int = 1
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
+    structured_output: StructuredOutput | None = None
     bad_words: tuple[str, ...] = ()
     logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
     repetition_penalty: float = 1.0
@@ -137,6 +142,10 @@ class SamplingParams:
                 f"prompt_logprobs_start is {self.prompt_logprobs_start} without prompt_logprobs. Set prompt_logprobs, "
                 "0 or more."
             )
+        if self.structured_output is not None and self.ignore_eos:
+            raise ValueError(
+                "ignore_eos is set beside structured_output, which ends by an end-of-sequence token. Leave one out."
+            )
         if self.n > 1 and self.is_greedy:
             raise ValueError(
                 f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
@@ -161,7 +170,7 @@ class SamplingParams:
         """Whether any option changes the logits before the temperature."""
         # Evaluated for every request in every step, hence one expression instead of several properties.
         return (
-            bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
+            bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.needs_host_tokens)
             or self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
@@ -170,12 +179,17 @@ class SamplingParams:
     @property
     def only_penalises(self) -> bool:
         """Whether penalties are all that changes the logits."""
-        return not (self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
+        return not (self.allowed_token_ids or self.bad_words or self.logit_bias or self.needs_host_tokens)
 
     @property
     def forbids(self) -> bool:
         """Whether an option may mask tokens before the temperature, possibly all of them."""
-        return bool(self.allowed_token_ids or self.bad_words or self.logits_processors)
+        return bool(self.allowed_token_ids or self.bad_words or self.needs_host_tokens)
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether a token is drawn only once the host has read the one before."""
+        return bool(self.logits_processors) or self.structured_output is not None
 
     @property
     def has_filters(self) -> bool:

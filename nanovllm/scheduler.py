@@ -121,8 +121,8 @@ class Scheduler:
                     prefills.append(sequence)
                 continue
             is_in_flight = known > len(sequence.token_ids)  # the token to be computed now
-            if is_in_flight and (known >= sequence.max_num_tokens or sequence.params.logits_processors):
-                continue  # it is the sequence's last, or the next one's logits wait for the host to read it
+            if is_in_flight and known >= sequence.max_num_tokens:
+                continue  # it is the sequence's last
             table = sequence.block_table
             if start == len(table) * block_size:
                 if not manager.num_free_blocks and not self._preempt_for(sequence, 1):

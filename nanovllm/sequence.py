@@ -11,6 +11,7 @@ from nanovllm.cache_group import GroupTables
 from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
 from nanovllm.resumed import Resumed
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_output import Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class NewRequest:
     timeout: seconds from its arrival after which a step ends it with finish_reason "timeout"; None for no limit.
     arrival_time: seconds, on the engine's clock.
     resumed: if it ran elsewhere before: its tokens are recomputed, and it goes on where it was.
+    matcher: of params.structured_output, before the first token; each sample copies it.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class NewRequest:
     arrival_time: float = 0.0
     output_kind: OutputKind = OutputKind.FINAL
     resumed: Resumed | None = None
+    matcher: Matcher | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -74,6 +77,8 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)  # prompt and output
     stop_token_ids: frozenset[int] = field(init=False)
+    needs_host_tokens: bool = field(init=False)  # kept, since it is asked for in every overlapped step
+    matcher: Matcher | None = field(init=False)  # of its structured output; the sampler moves it
 
     token_ids: array[int] = field(init=False)  # int32: a block's tokens are hashed and compared as bytes
     num_known_tokens: int = field(init=False)  # those in token_ids, and those sampled and not read yet
@@ -108,6 +113,8 @@ class Sequence:
         room = max_model_len - self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + min(params.max_tokens or room, room)
         self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.needs_host_tokens = params.needs_host_tokens
+        self.matcher = None if request.matcher is None else request.matcher.copy()
         if params.logprobs is not None:
             self.logprobs = []
         if params.prompt_logprobs is not None and self.index == 0:  # all samples have the same prompt

@@ -18,12 +18,12 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 # Each name imports from rows above its own; within a row along "<" alone, and freely in the first.
 ROWS = """
-config option_checks sampling_params validation frozen_dict outputs errors seeds paths gc_control interrupts block_hashes resumed sequence batch batch_layout layer_traits cache_group cache_pools group_layouts pages features unsupported
-device < kernels
+config option_checks sampling_params structured_output validation frozen_dict outputs errors seeds paths gc_control interrupts block_hashes resumed sequence batch batch_layout layer_traits cache_group cache_pools group_layouts pages features unsupported
+device < kernels | grammar
 block_manager < prefix_tree < group_blocks < cache_groups < block_checks scheduler | requests | sampling | attention
 model | observability
 execution
-model_runner < rank_runner
+model_runner < rank_runner launched_step
 engine
 build
 streaming < replicas < scoring < llm async_llm
@@ -197,7 +197,7 @@ def test_no_two_test_files_share_a_name():
 
 
 @pytest.mark.parametrize("rooms", [
-    ("scheduler", "block_manager"), ("requests",), ("replicas.routing", "replicas.prefix_index"),
+    ("scheduler", "block_manager"), ("requests", "grammar"), ("replicas.routing", "replicas.prefix_index"),
     tuple(f"tools.simulate.{n}" for n in ("simulator", "replica", "indexed_replica", "cost_model", "calibration")),
 ], ids=lambda rooms: rooms[0])  # fmt: skip
 def test_imports_without_torch(rooms):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_output import KINDS, StructuredOutput
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -27,7 +29,15 @@ def add_timeout_flag(command: argparse.ArgumentParser) -> None:
 def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of `SamplingParams` that is not left out."""
     group = command.add_argument_group("sampling options")
-    add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=leave_out)
+    add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=(*leave_out, "structured_output"))
+    forms = command.add_argument_group("structured output, by one of").add_mutually_exclusive_group()
+    forms.add_argument("--json-schema", metavar="FILE", help="answer with JSON that the schema in FILE accepts")
+    forms.add_argument("--json-object", action="store_true", help="answer with a JSON object")
+    forms.add_argument("--regex", metavar="REGEX", help="answer with a text that the whole expression matches")
+    forms.add_argument("--grammar", metavar="FILE", help="answer with a text of the Lark grammar in FILE")
+    forms.add_argument(
+        "--choice", metavar="TEXT", action="append", help="answer with one of these texts, a flag for each"
+    )
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -35,7 +45,20 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     given = options_given(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
+    form = {name: value for name in KINDS if (value := getattr(options, name)) not in (None, False)}
+    for name in ("json_schema", "grammar"):
+        if name in form:
+            form[name] = _text_of(form[name], "--" + name.replace("_", "-"))
+    if form:
+        given["structured_output"] = StructuredOutput(**form)
     return CLI_DEFAULTS | given
+
+
+def _text_of(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} is {path!r}, which cannot be read as text: {error}.") from None
 
 
 def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> LLM:

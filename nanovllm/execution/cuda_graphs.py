@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.attention.flex_gpu import GpuFlexAttention, StepTables
+from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.kv_writes import use_write_kernel
 from nanovllm.attention.operator import AttentionStep
@@ -29,7 +29,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import to_device
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import ForwardGraphs
-from nanovllm.execution.graph_inputs import BUNDLE_NUMBERS, StepInputs, StepPacking, with_sampled
+from nanovllm.execution.graph_inputs import StepPacking, tables_of, with_sampled
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.rank_sampler import RankExtras, RankSampler
@@ -95,8 +95,10 @@ class GraphExecutor:
         self._seen: Counter[HeadShape] = Counter()  # steps of those that start-up does not capture
         self._addresses = binding.weight_addresses()  # of the weights that the graphs read
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs) -> Tensor:
-        """Compute a step; returns its sampled tokens [num_samples] int64, valid until the next launch."""
+    def launch(
+        self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs
+    ) -> Callable[[], Tensor]:
+        """Compute a step; returns its draw: of tokens [num_samples] int64, valid until the next launch."""
         sequences, positions = batch.sampling, layout.sampled_positions.tolist()
         count, draws = len(sequences), None
         extras = self._extras.needed(sequences, positions)
@@ -110,23 +112,29 @@ class GraphExecutor:
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
         self._upload(shape, layout, tiles, draws)
-        if head.penalises and self._extras.upload(head, sequences, positions, self._latest_tokens(layout)):
-            self._drop_heads(lambda head: head.penalises)
         if is_whole:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)
-            self._run_whole(shape, head, report)
         else:
             self._run(self._forwards.graphs.get(shape), partial(self._forward, shape))
-            if count:
+
+        def draw() -> Tensor:
+            latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
+            if head.penalises and self._extras.upload(head, sequences, positions, latest()):
+                self._drop_heads(lambda head: head.penalises)
+            if is_whole:
+                self._run_whole(shape, head, report)
+            elif count:
                 self._run(self._head_graph(head), partial(self._head, head))
-        if head.num_top is not None:
-            report.add_measured(sequences, self._extras.measured(head, count))
-        if draws is None and count:
-            assert self._logits is not None
-            with torch.no_grad():
-                latest = self._latest_tokens(layout)
-                self._sampled[:count] = self._sampler.sample(self._logits[:count], sequences, positions, latest, report)
-        return self._sampled[:count]
+            if head.num_top is not None:
+                report.add_measured(sequences, self._extras.measured(head, count))
+            if draws is None and count:
+                assert self._logits is not None
+                with torch.no_grad():
+                    drawn = self._sampler.sample(self._logits[:count], sequences, positions, latest(), report)
+                    self._sampled[:count] = drawn
+            return self._sampled[:count]
+
+        return draw
 
     def run_layers(self, layout: BatchLayout) -> None:
         """The forward pass of a step, without its graph."""
@@ -134,9 +142,6 @@ class GraphExecutor:
         shape = self._buckets.shape(layout, len(tiles.blocks))
         self._upload(shape, layout, tiles, None)
         self._forward(shape)
-
-    def _latest_tokens(self, layout: BatchLayout) -> LatestTokens:
-        return LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
 
     @staticmethod
     def _run(graph: torch.cuda.CUDAGraph | None, run: Callable[[], None]) -> None:
@@ -339,11 +344,3 @@ class GraphExecutor:
 
     def close(self) -> None:
         self._drop_graphs()
-
-
-def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
-    return StepTables(
-        inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
-        inputs.shared_blocks, inputs.members, inputs.shared_bundles.view(-1, BUNDLE_NUMBERS), inputs.tile_tables,
-        inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
-    )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,8 +53,10 @@ class DirectExecutor:
         self._sampled: Tensor | None = None  # [num_samples] int64, of the step before
         self._null_block_is_dirty = False
 
-    def launch(self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs) -> Tensor:
-        """Compute a step with the masks `plan`; returns its sampled tokens [num_samples] int64, on the device."""
+    def launch(
+        self, batch: ScheduledBatch, layout: BatchLayout, plan: AttentionPlan, report: StepLogprobs
+    ) -> Callable[[], Tensor]:
+        """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device."""
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
         layouts = layout, *layout.others  # of each cache group
@@ -77,13 +80,19 @@ class DirectExecutor:
         step = AttentionStep(plan, num_tokens)
         if report.prompt is None and report.embedded is not None and report.embedded.is_all:  # no logits are needed
             report.embedded.take(binding.hidden_step(step, token_ids, positions, slot_mapping), sample_rows)
-            self._sampled = torch.zeros_like(sample_rows)
-            return self._sampled
+            return partial(self._draw_nothing, sample_rows)
         logits = binding.forward_step(step, token_ids, positions, slot_mapping, sample_rows, report)
+        return partial(self._draw, logits, batch, layout, report)
+
+    def _draw(self, logits: Tensor, batch: ScheduledBatch, layout: BatchLayout, report: StepLogprobs) -> Tensor:
         with torch.no_grad():
-            latest = LatestTokens(layout.token_ids[layout.sample_rows], self._sampled)
+            latest = LatestTokens.from_layout(layout, batch.sampling, self._sampled)
             positions = layout.sampled_positions.tolist()
             self._sampled = self._sampler.sample(logits, batch.sampling, positions, latest, report)
+        return self._sampled
+
+    def _draw_nothing(self, sample_rows: Tensor) -> Tensor:
+        self._sampled = torch.zeros_like(sample_rows)  # embeddings have no tokens
         return self._sampled
 
     def model_changed(self, *, in_place: bool) -> None:

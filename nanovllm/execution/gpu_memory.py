@@ -50,7 +50,7 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     torch.cuda.reset_peak_memory_stats(binding.device)
     before = torch.cuda.memory_allocated(binding.device)
     layout = build_layout(batch.entries, config.block_size, longest_first=choice.uses_graphs)
-    executor.launch(batch, layout, backend.plan(layout), StepLogprobs())
+    executor.launch(batch, layout, backend.plan(layout), StepLogprobs())()
     torch.cuda.synchronize(binding.device)
     peaks = StepPeaks(sampler.peak_before - before, torch.cuda.max_memory_allocated(binding.device) - before)
     del executor

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.attention.flex_gpu import StepTables
 from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch_layout import BatchLayout
@@ -139,6 +140,15 @@ class StepPacking:
             to.tile_rows[: count * self.block_size] = np.where(tiles.rows < 0, 0, tiles.rows + padded)
             is_real = tiles.rows >= 0
             to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
+
+
+def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
+    """What the attention of a packed step reads."""
+    return StepTables(
+        inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
+        inputs.shared_blocks, inputs.members, inputs.shared_bundles.view(-1, BUNDLE_NUMBERS), inputs.tile_tables,
+        inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
+    )  # fmt: skip
 
 
 def _pack_prefixes(to: StepInputs, prefixes: SharedPrefixes, starts: NDArray[np.int64]) -> None:

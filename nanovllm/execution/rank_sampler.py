@@ -37,8 +37,8 @@ class RankSampler(Sampler):
             no requests. Until then, at start-up, each rank has the same requests itself.
     """
 
-    def __init__(self, binding: ModelBinding, *, compiles: bool) -> None:
-        super().__init__(compiles=compiles)
+    def __init__(self, binding: ModelBinding, *, compiles: bool, **options: Any) -> None:
+        super().__init__(compiles=compiles, **options)
         assert binding.ranks is not None
         self._ranks, self._shards, self._vocab_size = binding.ranks, binding.head_shards, binding.vocab_size
         self.is_first = self._ranks.rank == 0

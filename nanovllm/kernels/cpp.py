@@ -16,7 +16,9 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from nanovllm.errors import KernelBuildError
@@ -37,6 +39,7 @@ _SIGNATURES = {
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
     "linear": [c_void_p] * 3 + [c_int64, c_int],
     "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
+    "keep_bits": [c_void_p] * 3 + [c_int64] * 3 + [c_int],
 }
 
 
@@ -60,6 +63,17 @@ class Kernels:
         self.attention_outputs: Any = functions.attention_outputs
         self.linear: Any = functions.linear
         self.linear_unrounded: Any = functions.linear_unrounded
+        self._keep_bits: Any = functions.keep_bits
+
+    def keep_bits(self, logits: torch.Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
+        """As `sampling.structured.keep_bits`."""
+        if not logits.is_contiguous():
+            raise ValueError("keep_bits needs contiguous logits.")
+        indices = np.asarray(rows, np.int64)
+        self._keep_bits(
+            logits.data_ptr(), indices.ctypes.data, np.ascontiguousarray(masks).ctypes.data,
+            len(indices), logits.shape[1], masks.shape[1], torch.get_num_threads(),
+        )  # fmt: skip
 
     def can_pack(self, linears: Sequence[nn.Linear]) -> bool:
         """Whether `PackedProduct` takes these layers, side by side."""

@@ -40,6 +40,7 @@ from nanovllm.replicas.messages import (
 )
 from nanovllm.replicas.prefix_index import encode as encode_events
 from nanovllm.requests.output_processor import Request
+from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
 
@@ -71,8 +72,11 @@ class Reporter(Observer):
         self._num_prompt_logprobs: dict[str, int] = {}
         self._last_report = self._last_progress = 0.0
 
-    def add(self, sent: Add) -> None:
-        requests = [request.to_new() for request in sent.requests]
+    def prepare(self, sent: Add) -> list[NewRequest]:
+        """Its requests, structured outputs compiled; beside the engine's thread."""
+        return [request.to_new(self._engine.input_processor) for request in sent.requests]
+
+    def add(self, sent: Add, requests: list[NewRequest]) -> None:
         self._engine.add(*requests)
         for request, new in zip(sent.requests, requests, strict=True):
             self.placements[new.request_id] = request.placement
@@ -209,8 +213,8 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
 def run(thread: EngineThread, reporter: Reporter, message: ToEngine) -> None:
     """Pass a message of the front on to the engine's thread."""
     if isinstance(message, Add):
-        added = message
-        thread.submit(lambda _: reporter.add(added)).add_done_callback(_end_if_failed)
+        added, requests = message, reporter.prepare(message)
+        thread.submit(lambda _: reporter.add(added, requests)).add_done_callback(_end_if_failed)
     elif isinstance(message, Abort):
         aborted = message
         thread.submit(lambda _: reporter.abort(aborted))

@@ -32,7 +32,7 @@ from nanovllm.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from nanovllm.requests.input_processor import RequestLimits
+from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.resumed import Resumed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
@@ -85,11 +85,13 @@ class SentRequest(Struct, array_like=True):
             resumed,
         )
 
-    def to_new(self) -> NewRequest:
+    def to_new(self, input_processor: InputProcessor) -> NewRequest:
+        """The request for the engine of this process, which compiles a structured output itself."""
+        params = SamplingParams(**self.params)
         return NewRequest(
             self.request_id,
             self.prompt_token_ids,
-            SamplingParams(**self.params),
+            params,
             bad_words=self.bad_words,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -97,6 +99,7 @@ class SentRequest(Struct, array_like=True):
             arrival_time=self.arrival_time,
             output_kind=self.output_kind,
             resumed=self.resumed,
+            matcher=input_processor.matcher(params),
         )
 
 

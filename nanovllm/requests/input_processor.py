@@ -14,10 +14,12 @@ from typing import Any
 
 from nanovllm.errors import PromptTooLongError
 from nanovllm.features import TENSOR_PARALLEL, refuse
+from nanovllm.grammar.compiler import GrammarCompiler
 from nanovllm.outputs import OutputKind
 from nanovllm.requests.chat import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
+from nanovllm.structured_output import Matcher
 from nanovllm.validation import MAX_PRIORITY, text
 
 Prompt = str | SequenceABC[int]
@@ -42,6 +44,7 @@ class RequestLimits:
     has_base_model: whether the head is a module apart, which prompt_logprobs needs.
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
     tensor_parallel_size: ranks that share the model.
+    eos_token_ids: those of the model that can be sampled: its config may name others.
     """
 
     vocab_size: int
@@ -51,6 +54,7 @@ class RequestLimits:
     has_base_model: bool = True
     allow_control_tokens: bool = False
     tensor_parallel_size: int = 1
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class InputProcessor:
@@ -70,6 +74,15 @@ class InputProcessor:
     def chat(self) -> ChatTemplate:
         """The tokenizer's chat template; made when first used."""
         return ChatTemplate(self._tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Of structured outputs; made when first used."""
+        return GrammarCompiler(self._tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Of a structured output, compiled here or found in the cache; ValueError if it cannot be."""
+        return None if params.structured_output is None else self.grammars.matcher(params.structured_output)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any
@@ -113,15 +126,16 @@ class InputProcessor:
         options = _one_each(count, sampling_params=params, priority=priority, cache_salt=cache_salt, timeout=timeout)
         each = zip(prompts, islice(request_ids, count), options, strict=True)
         requests: list[NewRequest] = []
-        spellings: dict[int, Spellings] = {}  # by the id of parameters, which prompts may share
+        prepared: dict[int, dict[str, Any]] = {}  # by the id of parameters, which prompts may share
         for number, (prompt, request_id, (params, own_priority, salt, own_timeout)) in enumerate(each):
             try:
                 _check_options(params, own_priority, salt, own_timeout)
                 token_ids = self.tokenize(prompt)[-(params.truncate_prompt_tokens or 0) :]  # None keeps all
                 check_prompt(token_ids, params, self.limits)
-                if id(params) not in spellings:
+                if id(params) not in prepared:
                     check_params(params, self.limits, has_tokenizer=self._tokenizer is not None)
-                    spellings[id(params)] = spellings_of(params.bad_words, self._tokenizer) if params.bad_words else ()
+                    bad_words = spellings_of(params.bad_words, self._tokenizer)
+                    prepared[id(params)] = {"bad_words": bad_words, "matcher": self.matcher(params)}
             except (TypeError, ValueError) as error:
                 if count == 1:
                     raise
@@ -132,12 +146,12 @@ class InputProcessor:
                     token_ids,
                     params,
                     prompt=prompt if isinstance(prompt, str) else None,
-                    bad_words=spellings[id(params)],
                     priority=int(own_priority),
                     cache_salt=salt,
                     timeout=None if own_timeout is None else float(own_timeout),
                     arrival_time=arrival_time,
                     output_kind=output_kind,
+                    **prepared[id(params)],
                 )
             )
         return requests
@@ -272,6 +286,7 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
     for name, is_used in (
         ("stop strings", bool(params.stop)),
         ("bad_words", bool(params.bad_words)),
+        ("structured_output", params.structured_output is not None),
         ("skip_special_tokens=False", not params.skip_special_tokens),
     ):
         if is_used:

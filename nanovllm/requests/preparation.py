@@ -61,7 +61,9 @@ def num_samples(sampling_params: Any, num_prompts: int) -> int:
     return sum(one.n if isinstance(one, SamplingParams) else 1 for one in params)
 
 
-def words_of(sampling_params: Any) -> list[tuple[str, ...]]:
-    """The bad words of parameters, which are tokenised too."""
+def words_of(sampling_params: Any) -> list[Any]:
+    """The bad words of parameters, which are tokenised too, and their structured outputs, which are compiled."""
     params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
-    return [one.bad_words for one in params if isinstance(one, SamplingParams)]
+    forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
+    words: list[Any] = [one.bad_words for one in params if isinstance(one, SamplingParams)]
+    return words + [form.to_dict() for form in forms if form is not None]

@@ -13,10 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.batch_layout import BatchLayout
 from nanovllm.device import find_kernel, to_device
+from nanovllm.sampling.structured import keep_bits, token_masks
 from nanovllm.sequence import Sequence
 
 PENALTY_FIELDS = 8  # of the kernel's description of a row
+
+KeepBits = Callable[[Tensor, list[int], NDArray[np.int32]], None]  # as `structured.keep_bits`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,18 @@ class LatestTokens:
     token_ids: NDArray[np.int64]
     previous: Tensor | None
 
+    @classmethod
+    def from_layout(
+        cls, layout: BatchLayout, sequences: SequenceABC[Sequence], previous: Tensor | None
+    ) -> LatestTokens:
+        """Of a step's sampled rows, as the host knows them now: it may have read some since the layout was made."""
+        token_ids = layout.token_ids[layout.sample_rows]
+        for row in np.flatnonzero(token_ids < 0).tolist():
+            sequence, position = sequences[row], layout.sampled_positions[row]
+            if sequence is not None and len(sequence.token_ids) >= position:  # other ranks' rows name no sequence
+                token_ids[row] = sequence.token_ids[position - 1]
+        return cls(token_ids, previous)
+
 
 def change_logits(
     logits: Tensor,
@@ -39,13 +55,14 @@ def change_logits(
     errors: dict[Sequence, str] | None = None,
     *,
     by_kernels: bool = True,
+    keep_bits: KeepBits = keep_bits,
 ) -> Tensor:
     """Apply to each row what its request asks for; rows that ask for nothing cost nothing.
 
-    Allowed tokens come first, then bad words, biases, penalties in the order repetition, frequency, presence (so far as
-    in vLLM), and the request's own functions, which have the last word. Repetition (Keskar et al. 2019) divides the
-    positive logits of tokens in prompt or output, and multiplies the negative ones; frequency is taken off once for
-    each occurrence of a token in the output, presence once.
+    Allowed tokens come first, then a structured output's, bad words, biases, penalties in the order repetition,
+    frequency, presence (so far as in vLLM), and the request's own functions, which have the last word. Repetition
+    (Keskar et al. 2019) divides the positive logits of tokens in prompt or output, and multiplies the negative ones;
+    frequency is taken off once for each occurrence of a token in the output, presence once.
 
     Nothing is kept between steps: the tokens of the rows that are penalised are sent anew, so that preempted, repeated
     and undone steps need no care. That costs a copy of their tokens. A bad word costs a comparison on the host.
@@ -55,6 +72,7 @@ def change_logits(
         sequences, positions: as in `Sampler.sample`.
         latest: None if all tokens are known.
         errors: takes what went wrong in a request's own functions; its row is then -inf throughout.
+        keep_bits: applies the masks of structured outputs.
         by_kernels: on a GPU, by those of `kernels/`, compiled at their first call, where they exist.
 
     Returns logits, in float32 if any row was changed.
@@ -63,7 +81,8 @@ def change_logits(
     if not rows:
         return logits
     logits = logits.float()
-    step = _Step(sequences, positions, latest, {} if errors is None else errors, by_kernels and logits.is_cuda)
+    errors = {} if errors is None else errors
+    step = _Step(sequences, positions, latest, errors, by_kernels and logits.is_cuda, keep_bits)
     for applies, apply in _CHANGES:
         chosen = [row for row in rows if applies(sequences[row])]
         if chosen:
@@ -80,6 +99,7 @@ class _Step:
     latest: LatestTokens | None
     errors: dict[Sequence, str]
     by_kernels: bool
+    keep_bits: KeepBits
 
 
 @cache
@@ -101,6 +121,11 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
     mask = logits.new_full((len(rows), logits.shape[1]), -torch.inf)  # to be added, so that NaN stays NaN
     mask.view(-1).index_fill_(0, allowed, 0.0)
     logits[indices] += mask
+
+
+def _keep_form(logits: Tensor, rows: list[int], step: _Step) -> None:
+    masks = token_masks([step.sequences[row] for row in rows], [step.positions[row] for row in rows], step.errors)
+    step.keep_bits(logits, rows, masks)
 
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
@@ -272,6 +297,7 @@ def _penalised(logits: Tensor, counts: Tensor, in_prompt: Tensor, sequences: lis
 # In the order in which they are applied.
 _CHANGES: tuple[tuple[Callable[[Sequence], Any], Callable[[Tensor, list[int], _Step], None]], ...] = (
     (lambda sequence: sequence.params.allowed_token_ids, _keep_allowed),
+    (lambda sequence: sequence.matcher, _keep_form),
     (lambda sequence: sequence.bad_words, _forbid_bad_words),
     (lambda sequence: sequence.params.logit_bias, _add_biases),
     (penalises, _penalise),

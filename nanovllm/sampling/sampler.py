@@ -19,7 +19,8 @@ from nanovllm.sampling.draw import DrawInputs, draw
 from nanovllm.sampling.draw_on_cpu import best_on_cpu
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
-from nanovllm.sampling.penalties import LatestTokens, change_logits
+from nanovllm.sampling.penalties import KeepBits, LatestTokens, change_logits
+from nanovllm.sampling.structured import keep_bits
 from nanovllm.sequence import Sequence
 
 
@@ -28,10 +29,11 @@ class Sampler:
 
     Args:
         compiles: sample by kernels of our own (on a GPU).
+        keep_bits: applies the masks of structured outputs.
     """
 
-    def __init__(self, *, compiles: bool = False) -> None:
-        self._by_kernels = compiles
+    def __init__(self, *, compiles: bool = False, keep_bits: KeepBits = keep_bits) -> None:
+        self._change_logits = partial(change_logits, by_kernels=compiles, keep_bits=keep_bits)
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
@@ -81,7 +83,7 @@ class Sampler:
         is_sound = _rows_of(logits, limited).amax(dim=-1).isfinite() if limited else None
         if early:
             self._suppress_stop_tokens(logits, sequences, early)
-        logits = change_logits(logits, sequences, positions, latest, report.errors, by_kernels=self._by_kernels)
+        logits = self._change_logits(logits, sequences, positions, latest, report.errors)
         token_ids = self._draw(logits, sequences, positions)
         if is_sound is not None:
             places = to_device(limited, device)

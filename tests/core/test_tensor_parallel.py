@@ -29,7 +29,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "llama", eos_token_ids=[3])
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,7 @@ PARAMS = {
     "allowed tokens": {"seed": 10, "allowed_token_ids": (3, 300, 400, 500)},
     "stop tokens, minimum": {"seed": 11, "stop_token_ids": tuple(range(0, 512, 3)), "min_tokens": 4},
     "stop strings": {"seed": 12, "stop": ("e", "a"), "max_tokens": 40},
+    "structure": {"seed": 15, "structured_output": {"regex": "[a-f]{2,5}(,[a-f]{2,5}){0,3}"}, "max_tokens": 40},
     "own function": {"seed": 13, "logits_processors": (favour_the_last,)},
 }
 

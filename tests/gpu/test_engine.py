@@ -216,14 +216,14 @@ def test_filters_do_not_make_the_host_wait():
         expected = answers(llm, [[5, 6, 7]] * 5, params)  # captures what is needed
         launch = llm._engine.model_runner._launch
 
-        def checked(*arguments):
+        def checked(run, *arguments):
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return launch(*arguments)
+                return run(*arguments)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        llm._engine.model_runner._launch = checked
+        llm._engine.model_runner._launch = lambda *step: functools.partial(checked, checked(launch, *step))
         assert answers(llm, [[5, 6, 7]] * 5, params) == expected
 
 

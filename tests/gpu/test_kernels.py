@@ -23,8 +23,7 @@ from nanovllm.batch_layout import build_layout
 from nanovllm.config import EngineConfig
 from nanovllm.device import find_kernel
 from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.cuda_graphs import tables_of
-from nanovllm.execution.graph_inputs import StepPacking
+from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.kernels.skinny_linear import linear, linear_and_add

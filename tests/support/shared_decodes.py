@@ -14,8 +14,7 @@ from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledSequence
 from nanovllm.batch_layout import build_layout
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.cuda_graphs import tables_of
-from nanovllm.execution.graph_inputs import StepPacking
+from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence

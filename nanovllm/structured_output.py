@@ -1,0 +1,188 @@
+"""`StructuredOutput`, the form that a request's output must have: validated on construction, immutable afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.validation import items, text, truth
+
+MAX_FORM_BYTES = 256 * 1024  # of a schema, a regex, a grammar or all choices, in UTF-8
+MAX_SCHEMA_DEPTH = 100  # objects and arrays within one another in a schema
+MAX_CHOICES = 10_000
+
+
+class GrammarError(Exception):
+    """An output cannot follow its grammar any further: a limit on work was met, or a token is none of the grammar's."""
+
+
+class Matcher(Protocol):
+    """What a sample's sequence holds of its grammar; see `grammar.matcher`."""
+
+    num_tokens: int  # of the output, consumed so far
+    num_words: int  # of a mask
+
+    def fill(self, mask: NDArray[np.int32]) -> None: ...
+
+    def consume(self, token_id: int) -> None: ...
+
+    def copy(self) -> Matcher: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form of a request's whole output, by exactly one of its fields.
+
+    json_schema: a JSON document that this schema accepts: a dict, JSON text, True, or a pydantic model class. Kept as
+        JSON text. Properties come in the schema's order.
+    json_object: a JSON object of any content.
+    regex: a text that the whole expression matches (Rust's syntax: no look-around but at the end, no back-references).
+    grammar: a text of this Lark grammar from `start`, in llguidance's dialect: `%json {...}` embeds a schema, and
+        `[lazy]` ends a rule of one expression as early as it can.
+    choice: one of these texts.
+
+    Raises TypeError or ValueError that names the field, what is wrong and its limit. What only a compiler can tell, an
+    error in a grammar or a keyword that is not supported, is a ValueError where the request is made.
+    """
+
+    json_schema: Any = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        truth("json_object", self.json_object)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        object.__setattr__(self, "choice", _choices(self.choice))
+        given = [name for name in KINDS if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            found = " and ".join(given) or "no field that is set"
+            raise ValueError(f"structured_output has {found}; give exactly one of {', '.join(KINDS)}.")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, str):
+                    raise TypeError(f"structured_output.{name} must be a string, not {value!r}.")
+                if not value:
+                    raise ValueError(f"structured_output.{name} is empty; give one, or leave it out.")
+                _check_size(name, value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False, ()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The field that is given, by its name: `StructuredOutput(**form.to_dict())` equals `form`."""
+        return {self.kind: getattr(self, self.kind)}
+
+
+KINDS = tuple(field.name for field in fields(StructuredOutput))
+
+
+def structured_output(name: str, value: Any) -> StructuredOutput | None:
+    """The check of the sampling parameter of this name; a dict is taken for the fields."""
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a StructuredOutput or None, not {value!r}.")
+    unknown = [key for key in value if key not in KINDS]
+    if unknown:
+        raise ValueError(f"{name} has no field {unknown[0]!r}; it has {', '.join(KINDS)}.")
+    return StructuredOutput(**value)
+
+
+def _schema_text(schema: Any) -> str:
+    """The schema as JSON text, its keys in their order."""
+    name = "structured_output.json_schema"
+    if isinstance(schema, type) and callable(of_model := getattr(schema, "model_json_schema", None)):
+        schema = of_model()
+    if isinstance(schema, str):
+        _check_size("json_schema", schema)
+        _check_text_depth(schema)
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"{name} is not JSON: {error}.") from None
+    if not isinstance(schema, bool | Mapping):
+        raise TypeError(f"{name} must be a dict, JSON text of an object, or a pydantic model class, not {schema!r}.")
+    if schema is False:
+        raise ValueError(f"{name} is false, which no document satisfies. Give another, or leave it out.")
+    _check_depth(schema)
+    try:
+        found = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}.") from None
+    _check_size("json_schema", found)
+    return found
+
+
+def _choices(values: Any) -> tuple[str, ...]:
+    name = "structured_output.choice"
+    found = items(name, values, "a list of strings")
+    for item in found:
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must hold strings, not {item!r}.")
+        if not item:
+            raise ValueError(f"{name} holds an empty string, which is no output. Remove it.")
+    if len(found) > MAX_CHOICES:
+        raise ValueError(f"{name} has {len(found)} strings; at most {MAX_CHOICES}.")
+    _check_size("choice", *found)
+    return found
+
+
+def _check_size(field: str, *values: str) -> None:
+    size = sum(len(text(f"structured_output.{field}", value).encode()) for value in values)
+    if size > MAX_FORM_BYTES:
+        raise ValueError(f"structured_output.{field} has {size} bytes in UTF-8; at most {MAX_FORM_BYTES}. Shorten it.")
+
+
+def _too_deep() -> ValueError:
+    return ValueError(
+        f"structured_output.json_schema nests objects and arrays deeper than {MAX_SCHEMA_DEPTH} levels (or holds "
+        "itself). Name its parts in $defs, and refer to them by $ref."
+    )
+
+
+def _check_text_depth(schema: str) -> None:
+    """Before the text is parsed, whose depth Python's stack limits. Brackets within strings do not count."""
+    depth, in_string, is_escaped = 0, False, False
+    for character in schema:
+        if in_string:
+            if is_escaped or character == "\\":
+                is_escaped = not is_escaped
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_SCHEMA_DEPTH:
+                raise _too_deep()
+        elif character in "]}":
+            depth -= 1
+
+
+def _check_depth(schema: Any) -> None:
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = (
+            [
+                inner
+                for value in level
+                for inner in (value.values() if isinstance(value, Mapping) else value)
+                if isinstance(inner, Mapping | list | tuple)
+            ]
+            if not isinstance(schema, bool)
+            else []
+        )
+        if not level:
+            return
+    raise _too_deep()

@@ -1,0 +1,110 @@
+"""A tiny model with an end of sequence, structured outputs of every kind, and `transformers` with llguidance itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import jsonschema
+import lark
+import torch
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from nanovllm import LLM, StructuredOutput
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+EOS = 3  # <|end|>
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "size", "count", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+LARK = 'start: WORD ("," WORD)* "."\nWORD: /[a-z]{1,4}/\n'
+REGEX = r"[0-9]{3}-[a-f]{2,5}(;|!)"
+CHOICES = ["yes", "no", "perhaps (50 %)", "né\n"]
+FORMS: dict[str, dict[str, Any]] = {
+    "json_schema": {"json_schema": SCHEMA},
+    "regex": {"regex": REGEX},
+    "grammar": {"grammar": LARK},
+    "choice": {"choice": CHOICES},
+    "json_object": {"json_object": True},
+}
+
+
+def form(kind: str) -> StructuredOutput:
+    return StructuredOutput(**FORMS[kind])
+
+
+def check_text(kind: str, text: str) -> None:
+    """Whether a complete output is right, by others than llguidance."""
+    if kind == "json_schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "json_object":
+        assert isinstance(json.loads(text), dict)
+    elif kind == "regex":
+        assert re.fullmatch(REGEX, text)
+    elif kind == "choice":
+        assert text in CHOICES
+    else:
+        lark.Lark(LARK).parse(text)
+
+
+@functools.cache
+def model(family: str = "llama") -> Any:
+    return tiny_model(family, eos_token_id=EOS)
+
+
+def open_llm(**options: Any) -> LLM:
+    given = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512} | options
+    return LLM(model(), tokenizer=tiny_tokenizer(), **given)
+
+
+class Grammar(LogitsProcessor):
+    """llguidance in `transformers`, by nothing of ours; for one row."""
+
+    def __init__(self, vocabulary: Any, grammar: str, num_prompt_tokens: int) -> None:
+        self._matcher, self._num_tokens = LLMatcher(vocabulary, grammar), num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for token_id in input_ids[0, self._num_tokens :].tolist():
+            assert self._matcher.consume_token(token_id)
+        self._num_tokens = input_ids.shape[1]
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        return scores.masked_fill(allowed[: scores.shape[1]] == 0, -torch.inf)
+
+
+def grammar_of(kind: str) -> str:
+    given = FORMS[kind]
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(given["regex"])
+    if kind == "grammar":
+        return LLMatcher.grammar_from_lark(given["grammar"])
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in given["choice"]))
+    return LLMatcher.grammar_from_json_schema(given.get("json_schema", {"type": "object"}))
+
+
+def reference(
+    model: Any, tokenizer: Any, kind: str, prompt: list[int], max_tokens: int, *, eos: int = EOS, **options: Any
+) -> list[int]:
+    """The greedy tokens of `transformers` with llguidance as its logits processor."""
+    vocabulary = from_tokenizer(tokenizer, n_vocab=model.config.vocab_size, eos_token=eos)
+    inputs = torch.tensor([prompt])
+    with torch.no_grad():
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=max_tokens,
+            pad_token_id=eos, **options,
+            logits_processor=LogitsProcessorList([Grammar(vocabulary, grammar_of(kind), len(prompt))]),
+        )  # fmt: skip
+    return output[0, len(prompt) :].tolist()
