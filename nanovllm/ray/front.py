@@ -23,7 +23,7 @@ from nanovllm.ray.prompt import Prompt
 from nanovllm.requests.chat import ChatTemplate
 from nanovllm.server.errors import ApiError, queue_full
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
-from nanovllm.server.security import ApiKeys, BodyGate
+from nanovllm.server.security import ApiKeys, BodyGate, authorization_of
 from nanovllm.server.settings import ServerSettings, request_salt
 from nanovllm.server.sse import ClientGone, compact, event, until_disconnect
 
@@ -109,13 +109,13 @@ class Front:
             prompt = await asyncio.to_thread(self._prompts.read, scope["path"], self._key(scope), body)
             await until_disconnect(receive, self._relay(scope, body, prompt, send))
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         except ClientGone:
             logger.debug("a client left before its answer ended")
 
     def _key(self, scope: Scope) -> str | None:
         try:
-            return self._keys.check(Headers(scope=scope).get("authorization"))
+            return self._keys.check(authorization_of(Headers(scope=scope)))
         except ApiError:  # some endpoints are open
             return None
 

@@ -14,6 +14,9 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import OnStep
 from nanovllm.server import errors
+from nanovllm.server.answers.answer_format import answer_format, template_text
+from nanovllm.server.answers.template_options import template_variables
+from nanovllm.server.anthropic import messages
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
@@ -21,9 +24,8 @@ from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
 from nanovllm.server.metrics import CountResponses, ServerMetrics
-from nanovllm.server.openai import chat, completions, embeddings, models
+from nanovllm.server.openai import chat, completions, embeddings, models, responses
 from nanovllm.server.openai.description import describe
-from nanovllm.server.openai.tool_calls import detect_format
 from nanovllm.server.security import ApiKeys, BodyGate
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
@@ -57,12 +59,14 @@ def create_app(
         admission=Admission(engine, settings.stall_timeout),
         metrics=metrics,
         token_text=TokenText(engine.tokenizer),
-        tool_format=detect_format(engine.tokenizer) if settings.tool_format == "auto" else settings.tool_format,
+        answer_format=answer_format(engine.tokenizer, settings.tool_format, settings.reasoning_format),
+        template_variables=template_variables(template_text(engine.tokenizer)),
     )
     app.state.body_limits = BodyLimits(settings, engine)
     errors.install(app)
-    for router in (models.open_router, models.router, completions.router, chat.router, embeddings.router):
-        app.include_router(router)
+    for endpoints in (models, completions, chat, responses, messages, embeddings):
+        app.include_router(endpoints.router)
+    app.include_router(models.open_router)
     describe(app, app.state.server)
     if settings.ui:
         live_view.attach(app, app.state.server)

@@ -41,6 +41,7 @@ class BodyLimits:
         self.max_values = self.max_items + settings.max_prompts * self._max_model_len + engine.vocab_size
         self._lengths = {
             "messages": (settings.max_messages, "the server's max_messages. Shorten the conversation"),
+            "input": (settings.max_messages, "the server's max_messages. Shorten the conversation"),
             "tools": (settings.max_tools, "the server's max_tools. Offer fewer"),
             "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
         }
@@ -87,7 +88,7 @@ class BodyLimits:
                     400, f"{name}: {len(value)} entries are too many; at most {limit}, {remedy}.", param=name
                 )
         limit = self._settings.max_word_chars
-        for name in ("bad_words", "stop"):
+        for name in ("bad_words", "stop", "stop_sequences"):
             value = given.get(name)
             words = value if isinstance(value, list) else [value]
             num_chars = sum(len(word) for word in words if isinstance(word, str))
@@ -115,7 +116,7 @@ class BodyLimits:
             return model.model_validate(given)
         except ValidationError as error:
             found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_input=False)]
-            raise from_validation(found, model.names()) from error
+            raise from_validation(found, model.names(), given) from error
 
 
 class LimitedRequest(Request):

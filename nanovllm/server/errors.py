@@ -1,4 +1,7 @@
-"""API errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, without paths and stack traces."""
+"""API errors without paths and stack traces, in OpenAI's form and in Anthropic's.
+
+OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's has only `type` and `message` within.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ logger = logging.getLogger("nanovllm")
 RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES_PATH = "/v1/messages"  # where errors have Anthropic's form
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 # pydantic's names of types -> JSON's.
 _KINDS = {
     "valid dictionary or object to extract fields from": "JSON object",
@@ -63,6 +71,23 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class MessagesError(BaseModel):
+    """Details of an error in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(BaseModel):
+    """Body of every error response of /v1/messages."""
+
+    type: str
+    error: MessagesError
+
+
+MESSAGES_ANSWERS = {status: answer | {"model": MessagesErrorAnswer} for status, answer in ANSWERS.items()}
+
+
 class ApiError(HTTPException):
     """An error response with its HTTP status.
 
@@ -82,12 +107,16 @@ class ApiError(HTTPException):
         super().__init__(status, message, dict(headers) if headers else None)
         self.message, self.param, self.code = message, param, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error in the form of the API at a path."""
+        if MESSAGES_PATH in path:
+            kind = ANTHROPIC_TYPES.get(self.status_code, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
 def queue_full(retry_after: int = RETRY_AFTER_SECONDS) -> ApiError:
@@ -158,23 +187,24 @@ def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
             return ApiError(500, "the server failed to answer this request; see its log.", code="internal_error")
 
 
-def from_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError:
+def from_validation(found: Sequence[Any], known: Sequence[str] = (), body: Any = None) -> ApiError:
     """Convert pydantic's errors: the first invalid field and its allowed values.
 
     Args:
         known: fields of the request, to suggest similar names for an unknown one.
+        body: the body as it was given, which tells its fields from the names of union members.
     """
-    error, path = found[0], _path_in_body(found[0])
+    error, path = found[0], _path_in_body(found[0], body)
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {error['ctx']['error']}.", code="invalid_json")
     # A union field has an error per member; report the member that matched deepest.
-    paths = [other for other in map(_path_in_body, found) if other[: len(path)] == path]
+    paths = [other for other in (_path_in_body(each, body) for each in found) if other[: len(path)] == path]
     path = max(paths, key=len)
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(path[0]), known, n=2, cutoff=0.6) if len(path) == 1 else []
         message = "unknown field" + (f"; did you mean {' or '.join(near)}?" if near else ".")
     else:
-        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _path_in_body(other) == path))
+        message = ", or: ".join(dict.fromkeys(_words(other) for other in found if _path_in_body(other, body) == path))
     if path:
         return ApiError(400, f"{_format_path(path)}: {message}", param=_format_path(path))
     if error["type"] != "value_error":
@@ -182,19 +212,38 @@ def from_validation(found: Sequence[Any], known: Sequence[str] = ()) -> ApiError
     return ApiError(400, message, param=_named(message, known))
 
 
-def _path_in_body(error: Any) -> FieldPath:
-    """Return the path of an error in the body; pydantic's location also names union members and message roles."""
+def _path_in_body(error: Any, body: Any) -> FieldPath:
+    """Return the path of an error in the body; pydantic's location also names union members and their tags."""
     path = list(error["loc"][1:])  # after "body"
-    if len(path) > 2 and path[0] == "messages":
-        del path[2]  # the role, the discriminator of the message union
+    if isinstance(body, dict):
+        return tuple(_given_parts(error, path, body))
     last = [path.pop()] if path and error["type"] == "extra_forbidden" else []  # the client's field, whatever its name
     path = [part for part in path if not _FORM.fullmatch(str(part))] + last
+    return tuple(path + _inner_field(error))
+
+
+def _given_parts(error: Any, path: list[str | int], body: Any) -> list[str | int]:
+    """The parts of a location that lead through the body, and the field that is wrong there."""
+    given: list[str | int] = []
+    value = body
+    for number, part in enumerate(path):
+        is_there = isinstance(value, dict) and part in value
+        if is_there or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            given.append(part)
+            value = value[part]
+        elif error["type"] == "missing" and number == len(path) - 1 and isinstance(value, dict):
+            given.append(part)
+    return given + _inner_field(error)
+
+
+def _inner_field(error: Any) -> list[str | int]:
+    """The field of an object that an error about the whole object names."""
     match error["type"]:
         case "refused_field":
-            path.append(error["ctx"]["field"])
+            return [error["ctx"]["field"]]
         case "union_tag_invalid" | "union_tag_not_found":
-            path.append("role")
-    return tuple(path)
+            return [error["ctx"]["discriminator"].strip("'")]
+    return []
 
 
 def _format_path(path: FieldPath) -> str:
@@ -220,17 +269,17 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error.errors(), _body_fields(request)).response()
+        return from_validation(error.errors(), _body_fields(request), error.body).response(request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
         if not isinstance(error, ApiError):
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed to answer this request; see its log.").response()
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "the server failed to answer this request; see its log.").response(request.url.path)
 
 
 def _body_fields(request: Request) -> list[str]:

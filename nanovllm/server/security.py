@@ -43,7 +43,7 @@ class ApiKeys:
         if found is None or scheme.lower() != "bearer":
             raise ApiError(
                 401,
-                "an API key is required: send it as 'Authorization: Bearer KEY'."
+                "an API key is required: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
                 if not authorization
                 else "invalid API key.",
                 code="invalid_api_key",
@@ -52,10 +52,16 @@ class ApiKeys:
         return found
 
 
+def authorization_of(headers: Headers) -> str | None:
+    """The Authorization header of a request, or x-api-key as one, which Anthropic's clients send."""
+    given = headers.get("x-api-key")
+    return headers.get("authorization") or (None if given is None else f"Bearer {given}")
+
+
 def require_api_key(request: Request) -> str | None:
     """FastAPI dependency: the key of a request, None if no key is required; raises ApiError (401)."""
     keys: ApiKeys = request.app.state.api_keys
-    return keys.check(request.headers.get("authorization"))
+    return keys.check(authorization_of(request.headers))
 
 
 class BodyGate:
@@ -74,12 +80,12 @@ class BodyGate:
             return
         headers = Headers(scope=scope)
         try:
-            self._keys.check(headers.get("authorization"))
+            self._keys.check(authorization_of(headers))
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > self._max_bytes:
                 raise self._too_large()
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, self._counted(receive), send)
 

@@ -12,7 +12,8 @@ from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
-TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "none")
+TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "glm", "harmony", "none")
+REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,10 @@ class ServerSettings:
         it.
     stall_timeout: seconds without the end of a step, while requests run, after which /health returns 503.
     drain_timeout: seconds for open requests to finish after SIGTERM or SIGINT.
-    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, none (tool calls stay text), or
-        auto (detected from the chat template).
+    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, glm, harmony (gpt-oss),
+        none (tool calls stay text), or auto (detected from the chat template).
+    reasoning_format: markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays
+        content), or auto (detected from the chat template).
     log_prompts: log prompts and messages.
     access_log: log a line per request.
     ui: serve the live view at /.
@@ -88,6 +91,7 @@ class ServerSettings:
     stall_timeout: float = 120.0
     drain_timeout: float = 30.0
     tool_format: str = "auto"
+    reasoning_format: str = "auto"
     log_prompts: bool = False
     access_log: bool = True
     ui: bool = True
@@ -124,8 +128,9 @@ class ServerSettings:
         for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval", "stall_timeout"):
             self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
         self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
-        if self.tool_format not in TOOL_FORMATS:
-            raise ValueError(f"tool_format is {self.tool_format!r}; it must be one of {', '.join(TOOL_FORMATS)}.")
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
         for name in ("cache_salt_per_key", "log_prompts", "access_log", "ui"):
             truth(name, getattr(self, name))
         if self.cache_salt_per_key and not (self.api_key or self.api_key_file):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -30,6 +30,16 @@ class ClientGone(Exception):
 def event(data: str) -> bytes:
     """Encode one line of text as an event."""
     return f"data: {data}\n\n".encode()
+
+
+def named_event(name: str, data: Any) -> bytes:
+    """Encode a JSON value as an event with a name."""
+    return f"event: {name}\ndata: {compact(data)}\n\n".encode()
+
+
+def data_error(error: ApiError) -> bytes:
+    """Encode an error as an event in OpenAI's form."""
+    return event(compact(error.body()))
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -72,17 +82,26 @@ class EventStream(Response):
 
     Args:
         events: encoded events; an empty one marks the request as admitted, after which comments may be sent.
+        error_event: encodes an error in mid-stream.
         send_timeout: seconds after which a client that does not read is disconnected.
         keep_alive: seconds without an event after which a comment is sent, since proxies close silent connections.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, send_timeout: float, keep_alive: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_event: Callable[[ApiError], bytes],
+        *,
+        send_timeout: float,
+        keep_alive: float,
+    ) -> None:
         # X-Accel-Buffering: no makes nginx forward each event at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._send_timeout, self._keep_alive = events, send_timeout, keep_alive
+        self._events, self._error_event = events, error_event
+        self._send_timeout, self._keep_alive = send_timeout, keep_alive
         self._may_begin = self._has_begun = self._is_stalled = False
         self._loop = asyncio.get_running_loop()
         self._busy_since: float | None = None  # start of the pending send
@@ -116,7 +135,7 @@ class EventStream(Response):
         except ApiError as error:
             if not self._has_begun:
                 raise
-            await self._pass_on(event(compact(error.body())))
+            await self._pass_on(self._error_event(error))
         except asyncio.CancelledError:
             if self._is_stalled:
                 raise ClientGone from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.settings import ServerSettings
-from nanovllm.server.sse import EventStream
+from nanovllm.server.sse import EventStream, data_error
 from nanovllm.server.token_text import TokenText
 from nanovllm.validation import texts
 
@@ -34,7 +35,8 @@ class ServerState:
     admission: Admission
     metrics: ServerMetrics
     token_text: TokenText
-    tool_format: str  # resolved, not "auto"
+    answer_format: AnswerFormat
+    template_variables: frozenset[str] | None  # None: not known
 
     @property
     def max_prompt_chars(self) -> int:
@@ -73,9 +75,13 @@ class ServerState:
         _check_text("messages", parts[0])
         self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
 
-    def event_stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+    def event_stream(
+        self, events: AsyncGenerator[bytes, None], error_event: Callable[[ApiError], bytes] = data_error
+    ) -> EventStream:
         settings = self.settings
-        return EventStream(events, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval)
+        return EventStream(
+            events, error_event, send_timeout=settings.send_timeout, keep_alive=settings.keep_alive_interval
+        )
 
 
 def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAULT_MODEL) -> str:

@@ -33,7 +33,6 @@ def _parts(whole: Any) -> Iterable[Any]:
 
 # Any JSON object, of limited depth: templates, logs and json recurse into it.
 AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
-NO_CONSTRAINTS = "constrained decoding is not implemented"
 
 
 class Strict(BaseModel):
@@ -46,7 +45,7 @@ class Strict(BaseModel):
     @classmethod
     def names(cls) -> list[str]:
         """Return the fields that errors can name."""
-        return [*cls.model_fields, *cls.refused]
+        return [*(field.alias or name for name, field in cls.model_fields.items()), *cls.refused]
 
     @model_validator(mode="before")
     @classmethod
@@ -59,6 +58,7 @@ class Strict(BaseModel):
                 raise PydanticCustomError(
                     "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
                 )
-        for name in [name for name in rest if name not in cls.model_fields][1:]:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in [name for name in rest if name not in known][1:]:
             del rest[name]  # pydantic reports the first; further ones would each cost an error
         return rest

@@ -272,7 +272,10 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
 
 
 # Rows that take a process of their own, and where they are run.
-HUB = {"revision": "names a commit of the hub, which tests do not reach"}
+HUB = {
+    "revision": "names a commit of the hub, which tests do not reach",
+    "window_pool_share": "needs a model of window layers, which tests of the pools have",
+}
 ELSEWHERE = {
     REPLICAS: {"data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks"} | HUB,
     TENSOR_PARALLEL: {

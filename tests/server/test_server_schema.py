@@ -39,7 +39,12 @@ OPERATIONS = [
     ("/v1/embeddings", "POST"),
     ("/v1/rerank", "POST"),
     ("/v1/score", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
 ]
+# Their requests are translated to chats, whose limits their descriptions do not repeat.
+TRANSLATED = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
 # Refusals that a schema cannot express. Any other valid request must succeed.
 NOT_TOLD = [
     # one field and another
@@ -47,7 +52,11 @@ NOT_TOLD = [
     "top_logprobs is given, but logprobs is not true",
     "max_tokens and max_completion_tokens differ",
     "continue_final_message continues the last message; set add_generation_prompt to false",
-    "tool_choice is 'auto', but there are no tools",
+    "tool_choice is .*, but there are no tools",
+    "tool_choice names ",
+    "an answer has one constraint",
+    "structured_outputs is empty",
+    "reasoning_effort is .* has no variable for it",
     "max_tokens is 0, which requires echo",
     r"n is \d+ and temperature 0: all samples would be the same",
     r"n: \d+ completions are too many for one request",  # n for each prompt
@@ -63,6 +72,8 @@ NOT_TOLD = [
     r"tool_calls\[\d+\].function.arguments: the arguments of .* are not valid JSON",
     "half of a surrogate pair",
     "it is nested too deeply",
+    # what only a compiler can tell
+    "structured_output",
 ]
 
 
@@ -120,11 +131,12 @@ def test_what_the_description_allows_succeeds_and_nothing_is_a_server_error(desc
         response = case.call(timeout=30.0)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
-        if mode is GenerationMode.POSITIVE and response.status_code not in (200, 408):  # a timeout may be tiny
+        # A timeout may be tiny.
+        if mode is GenerationMode.POSITIVE and response.status_code not in (200, 408) and path not in TRANSLATED:
             assert not is_told(response), (response.text, case.body)
 
     answers()
     assert max(statuses) < 500
-    if mode is GenerationMode.POSITIVE:
+    if mode is GenerationMode.POSITIVE and path not in TRANSLATED:
         assert statuses[200] > 0
     print(path, mode, dict(statuses))

@@ -18,6 +18,7 @@ from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings, cache_salt
 from nanovllm.server.state import served_name
 from tests.support.serving import MODEL, Serving, serving
+from tests.support.tiny_models import tiny_tokenizer
 
 PROMPT = list(range(100, 148))
 BODY = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
@@ -273,7 +274,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_json_is_taken_up_to_a_depth_that_templates_and_the_log_can_bear(place):
-    with serving({"log_prompts": True}) as running, running.http() as http:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{% if a %}{% endif %}"
+    with serving({"log_prompts": True}, tokenizer=tokenizer) as running, running.http() as http:
         for depth, status in ((98, 200), (100, 400), (500, 400), (900, 400)):
             body = {"messages": HI, "max_tokens": 1} | PLACES[place](nested(depth))
             answer = http.post("/v1/chat/completions", json=body)

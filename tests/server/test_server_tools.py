@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from nanovllm.server.openai.tool_calls import FORMATS, ToolStream, detect_format
+from nanovllm.server.answers.answer_format import AnswerFormat, template_text
+from nanovllm.server.answers.tool_calls import FORMATS, ToolStream, detect_format
+from tests.support.scripted import TOOL_TEMPLATE, says
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
-NAMES = {"weather", "time"}
+TOOL_SCHEMAS = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "time": None}
 PARIS = {"city": "Paris"}
 ONE = [("weather", PARIS)]
 TWO = [("weather", PARIS), ("time", {})]
@@ -56,16 +56,43 @@ ANSWERS = [
     ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}', "", TWO),
     ("mistral", "Just text<|eot|>", "Just text", []),
     ("mistral", "[TOOL_CALLS]nonsense", "[TOOL_CALLS]nonsense", []),
+    ("qwen_xml", "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+                 "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n"
+                 "</function>\n</tool_call>", "Let me see.", [("weather", PARIS | {"days": 3}), ("time", {})]),
+    ("qwen_xml", "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>", "", ONE),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\n<a>\n</function> </parameter> 1\n\n</parameter>\n"
+                 "</function>\n</tool_call> Done.", "Done.",
+                 [("weather", {"city": "<a>\n</function> </parameter> 1\n"})]),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nPar",
+                 "<tool_call>\n<function=weather>\n<parameter=city>\nPar", []),
+    ("qwen_xml", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>",
+                 "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", []),
+    ("qwen_xml", "<tool_call> no", "<tool_call> no", []),
+    ("glm", "So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>", "So.", [("weather", PARIS | {"days": 3})]),
+    ("glm", "<tool_call>time\n</tool_call><tool_call>time</tool_call>", "", [("time", {}), ("time", {})]),
+    ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value></tool_call> <b></arg_value>\n</tool_call>", "",
+            [("weather", {"city": "</tool_call> <b>"})]),
+    ("glm", "<tool_call>weather\n<arg_key>city", "<tool_call>weather\n<arg_key>city", []),
+    ("harmony", "<|channel|>final<|message|>It is <b>.<|return|>", "It is <b>.", []),
+    ("harmony", "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to="
+                'functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "Let me see.", ONE),
+    ("harmony", ' to=functions.time<|channel|>commentary json<|message|>{}<|call|>', "", [("time", {})]),
+    ("harmony", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", "{}", []),
+    ("harmony", '<|channel|>commentary to=functions.time<|message|>{"x', '{"x', []),
+    ("harmony", "No channel at all", "No channel at all", []),
 ]  # fmt: skip
 
 
 def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    stream = ToolStream(FORMATS[form], NAMES, ["<|eot|>", "[TOOL_CALLS]"])
+    special = frozenset(["<|eot|>", "[TOOL_CALLS]", "[ARGS]"])
+    stream = AnswerFormat(None, FORMATS[form], special).stream(TOOL_SCHEMAS, is_open=False)
     content, calls = "", []
     for number, part in enumerate(parts):
-        more, new = stream.add(part, is_last=number == len(parts) - 1)
-        content += more
-        calls += new
+        new = stream.add(part, is_last=number == len(parts) - 1)
+        assert not new.reasoning
+        content += new.content
+        calls += new.calls
     for call in calls:
         assert call["type"] == "function" and call["id"].startswith("call_")
     assert len({call["id"] for call in calls}) == len(calls)
@@ -88,7 +115,7 @@ def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, co
 
 
 def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once():
-    stream = ToolStream(FORMATS["hermes"], NAMES)
+    stream = ToolStream(FORMATS["hermes"], TOOL_SCHEMAS)
     assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ("Now:", [])
     content, (call,) = stream.add("}</tool_call>", is_last=False)
     assert (content, call["function"]) == ("", {"name": "time", "arguments": "{}"})
@@ -97,7 +124,7 @@ def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once
 
 
 def test_text_that_cannot_become_a_marker_is_shown_at_once():
-    stream = ToolStream(FORMATS["hermes"], NAMES)
+    stream = ToolStream(FORMATS["hermes"], TOOL_SCHEMAS)
     assert stream.add("Hello <", is_last=False) == ("Hello", [])
     assert stream.add("b> you", is_last=False) == (" <b> you", [])
 
@@ -108,18 +135,17 @@ def test_text_that_cannot_become_a_marker_is_shown_at_once():
         ("... <tool_call> ...", "hermes"),
         ("... [TOOL_CALLS] ...", "mistral"),
         ("... <|python_tag|> ...", "llama"),
+        ("<tool_call> <function=", "qwen_xml"),
+        ("<tool_call> <arg_key>", "glm"),
+        ("<|channel|>analysis", "harmony"),
+        ({"default": "", "tool_use": "[TOOL_CALLS]"}, "mistral"),
         ("... Environment: ipython ...", "llama"),
         (CHAT_TEMPLATE, "none"),
         (None, "none"),
     ],
 )
 def test_the_form_is_found_in_the_chat_template(template, form):
-    assert detect_format(SimpleNamespace(chat_template=template)) == form
-
-
-TOOL_TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}" + CHAT_TEMPLATE
-)
+    assert detect_format(template_text(SimpleNamespace(chat_template=template))) == form
 
 
 @pytest.fixture(scope="module")
@@ -163,22 +189,13 @@ MIXED_CITIES = ["Paris", "</tool_call>"]
 
 @pytest.fixture
 def stop_id(running, monkeypatch, request) -> int:
-    """Replace the sampler's draws: each answer is CALL, or the parameter, and a stop token."""
-    runner = running.engine._engine_thread._engine.model_runner
-    execute = runner.execute
-    stop_id = running.engine.tokenizer.convert_tokens_to_ids("<|end|>")
-    token_ids = [*running.engine.tokenizer(getattr(request, "param", CALL))["input_ids"], stop_id]
-
-    def says_call(batch: Any) -> Any:
-        said = [token_ids[sequence.num_output_tokens] for sequence in batch.sampling]
-        return replace(execute(batch), token_ids=torch.tensor(said))
-
-    monkeypatch.setattr(runner, "execute", says_call)
-    return stop_id
+    """Each answer is CALL, or the parameter, and a stop token."""
+    return says(running, monkeypatch, getattr(request, "param", CALL))
 
 
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
-    monkeypatch.setattr("nanovllm.server.openai.chat.ToolStream.add", lambda *_, **__: ("", [{"arguments": "\ud800"}]))
+    found = ("", [{"arguments": "\ud800"}])
+    monkeypatch.setattr("nanovllm.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
     with running.http() as http:
         body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}
         answer = http.post("/v1/chat/completions", json=body)

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
-from nanovllm.server.openai.generation import finish_reasons, new_id, prompt_ids, respond
+from nanovllm.server.openai.forms import named_by, output_form
+from nanovllm.server.openai.generation import CHOICES, finish_reasons, new_id, prompt_ids, respond
 from nanovllm.server.openai.limits import check_size, engine_options
 from nanovllm.server.openai.logprobs import CompletionLogprobs
 from nanovllm.server.openai.protocol import CompletionRequest
@@ -28,6 +29,7 @@ class CompletionJob:
     """
 
     object = chunk_object = "text_completion"
+    num_reasoning_tokens = None
 
     def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("cmpl")
@@ -45,14 +47,17 @@ class CompletionJob:
             max_tokens=1 if self._only_scores else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
+            structured_output=output_form(body.shape),
         )
         self._options = engine_options(state, request, body)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        return await self._state.engine.submit(
-            self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
-        )
+        shape = self.body.shape
+        with named_by(None if shape is None else shape.field):
+            return await self._state.engine.submit(
+                self.body.prompts, self._params, request_ids=self.request_ids, output_kind=kind, **self._options
+            )
 
     def read(self, output: RequestOutput) -> None:
         if self._only_scores:
@@ -67,7 +72,7 @@ class CompletionJob:
         opening = self._choice(choice, self._echo(output), [], self._echoed_logprobs(choice, output), None)
         return opening | prompt_ids(self.body, output)
 
-    def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
+    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         if not (completion.text or completion.finish_reason or completion.logprobs or self._shows_ids):
             return None
         logprobs = self._format_logprobs(choice, completion.token_ids, completion.logprobs)
@@ -122,4 +127,4 @@ class CompletionJob:
 
 @router.post("/v1/completions", responses=ANSWERS, summary="Complete prompts")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    return await respond(request, server_state(request), CompletionJob, body)
+    return await respond(request, server_state(request), CompletionJob, body, CHOICES)

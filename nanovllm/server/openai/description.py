@@ -67,10 +67,8 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "max_tokens": positive,
             "max_completion_tokens": positive,
             "top_logprobs": {"maximum": settings.max_logprobs},
-            "tool_choice": {"enum": [None, "auto", "none"]},
-            "chat_template_kwargs": {"propertyNames": {"not": {"enum": sorted(NOT_FOR_TEMPLATES)}}},
+            "chat_template_kwargs": {"propertyNames": _variables(state)},
         },
-        "Function": {"strict": {"enum": [None, False]}},
         "TokenizeRequest": {
             "model": model,
             "prompt": {"minLength": 1, "maxLength": state.max_prompt_chars},
@@ -81,6 +79,14 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "tokens": {"items": {**token, "maximum": num_known - 1}, "maxItems": config.max_model_len},
         },
     }
+
+
+def _variables(state: ServerState) -> Schema:
+    """Return a schema of the names that chat_template_kwargs may have."""
+    if state.template_variables is None:
+        return {"not": {"enum": sorted(NOT_FOR_TEMPLATES)}}
+    names = sorted(state.template_variables - NOT_FOR_TEMPLATES)
+    return {"enum": names} if names else {"not": {}}
 
 
 def _token(limit: int) -> Schema:

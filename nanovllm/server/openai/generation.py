@@ -1,4 +1,4 @@
-"""Generation of an answer, whole or streamed in chunks: the common part of both endpoints.
+"""Generation of an answer, whole or streamed in chunks: the common part of the generating endpoints.
 
 Choice i * n + j of an answer is sample j of prompt i.
 """
@@ -9,10 +9,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -23,13 +24,14 @@ from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openai.protocol import SamplingFields
-from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, event, until_disconnect
+from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, data_error, event, until_disconnect
 from nanovllm.server.state import ServerState
+from nanovllm.server.strict import Strict
 from nanovllm.streaming.streams import OutputStream
 
 logger = logging.getLogger("nanovllm")
 
-Body = TypeVar("Body", bound=SamplingFields)
+Body = TypeVar("Body", bound=Strict)
 
 
 class Job(Protocol):
@@ -37,14 +39,6 @@ class Job(Protocol):
 
     @property
     def body(self) -> SamplingFields: ...
-
-    @property
-    def object(self) -> str:
-        """Value of `object` in an answer."""
-
-    @property
-    def chunk_object(self) -> str:
-        """Value of `object` in a chunk."""
 
     @property
     def id(self) -> str:
@@ -57,17 +51,48 @@ class Job(Protocol):
     async def start(self, kind: OutputKind) -> OutputStream:
         """Queue all prompts together; raises if one is invalid or the queue lacks room for all."""
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of thought in the answer, for its usage; None if the model has no such format."""
+
     def read(self, output: RequestOutput) -> None:
         """Process an output before it is counted and sent; may remove parts."""
+
+
+class ChoicesJob(Job, Protocol):
+    """A job whose answer is a list of choices; `object` and `chunk_object` are fields of an answer and a chunk."""
+
+    @property
+    def object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
 
     def opening(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         """Format the first chunk of a choice, before its text; None for no such chunk."""
 
-    def delta(self, choice: int, completion: CompletionOutput) -> dict[str, Any] | None:
+    def delta(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         """Format the delta of a choice; None if it is empty."""
 
     def whole(self, choice: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Format a choice of an answer that is not streamed."""
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm(Generic[AnyJob]):
+    """How a protocol writes its answers.
+
+    whole: makes the answer; raises ApiError.
+    events: yields the encoded events of a stream, see `EventStream`; raises ApiError.
+    error_event: encodes an error in mid-stream.
+    """
+
+    whole: Callable[[ServerState, AnyJob], Coroutine[Any, Any, dict[str, Any]]]
+    events: Callable[[ServerState, AnyJob], AsyncGenerator[bytes, None]]
+    error_event: Callable[[errors.ApiError], bytes]
 
 
 class Tally:
@@ -102,14 +127,22 @@ class Tally:
     def end(self, *, is_left: bool) -> None:
         self._watch.end(is_left=is_left)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
+        """The usage so far.
+
+        Args:
+            num_reasoning: generated tokens that are thought; None leaves the detail out.
+        """
         num_prompt = sum(num for num, _ in self._prompts.values())
-        return {
+        usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_generated,
             "total_tokens": num_prompt + self._num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(num for _, num in self._prompts.values())},
         }
+        if num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
 
 def finish_reasons(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
@@ -142,7 +175,11 @@ def error_from_output(output: RequestOutput) -> errors.ApiError | None:
 
 
 async def respond(
-    request: Request, state: ServerState, make_job: Callable[[ServerState, Request, Body], Job], body: Body
+    request: Request,
+    state: ServerState,
+    make_job: Callable[[ServerState, Request, Body], AnyJob],
+    body: Body,
+    form: AnswerForm[AnyJob],
 ) -> Response:
     """Answer a request; raises ApiError if it fails before the response starts."""
     limits: BodyLimits = request.app.state.body_limits
@@ -154,15 +191,15 @@ async def respond(
         logger.info("%s: %s", request.url.path, compact(body.model_dump(exclude_none=True)))
     try:
         if job.body.stream:
-            return state.event_stream(_chunks(state, job))
-        answer = await until_disconnect(request.receive, _whole(state, job))
+            return state.event_stream(form.events(state, job), form.error_event)
+        answer = await until_disconnect(request.receive, form.whole(state, job))
         # `compact` encodes in ASCII: text may hold a lone surrogate.
         return Response(compact(answer), media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
 
 
-def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
+def _head(state: ServerState, job: ChoicesJob, name: str) -> dict[str, Any]:
     return {
         "id": job.id,
         "object": name,
@@ -172,7 +209,7 @@ def _head(state: ServerState, job: Job, name: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
+async def queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
     """Queue the prompts and yield their outputs; converts all exceptions to ApiError."""
     tally, is_left = Tally(job.request_ids, state.metrics), False
     try:
@@ -196,7 +233,7 @@ async def _queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterat
             state.admission.retry_after.record_ended(len(job.request_ids) * (job.body.n or 1))
 
 
-def _choices(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int, CompletionOutput]]:
+def choices_of(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int, CompletionOutput]]:
     """Count an output and return its completions by choice; raises ApiError for one that ends the answer."""
     number = tally.record(output)
     if (error := error_from_output(output)) is not None:
@@ -207,40 +244,45 @@ def _choices(job: Job, output: RequestOutput, tally: Tally) -> list[tuple[int, C
     return [(number * num_samples + completion.index, completion) for completion in output.outputs]
 
 
-async def _whole(state: ServerState, job: Job) -> dict[str, Any]:
+async def _whole(state: ServerState, job: ChoicesJob) -> dict[str, Any]:
     choices = {}
     with state.admission.open_answer():
-        async with _queued(state, job, OutputKind.FINAL) as (outputs, tally):
+        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
             async for output in outputs:
-                for choice, completion in _choices(job, output, tally):
+                for choice, completion in choices_of(job, output, tally):
                     choices[choice] = job.whole(choice, output, completion)
     ordered = [choices[choice] for choice in sorted(choices)]
-    return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage()}
+    return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage(job.num_reasoning_tokens)}
 
 
-async def _chunks(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
+async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
     options = job.body.stream_options
     with_usage = options is not None and options.include_usage
     each = options is not None and options.continuous_usage_stats
     head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
 
-    def chunk(choices: list[dict[str, Any]], *, shows_usage: bool = each) -> bytes:
-        shown = f',"usage":{compact(tally.usage())}' if shows_usage else ',"usage":null' if with_usage else ""
+    def chunk(choices: list[dict[str, Any]], *, is_last: bool = False) -> bytes:
+        shown = ',"usage":null' if with_usage else ""
+        if is_last or each:  # thought is counted once, at the end
+            shown = f',"usage":{compact(tally.usage(job.num_reasoning_tokens if is_last else None))}'
         return event(f"{head}{compact(choices)}{shown}}}")
 
     opened: set[int] = set()
     with state.admission.open_answer():
-        async with _queued(state, job, OutputKind.DELTA) as (outputs, tally):
+        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
             yield b""  # admitted
             async for output in outputs:
-                for choice, completion in _choices(job, output, tally):
+                for choice, completion in choices_of(job, output, tally):
                     if choice not in opened:
                         opened.add(choice)
                         if (opening := job.opening(choice, output)) is not None:
                             yield chunk([opening])
-                    if (delta := job.delta(choice, completion)) is not None:
+                    if (delta := job.delta(choice, output, completion)) is not None:
                         yield chunk([delta])
         if with_usage:
-            yield chunk([], shows_usage=True)
+            yield chunk([], is_last=True)
         yield DONE
+
+
+CHOICES: AnswerForm[Any] = AnswerForm(_whole, _chunks, data_error)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict, check_nesting
+from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting
 
 
 class TextPart(Strict):
@@ -72,13 +72,6 @@ class Function(Strict):
     description: str | None = None
     parameters: AnyObject | None = None
     strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _check_strict(cls, strict: bool | None) -> bool | None:
-        if strict:
-            raise ValueError(f"true is not supported: {NO_CONSTRAINTS}.")
-        return strict
 
 
 class Tool(Strict):

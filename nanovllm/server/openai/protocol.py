@@ -10,8 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.server.answers.template_options import EFFORTS
+from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
-from nanovllm.server.strict import NO_CONSTRAINTS, AnyObject, Each, Strict
+from nanovllm.server.openai.tool_choice import ToolChoice, check_tool_choice
+from nanovllm.server.strict import AnyObject, Each, Strict
 
 # The validator is a Python function, in which other threads can run between the lists of a large batch.
 TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], AfterValidator(lambda token_ids: token_ids)]
@@ -41,7 +44,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class SamplingFields(Strict):
+class SamplingFields(ConstraintFields):
     """Fields of both generating endpoints; the second half extends OpenAI's API, see docs/guide/server.md."""
 
     model: str | None = None
@@ -99,7 +102,6 @@ class CompletionRequest(SamplingFields):
 
     refused: ClassVar = {
         "suffix": ((None, ""), "completions continue prompts at their end only"),
-        "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
         "best_of": ((None, 1), "samples are not ranked; use n"),
     }
 
@@ -129,14 +131,11 @@ class ChatRequest(SamplingFields):
     """Body of /v1/chat/completions."""
 
     refused: ClassVar = {
-        "response_format": ((None, {"type": "text"}), NO_CONSTRAINTS),
-        "parallel_tool_calls": ((None, True), NO_CONSTRAINTS),
         "functions": ((None,), "it was replaced by tools"),
         "function_call": ((None,), "it was replaced by tool_choice"),
         "modalities": ((None, ["text"]), "the engine supports text only"),
         "audio": ((None,), "the engine supports text only"),
         "prediction": ((None,), "there is no speculative decoding yet"),
-        "reasoning_effort": ((None,), "pass the chat template's variable in chat_template_kwargs"),
         "verbosity": ((None,), "no chat template supports it"),
         "web_search_options": ((None,), "there is no web search"),
         "store": ((None, False), "nothing is stored"),
@@ -150,18 +149,14 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: Each[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
 
+    thinking_token_budget: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: AnyObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _check_tool_choice(cls, choice: Any) -> Any:
-        if choice not in (None, "auto", "none"):
-            raise ValueError(f"only 'auto' and 'none' are supported: {NO_CONSTRAINTS}.")
-        return choice
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -179,8 +174,7 @@ class ChatRequest(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; they mean the same, so give one.")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message continues the last message; set add_generation_prompt to false.")
-        if self.tool_choice == "auto" and not self.tools:
-            raise ValueError("tool_choice is 'auto', but there are no tools.")
+        check_tool_choice(self.tool_choice, self.tools)
         return self
 
     @property
@@ -194,6 +188,11 @@ class ChatRequest(SamplingFields):
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is tool calls alone."""
+        return self.tool_choice not in (None, "auto", "none")
 
     @property
     def template_options(self) -> dict[str, Any]:

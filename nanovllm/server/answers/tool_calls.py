@@ -1,8 +1,11 @@
-"""Tool call parser: finds tool calls in an answer's text, in the formats of three model families.
+"""Tool call parser: finds tool calls in an answer's text, in the formats of model families.
 
     hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call    Hermes, Qwen2.5, Qwen3
     llama     {"name": ..., "parameters": {...}} as the whole answer; ";" between several     Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...}  Mistral
+    qwen_xml  <tool_call><function=...><parameter=...>...</parameter></function></tool_call>  Qwen3-Coder, Qwen3.5
+    glm       <tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>     GLM-4.5 and later
+    harmony   messages to functions.name; `harmony` reads them                                gpt-oss
 
 Text that does not parse as a call of an offered tool stays content.
 """
@@ -11,15 +14,16 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from nanovllm.server.answers.delta import new_call
+from nanovllm.server.answers.reasoning import partial_marker
+from nanovllm.server.answers.tagged_calls import NO_CALL, Call, GlmReader, QwenReader, Tools
+
 _decode = json.JSONDecoder().raw_decode
-Call = tuple[str, Any]  # function name, arguments
-NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
 
 
 class CallReader(Protocol):
@@ -42,13 +46,16 @@ class ToolFormat:
     markers: strings that start a call.
     at_start: a marker counts only at the start of the answer, after white space.
     has_special_tokens: the marker is a special token, so special tokens are kept in the parsed text.
-    reader: factory of the parser.
+    reader: factory of the parser, from the request's tools.
+    inner: special tokens within a call.
     """
 
+    name: str
     markers: tuple[str, ...]
     at_start: bool
     has_special_tokens: bool
-    reader: Callable[[], CallReader]
+    reader: Callable[[Tools], CallReader]
+    inner: tuple[str, ...] = ()
 
 
 class ObjectScan:
@@ -82,7 +89,7 @@ class HermesReader:
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-    def __init__(self) -> None:
+    def __init__(self, _: Tools) -> None:
         self._scan: ObjectScan | None = None
         self._end: int | None = None
 
@@ -115,7 +122,7 @@ class RestReader:
         parse: parser; raises one of NO_CALL for text that is not a call.
     """
 
-    def __init__(self, parse: Callable[[str], Iterator[Call]]) -> None:
+    def __init__(self, parse: Callable[[str], Iterator[Call]], _: Tools) -> None:
         self._parse = parse
 
     def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
@@ -146,21 +153,28 @@ def _mistral(text: str) -> Iterator[Call]:
             yield re.split(r"\[(?:ARGS|CALL_ID)\]", name)[0].strip(), json.loads(part[len(name) :])
 
 
+HARMONY_TOOLS = ToolFormat("harmony", (), False, True, partial(RestReader, _llama))  # read by `harmony` instead
 FORMATS: dict[str, ToolFormat | None] = {
-    "hermes": ToolFormat((HermesReader.OPEN,), False, False, HermesReader),
-    "llama": ToolFormat(("<|python_tag|>", "{"), True, True, partial(RestReader, _llama)),
-    "mistral": ToolFormat(("[TOOL_CALLS]",), False, True, partial(RestReader, _mistral)),
+    "hermes": ToolFormat("hermes", (HermesReader.OPEN,), False, False, HermesReader),
+    "llama": ToolFormat("llama", ("<|python_tag|>", "{"), True, True, partial(RestReader, _llama)),
+    "mistral": ToolFormat(
+        "mistral", ("[TOOL_CALLS]",), False, True, partial(RestReader, _mistral), ("[ARGS]", "[CALL_ID]")
+    ),
+    "qwen_xml": ToolFormat("qwen_xml", QwenReader.MARKERS, False, False, QwenReader),
+    "glm": ToolFormat("glm", (GlmReader.OPEN,), False, False, GlmReader),
+    "harmony": HARMONY_TOOLS,
     "none": None,
 }
+# What a template of each format holds; the first that is found counts.
+_SIGNS = (
+    ("<|channel|>", "harmony"), ("<function=", "qwen_xml"), ("<arg_key>", "glm"), ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama"), ("Environment: ipython", "llama"),
+)  # fmt: skip
 
 
-def detect_format(tokenizer: Any) -> str:
-    """Detect a model's format from its chat template."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    for sign, name in (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama")):
-        if sign in template:
-            return name
-    return "llama" if "Environment: ipython" in template else "none"
+def detect_format(template: str) -> str:
+    """Name the format of a model's chat template; "none" if it knows no tools."""
+    return next((name for sign, name in _SIGNS if sign in template), "none")
 
 
 class ToolStream:
@@ -170,13 +184,11 @@ class ToolStream:
     other content.
 
     Args:
-        names: tools of the request.
-        special_tokens: texts to remove from the content.
+        tools: schemas of the parameters of the request's tools, by name.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], special_tokens: Collection[str] = ()) -> None:
-        self._form, self._names = form, names
-        self._dropped = [token for token in special_tokens if token not in form.markers]
+    def __init__(self, form: ToolFormat, tools: Tools) -> None:
+        self._form, self._tools = form, tools
         self._text = ""  # not yet returned
         self._space = ""  # content only if more content follows
         self._has_content = False
@@ -185,8 +197,6 @@ class ToolStream:
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Add text; returns new content and new calls, in OpenAI's form."""
-        for token in self._dropped if self._form.has_special_tokens else ():
-            text = text.replace(token, "")
         self._text += text
         content, made = "", []
         while self._text:
@@ -195,7 +205,7 @@ class ToolStream:
                 content += self._take_content(len(self._text) if is_last and not is_marker else start)
                 if not is_marker:
                     break
-                self._reader = self._form.reader()
+                self._reader = self._form.reader(self._tools)
             found = self._reader.read(self._text, is_last=is_last)
             if found is None:
                 break
@@ -233,33 +243,23 @@ class ToolStream:
         found = [at for marker in markers if (at := text.find(marker)) >= 0]
         if found:
             return min(found), True
-        for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
-            if any(marker.startswith(text[-length:]) for marker in markers):
-                return len(text) - length, False
-        return len(text), False
+        return len(text) - max(partial_marker(text, marker) for marker in markers), False
 
     def _as_calls(self, calls: list[Call]) -> list[dict[str, Any]]:
         """Convert calls to OpenAI's form; returns none if one is not of an offered tool."""
         try:
-            texts = [(name, _as_json(arguments)) for name, arguments in calls if name in self._names]
+            texts = [(name, _as_json(arguments)) for name, arguments in calls if name in self._tools]
         except NO_CALL:
             return []
         if len(texts) < len(calls):
             return []
-        return [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for name, arguments in texts
-        ]
+        return [new_call(name, arguments) for name, arguments in texts]
 
 
 def _as_json(arguments: Any) -> str:
     """Encode arguments; raises TypeError or ValueError unless they are an object or its JSON."""
     if isinstance(arguments, str):
-        return arguments
+        arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise TypeError(f"arguments must be an object, not {type(arguments).__name__}")
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

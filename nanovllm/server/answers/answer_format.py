@@ -1,0 +1,126 @@
+"""How one model writes its answers: the formats of its thought and of its tool calls, and their stream parser."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.server.answers import harmony
+from nanovllm.server.answers.delta import AnswerDelta
+from nanovllm.server.answers.reasoning import (
+    HARMONY,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningStream,
+    detect_reasoning,
+)
+from nanovllm.server.answers.tagged_calls import Tools
+from nanovllm.server.answers.tool_calls import FORMATS, HARMONY_TOOLS, ToolFormat, ToolStream, detect_format
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Formats of a model, None where it has none, and the texts of its special tokens."""
+
+    reasoning: ReasoningFormat | None
+    tools: ToolFormat | None
+    special_tokens: frozenset[str] = frozenset()
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.reasoning is HARMONY or self.tools is HARMONY_TOOLS
+
+    def needs_special_tokens(self, *, with_tools: bool) -> bool:
+        """Whether markers are special tokens, which the text of an answer must keep for the parser."""
+        own = () if self.reasoning is None else self.reasoning.markers
+        return (
+            self.is_harmony
+            or not self.special_tokens.isdisjoint(own)
+            or (with_tools and self.tools is not None and self.tools.has_special_tokens)
+        )
+
+    def stream(self, tools: Tools | None, *, is_open: bool) -> AnswerStream | harmony.HarmonyStream | None:
+        """Parser of one answer; None if there is nothing to find.
+
+        Args:
+            tools: schemas of the tools' parameters by name; None without tools.
+            is_open: whether thought was opened before the answer.
+        """
+        if self.is_harmony:
+            return harmony.HarmonyStream(tools or ())
+        tool_format = self.tools if tools else None
+        if self.reasoning is None and tool_format is None:
+            return None
+        kept = () if self.reasoning is None else self.reasoning.markers
+        if tool_format is not None:
+            kept += tool_format.markers + tool_format.inner
+        dropped = self.special_tokens - set(kept) if self.needs_special_tokens(with_tools=bool(tools)) else ()
+        return AnswerStream(
+            None if self.reasoning is None else ReasoningStream(self.reasoning, is_open=is_open),
+            None if tool_format is None else ToolStream(tool_format, tools or {}),
+            dropped,
+        )
+
+
+class AnswerStream:
+    """Separates thought, content and tool calls of one answer while it streams; calls within thought are thought.
+
+    Args:
+        dropped: special tokens that are kept for the parser alone; each comes whole in one text.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningStream | None, tools: ToolStream | None, dropped: Collection[str] = ()
+    ) -> None:
+        self._reasoning, self._tools = reasoning, tools
+        self._dropped = any_of(frozenset(dropped)) if dropped else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer is within thought."""
+        return self._reasoning is not None and self._reasoning.is_open
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._tools is None else self._tools.num_calls
+
+    def add(self, text: str, *, is_last: bool) -> AnswerDelta:
+        """Add text; returns what is new."""
+        if self._dropped is not None:
+            text = self._dropped.sub("", text)
+        delta = AnswerDelta(content=text)
+        if self._reasoning is not None:
+            delta.reasoning, delta.content = self._reasoning.add(text, is_last=is_last)
+        if self._tools is not None:
+            delta.content, delta.calls = self._tools.add(delta.content, is_last=is_last)
+        return delta
+
+
+@functools.cache
+def any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    """Pattern of some texts; a tokenizer may have a thousand special tokens."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
+
+
+def template_text(tokenizer: Any) -> str:
+    """The source of a tokenizer's chat templates; empty without any."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # several, by name
+        return "\n".join(map(str, template.values()))
+    return str(template or "")
+
+
+def answer_format(tokenizer: Any, tool_format: str = "auto", reasoning_format: str = "auto") -> AnswerFormat:
+    """Resolve the formats of a model; "auto" detects them in its chat template."""
+    template = template_text(tokenizer)
+    if tool_format == "auto":
+        tool_format = detect_format(template)
+    if reasoning_format == "auto":
+        reasoning_format = detect_reasoning(template)
+    special: set[str] = set(getattr(tokenizer, "all_special_tokens", None) or ())
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    special |= {token.content for token in added.values() if token.special}
+    return AnswerFormat(REASONING_FORMATS[reasoning_format], FORMATS[tool_format], frozenset(special))

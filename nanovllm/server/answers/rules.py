@@ -1,0 +1,58 @@
+"""Rules of a Lark grammar, numbered as they are added."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from nanovllm.server.answers.thought_count import marker_id
+
+_META = re.compile(r"[\\^$.|?*+()\[\]{}/]")
+ANY_TEXT = r"/(.|\n)*/"
+
+
+class Rules:
+    """The rules of one grammar, for the tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._rules: dict[str, str] = {}  # name by its definition
+
+    def add(self, body: str, options: str = "") -> str:
+        """Add a rule unless it is there; returns its name."""
+        definition = f"[{options}]: {body}" if options else f": {body}"
+        return self._rules.setdefault(definition, f"r{len(self._rules)}")
+
+    def text(self, start: str) -> str:
+        """The grammar."""
+        return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._rules.items())]) + "\n"
+
+    def json(self, schema: Any) -> str:
+        return self.add(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    @staticmethod
+    def literal(text: str) -> str:
+        return json.dumps(text, ensure_ascii=False)
+
+    def free_text(self) -> str:
+        return self.add(ANY_TEXT)
+
+    def token_id(self, marker: str) -> int | None:
+        """Id of a marker that is a token to llguidance, which free text does not hold; None for one that is text."""
+        token_id = marker_id(self._tokenizer, marker)
+        added = (getattr(self._tokenizer, "added_tokens_decoder", None) or {}).get(token_id)
+        is_token = added is not None and (added.special or (marker.startswith("<") and marker.endswith(">")))
+        return token_id if is_token else None
+
+    def marker(self, marker: str) -> str:
+        token_id = self.token_id(marker)
+        return self.literal(marker) if token_id is None else f"<[{token_id}]>"
+
+    def until(self, marker: str) -> str:
+        """Free text up to a marker, which it includes."""
+        token_id = self.token_id(marker)
+        if token_id is not None:
+            return f"{self.free_text()} <[{token_id}]>"
+        escaped = _META.sub(r"\\\g<0>", marker).replace("\n", r"\n")
+        return self.add(rf"/(.|\n)*{escaped}/", "lazy")

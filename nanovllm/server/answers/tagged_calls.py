@@ -1,0 +1,123 @@
+"""Readers of tool calls that write each argument between tags: Qwen3-Coder's and GLM's.
+
+::
+
+    <tool_call>                              <tool_call>weather
+    <function=weather>                       <arg_key>city</arg_key>
+    <parameter=city>                         <arg_value>Paris</arg_value>
+    Paris                                    </tool_call>
+    </parameter>
+    </function>
+    </tool_call>
+
+A value is a string as it stands, or JSON: the tool's schema says which.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Call = tuple[str, Any]  # function name, arguments
+Tools = Mapping[str, Any]  # JSON Schema of the parameters by the tool's name; None or {} for any
+NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
+
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+class QwenReader:
+    """Parses one call; the tags around <function=...> are optional."""
+
+    OPEN = "<tool_call>"
+    MARKERS = (OPEN, "<function=")
+    _END = re.compile(r"</function>\s*</tool_call>")
+    _NAME = re.compile(r"\s*<function=([^>\n]+)>")
+    _ARGUMENT = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|$))", re.DOTALL)
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
+        is_tagged = text.startswith(self.OPEN)
+        body = text[len(self.OPEN) :] if is_tagged else text
+        if not is_last and is_tagged and _cannot_begin(body.lstrip(), "<function="):
+            return [], len(self.OPEN)
+        end = self._end_of(text, is_tagged=is_tagged, is_last=is_last)
+        if end is None:
+            return ([], len(text)) if is_last else None
+        named = self._NAME.match(body)
+        if named is None:
+            return [], end
+        name = named[1].strip()
+        inner = body[named.end() : end - (len(text) - len(body))]
+        return [(name, _typed(self._ARGUMENT.findall(inner), self._tools.get(name)))], end
+
+    def _end_of(self, text: str, *, is_tagged: bool, is_last: bool) -> int | None:
+        if is_tagged and (found := self._END.search(text)):
+            return found.end()
+        at = text.find("</function>")
+        return at + len("</function>") if at >= 0 and (is_last or not is_tagged) else None
+
+
+class GlmReader:
+    """Parses one call, up to its closing tag."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    _ARGUMENT = re.compile(
+        r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>|$))", re.DOTALL
+    )
+    _END = re.compile(r"(?:<tool_call>[^<]*|</arg_value>\s*)</tool_call>")
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
+        found = self._END.search(text)
+        if found is None:
+            return ([], len(text)) if is_last else None
+        body = text[len(self.OPEN) : found.end() - len(self.CLOSE)]
+        name = body.partition("<arg_key>")[0].strip()
+        return [(name, _typed(self._ARGUMENT.findall(body), self._tools.get(name), trims=False))], found.end()
+
+
+def _cannot_begin(text: str, tag: str) -> bool:
+    return bool(text) and not tag.startswith(text[: len(tag)])
+
+
+def _typed(found: list[tuple[str, str]], schema: Any, *, trims: bool = True) -> dict[str, Any]:
+    """Arguments with the types of a schema; one line break at each end of a value belongs to its tags.
+
+    Args:
+        trims: whether the tags have line breaks of their own.
+    """
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    arguments = {}
+    for key, value in found:
+        if trims:
+            value = value.removeprefix("\n").removesuffix("\n")
+        own = properties.get(key.strip()) if isinstance(properties, dict) else None
+        arguments[key.strip()] = _value(value, own)
+    return arguments
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is written as it stands: a string, and nothing else."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" not in schema and "enum" in schema:
+        return all(isinstance(value, str) for value in schema["enum"])
+    return bool(schema.get("type") == "string")
+
+
+def _value(text: str, schema: Any) -> Any:
+    if is_text(schema):
+        return text
+    stripped = text.strip()
+    if stripped in _PYTHON:
+        return _PYTHON[stripped]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # unquoted, as these formats write strings

@@ -1,0 +1,65 @@
+"""Variables of a chat template: which it has, and how a reasoning effort is said in them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("enable_thinking", "thinking")  # on or off, in the order in which templates use them
+_GENERATION = re.compile(
+    r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}"
+)  # transformers' own tag, which changes no variable
+
+
+def template_variables(template: str) -> frozenset[str] | None:
+    """Variables that a chat template reads; None if it cannot be parsed, or there is none."""
+    if not template:
+        return None
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except jinja2.TemplateError:
+        return None
+    return frozenset(meta.find_undeclared_variables(parsed))
+
+
+def check_variables(options: dict[str, Any], variables: Collection[str] | None, hidden: Collection[str]) -> None:
+    """Raise ValueError for an option that the template does not read.
+
+    Args:
+        hidden: variables that requests do not set.
+    """
+    if variables is None:
+        return
+    shown = sorted(set(variables) - set(hidden))
+    for name in options:
+        if name not in variables:
+            near = difflib.get_close_matches(name, shown, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else ", and ignores it. Leave it out."
+            raise ValueError(f"chat_template_kwargs.{name}: the model's chat template has no such variable{hint}")
+
+
+def effort_options(effort: str, variables: Collection[str] | None, *, can_think: bool) -> dict[str, Any]:
+    """Template variables for a reasoning effort; raises ValueError if the template has none for it.
+
+    Args:
+        can_think: whether the model has a reasoning format; for one without, an effort of "none" is what it does.
+    """
+    known = variables or ()
+    switch = next((name for name in _SWITCHES if name in known), None)
+    options: dict[str, Any] = {} if switch is None else {switch: effort != "none"}
+    if "reasoning_effort" in known and (effort != "none" or switch is None):
+        options["reasoning_effort"] = effort
+    if options:
+        return options
+    if effort == "none" and not can_think:
+        return {}
+    raise ValueError(
+        f"reasoning_effort is {effort!r}, but the model's chat template has no variable for it (reasoning_effort, "
+        f"{' or '.join(_SWITCHES)}). Leave it out."
+    )

@@ -1,0 +1,186 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API, answered as a chat."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from nanovllm.server.anthropic.translation import (
+    RENAMED,
+    as_chat,
+    conversation_fields,
+    signature,
+    stop_fields,
+    tool_use,
+    usage,
+)
+from nanovllm.server.body_limits import BodyLimits, LimitedRoute
+from nanovllm.server.errors import MESSAGES_ANSWERS, MESSAGES_PATH, ApiError, from_engine
+from nanovllm.server.openai.generation import AnswerForm, Tally, choices_of, queued, respond
+from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.openai.translated import translated
+from nanovllm.server.openai.turn import ChatTurn
+from nanovllm.server.security import require_api_key
+from nanovllm.server.sse import named_event
+from nanovllm.server.state import ServerState, server_state
+from nanovllm.streaming.streams import OutputStream
+
+router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
+
+
+class MessagesJob:
+    """A message request and its answer; see `generation.Job`."""
+
+    def __init__(self, state: ServerState, request: Request, given: MessagesRequest) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self.request_ids = [self.id]
+        with translated(RENAMED, ChatRequest.names()):
+            self.body = as_chat(given)
+            self.turn = ChatTurn(state, request, self.body, self.id)
+
+    async def start(self, kind: OutputKind) -> OutputStream:
+        with translated(RENAMED, ChatRequest.names()):
+            return await self.turn.start(kind)
+
+    def read(self, output: RequestOutput) -> None:
+        """Do nothing: every output is the client's."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return self.turn.num_reasoning_tokens
+
+    def head(self, state: ServerState) -> dict[str, Any]:
+        """A message without content."""
+        return {"id": self.id, "type": "message", "role": "assistant", "model": state.model_name, "content": []}
+
+
+class EventWriter:
+    """Events of one streamed answer: its blocks, one after the other."""
+
+    def __init__(self, job: MessagesJob, state: ServerState) -> None:
+        self._job, self._state = job, state
+        self._index = -1
+        self._open: str | None = None  # type of the block that is open
+        self._thought = ""
+        self._has_begun = False
+        self._last: CompletionOutput | None = None
+
+    def add(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            message = self._job.head(self._state) | {"stop_reason": None, "stop_sequence": None}
+            message["usage"] = usage(tally.usage()) | {"output_tokens": 0}
+            yield _event("message_start", message=message)
+        answer = self._job.turn.answer(0, output)
+        new = answer.read(completion)
+        if new.reasoning:
+            yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._thought += new.reasoning
+            yield self._delta({"type": "thinking_delta", "thinking": new.reasoning})
+        if new.content:
+            yield from self._begin("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": new.content})
+        for call in new.calls:
+            yield from self._end_block()
+            yield from self._begin("tool_use", tool_use(call) | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+        if completion.finish_reason is not None:
+            yield from self._end_block()
+            stop = stop_fields(completion, has_calls=answer.num_calls > 0)
+            yield _event("message_delta", delta=stop, usage=usage(tally.usage()))
+            yield _event("message_stop")
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        if self._open == kind:
+            return
+        yield from self._end_block()
+        self._index += 1
+        self._open = kind
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _end_block(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": signature(self._thought)})
+            self._thought = ""
+        yield _event("content_block_stop", index=self._index)
+        self._open = None
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return named_event(name, {"type": name} | fields)
+
+
+def _error_event(error: ApiError) -> bytes:
+    return named_event("error", error.body(MESSAGES_PATH))
+
+
+async def _whole(state: ServerState, job: MessagesJob) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    with state.admission.open_answer():
+        async with queued(state, job, OutputKind.FINAL) as (outputs, tally):
+            async for output in outputs:
+                for _, completion in choices_of(job, output, tally):
+                    answer = _message(state, job, output, completion)
+    return answer | {"usage": usage(tally.usage())}
+
+
+def _message(
+    state: ServerState, job: MessagesJob, output: RequestOutput, completion: CompletionOutput
+) -> dict[str, Any]:
+    new = job.turn.answer(0, output).read(completion, is_whole=True)
+    content: list[dict[str, Any]] = []
+    if new.reasoning:
+        content.append({"type": "thinking", "thinking": new.reasoning, "signature": signature(new.reasoning)})
+    if new.content:
+        content.append({"type": "text", "text": new.content})
+    content += map(tool_use, new.calls)
+    return job.head(state) | {"content": content} | stop_fields(completion, has_calls=bool(new.calls))
+
+
+async def _events(state: ServerState, job: MessagesJob) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed answer, see `EventStream`; raises ApiError."""
+    writer = EventWriter(job, state)
+    with state.admission.open_answer():
+        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
+            yield b""  # admitted
+            async for output in outputs:
+                for _, completion in choices_of(job, output, tally):
+                    for encoded in writer.add(output, completion, tally):
+                        yield encoded
+
+
+_FORM: AnswerForm[MessagesJob] = AnswerForm(_whole, _events, _error_event)
+
+
+@router.post("/v1/messages", responses=MESSAGES_ANSWERS, summary="Answer a conversation, as Anthropic's API does")
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    return await respond(request, server_state(request), MessagesJob, body, _FORM)
+
+
+@router.post("/v1/messages/count_tokens", responses=MESSAGES_ANSWERS, summary="Number of tokens of a conversation")
+async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+    state = server_state(request)
+    limits: BodyLimits = request.app.state.body_limits
+
+    def turn() -> ChatTurn:
+        with translated(RENAMED, ChatRequest.names()):
+            chat = ChatRequest.model_validate(conversation_fields(body))
+            return ChatTurn(state, request, chat, "")
+
+    try:
+        with state.admission.open_answer():
+            counted = await limits.off_loop(request, turn)
+            return {"input_tokens": len(await counted.prompt_token_ids())}
+    except Exception as error:
+        raise from_engine(error, body.names()) from error

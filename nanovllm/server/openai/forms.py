@@ -1,0 +1,71 @@
+"""What a request demands of its answers, and errors of it under the names of the request's fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanovllm.server.answers.grammar import Demand
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai.constraints import Shape
+from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.openai.tool_choice import NamedTool
+from nanovllm.structured_output import StructuredOutput
+
+# Between the parts of a document: room to indent it, and an end, which small models may not find by themselves.
+WHITE_SPACE = r"\n?[ \t]{0,24}"
+
+
+@contextmanager
+def named_by(field: str | None) -> Iterator[None]:
+    """Name the request's field in errors of its structured output."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        if field is None or not message.startswith("structured_output"):
+            raise
+        raise ApiError(400, f"{field}: {message}", param=field) from error
+
+
+def output_form(shape: Shape | None) -> StructuredOutput | None:
+    """The form that a request asks for; raises ApiError (400) that names its field."""
+    if shape is None:
+        return None
+    with named_by(shape.field):
+        form = StructuredOutput(**{shape.kind: shape.value})
+    if form.kind not in ("json_schema", "json_object"):
+        return form
+    schema = json.loads(form.json_schema) if form.kind == "json_schema" else {"type": "object"}
+    if not isinstance(schema, dict):
+        return form
+    own = schema.get("x-guidance")
+    schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE} | (own if isinstance(own, dict) else {})
+    return StructuredOutput(json_schema=schema)
+
+
+def demand_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Demand:
+    """What a chat request demands.
+
+    Args:
+        tools: those that may be called.
+    """
+    offered = tools or []
+    is_parallel = body.parallel_tool_calls is not False
+    is_strict = any(tool["function"].get("strict") for tool in offered)
+    if isinstance(body.tool_choice, NamedTool):
+        offered = [tool for tool in offered if tool["function"]["name"] == body.tool_choice.function.name]
+    return Demand(
+        shape=output_form(body.shape),
+        tools=tuple(offered) if body.must_call or is_strict or not is_parallel else (),
+        must_call=body.must_call,
+        is_parallel=is_parallel and not isinstance(body.tool_choice, NamedTool),
+        budget=body.thinking_token_budget,
+    )
+
+
+def field_of(body: ChatRequest, demand: Demand) -> str:
+    """The field that an error of the whole answer's grammar is about."""
+    return "tools" if demand.tools or body.shape is None else body.shape.field

@@ -1,0 +1,127 @@
+"""A responses request as a chat request."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from nanovllm.server.openai import responses_protocol as protocol
+from nanovllm.server.openai.protocol import ChatRequest
+
+# Fields of the chat request in errors, by what they are here.
+RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def as_chat(body: protocol.ResponsesRequest) -> ChatRequest:
+    """Translate a request; raises pydantic's ValidationError and ValueError for what a chat refuses."""
+    given: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": bool(body.stream),
+        "user": body.user,
+    }
+    tools = body.tools or []
+    if isinstance(body.tool_choice, protocol.AllowedTools):
+        allowed = {tool.name for tool in body.tool_choice.tools}
+        if unknown := sorted(allowed - {tool.name for tool in tools}):
+            raise ValueError(f"tool_choice allows {unknown[0]!r}, which is not among the tools.")
+        tools = [tool for tool in tools if tool.name in allowed]
+    if tools:
+        given["tools"] = [_tool(tool) for tool in tools]
+    given |= _tool_choice(body, has_tools=bool(tools))
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        given["reasoning_effort"] = body.reasoning.effort
+    form = None if body.text is None else body.text.format
+    if isinstance(form, protocol.SchemaFormat):
+        schema = {"name": form.name, "schema": form.schema_}
+        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif form is not None:
+        given["response_format"] = {"type": form.type}
+    return ChatRequest.model_validate(given)
+
+
+def _tool(tool: protocol.FunctionTool) -> dict[str, Any]:
+    function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: protocol.ResponsesRequest, *, has_tools: bool) -> dict[str, Any]:
+    choice = body.tool_choice
+    given: dict[str, Any] = {"parallel_tool_calls": body.parallel_tool_calls}
+    if isinstance(choice, protocol.NamedFunction):
+        given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, protocol.AllowedTools):
+        given["tool_choice"] = choice.mode
+    elif choice != "auto" or has_tools:  # clients say "auto" without tools too
+        given["tool_choice"] = choice
+    return given
+
+
+def _messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
+    """Messages of the conversation: an answer's thought, text and calls are one of them."""
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for number, item in enumerate(body.input):
+        match item:
+            case protocol.MessageItem(role="assistant"):
+                answer = _answer(messages, joins=True)
+                answer["content"] += _text(item.content)
+            case protocol.MessageItem():
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case protocol.ReasoningItem():
+                _answer(messages, joins=False)["reasoning_content"] = _thought(item, number)
+            case protocol.FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _answer(messages, joins=True).setdefault("tool_calls", []).append(call)
+            case protocol.FunctionOutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    return messages
+
+
+def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
+    """The answer that an item belongs to: the last message if it is one that may go on, else a new one.
+
+    Args:
+        joins: whether it may belong to the last message; thought begins an answer.
+    """
+    last = messages[-1] if messages else {}
+    if not joins or last.get("role") != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(content: str | list[protocol.InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _thought(item: protocol.ReasoningItem, number: int) -> str:
+    if item.content:
+        return "\n".join(part.text for part in item.content)
+    if item.encrypted_content is not None:
+        return opened(item.encrypted_content, f"input[{number}].encrypted_content")
+    return "\n".join(part.text for part in item.summary or ())
+
+
+def sealed(thought: str) -> str:
+    """Thought for a client to keep and send back; it holds no secret."""
+    return base64.b64encode(thought.encode("utf-8", "surrogatepass")).decode()
+
+
+def opened(text: str, field: str) -> str:
+    """The thought in `sealed` text; raises ValueError for other text."""
+    try:
+        return base64.b64decode(text, validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{field}: it is not of an answer of this server. Leave the item out.") from error

@@ -1,0 +1,39 @@
+"""Errors of a chat request under the names of the request that it was translated from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from nanovllm.server.errors import ApiError, from_engine, from_validation
+
+
+@contextmanager
+def translated(renamed: Mapping[str, str], known: Sequence[str]) -> Iterator[None]:
+    """Convert the errors of a translated request.
+
+    Args:
+        renamed: fields of the request by those of the chat request.
+        known: fields of the chat request.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_input=False)]
+        raise _named(from_validation(found, known), renamed) from error
+    except ApiError as error:
+        raise _named(error, renamed) from error
+    except (TypeError, ValueError) as error:
+        raise _named(from_engine(error, known), renamed) from error
+
+
+def _named(error: ApiError, renamed: Mapping[str, str]) -> ApiError:
+    """The error with the request's own field, where its message begins with one of the chat request's."""
+    first = error.message.partition(" ")[0].rstrip(":")
+    for theirs, ours in renamed.items():
+        if first == theirs or first.startswith((f"{theirs}.", f"{theirs}[")):
+            message = ours + error.message[len(theirs) :]
+            return ApiError(error.status_code, message, param=ours, code=error.code, headers=error.headers)
+    return error

@@ -1,0 +1,164 @@
+"""One turn of a conversation: checked, rendered, constrained and taken apart, for every protocol that is a chat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.server.answers.answer_format import AnswerFormat
+from nanovllm.server.answers.delta import AnswerDelta
+from nanovllm.server.answers.grammar import build_form
+from nanovllm.server.answers.reasoning import ends_in_thought, is_left_open
+from nanovllm.server.answers.template_options import check_variables, effort_options
+from nanovllm.server.answers.thought_count import num_thought_tokens
+from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.server.openai.forms import demand_of, field_of, named_by
+from nanovllm.server.openai.limits import check_size, engine_options
+from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, ChatRequest
+from nanovllm.server.state import ServerState
+from nanovllm.streaming.streams import OutputStream
+
+
+class ChatTurn:
+    """The engine's side of a chat request: its prompt, its sampling parameters, and the parsers of its answers.
+
+    Args:
+        request_id: its name in the engine.
+
+    Raises TypeError, ValueError and ApiError for a bad request.
+    """
+
+    def __init__(self, state: ServerState, request: Request, body: ChatRequest, request_id: str) -> None:
+        self.body, self.id, self._state = body, request_id, state
+        state.check_model(body.model)
+        self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        check_size(state, body, 1, self.num_logprobs)
+        self._conversation, self.tools = body.conversation(), body.callable_tools
+        state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
+        self._template_options = template_options(state, body)
+        self._form = state.answer_format
+        if body.must_call and self._form.tools is None:  # the grammar alone makes the calls: any format will do
+            self._form = replace(self._form, tools=FORMATS["hermes"])
+        self._demand = demand_of(body, self.tools)
+        if self._demand.budget is not None and self._form.reasoning is None:
+            self._demand = replace(self._demand, budget=None)  # a model without thought keeps within any limit
+        options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": self.num_logprobs}
+        if self._form.needs_special_tokens(with_tools=bool(self.tools)):
+            options["skip_special_tokens"] = False
+        self._params = body.sampling_params(**options)
+        self._options = engine_options(state, request, body)
+        self._answers: dict[int, Answer] = {}  # by choice
+
+    async def start(self, kind: OutputKind) -> OutputStream:
+        """Queue the conversation; raises what `AsyncLLM.submit_chat` does."""
+        if self._demand.is_needed:
+            return await self._start_constrained(kind)
+        return await self._state.engine.submit_chat(
+            self._conversation,
+            self._params,
+            tools=self.tools,
+            template_options=self._template_options,
+            request_id=self.id,
+            output_kind=kind,
+            **self._options,
+        )
+
+    async def _start_constrained(self, kind: OutputKind) -> OutputStream:
+        """Queue the rendered conversation: its end shows whether the answer begins in thought."""
+        token_ids = await self.prompt_token_ids()
+        engine = self._state.engine
+        is_open = self._begins_in_thought(token_ids)
+        with named_by(field_of(self.body, self._demand)):
+            form = build_form(self._demand, self._form, engine.tokenizer, is_open=is_open)
+            params = replace(self._params, structured_output=form)
+            return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
+
+    async def prompt_token_ids(self) -> list[int]:
+        """Render the conversation."""
+        return await self._state.engine.apply_chat_template(
+            self._conversation, tools=self.tools, **self._template_options
+        )
+
+    def answer(self, choice: int, output: RequestOutput) -> Answer:
+        """The parser of a choice."""
+        if choice not in self._answers:
+            self._answers[choice] = self._new_answer(output)
+        return self._answers[choice]
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Thought in all choices so far; None if the model has no reasoning format."""
+        if self._form.reasoning is None:
+            return None
+        return sum(answer.num_reasoning_tokens for answer in self._answers.values())
+
+    # ------------------------------------------------------------------------------------------------------- parts
+
+    def _new_answer(self, output: RequestOutput) -> Answer:
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools or ()}
+        is_open = self._begins_in_thought(output.prompt_token_ids)
+        return Answer(self._form, self._state.engine.tokenizer, schemas, is_open=is_open)
+
+    def _begins_in_thought(self, prompt_token_ids: list[int]) -> bool:
+        form = self._form.reasoning
+        if form is None:
+            return False
+        if self.body.continue_final_message:
+            return is_left_open(form, str(self._conversation[-1]["content"]))
+        return ends_in_thought(form, self._state.engine.tokenizer, prompt_token_ids)
+
+
+class Answer:
+    """Parser of one choice: its new parts, and what its usage counts.
+
+    Args:
+        schemas: of the tools' parameters, by name.
+        is_open: whether thought was opened before the answer.
+    """
+
+    def __init__(self, form: AnswerFormat, tokenizer: Any, schemas: dict[str, Any], *, is_open: bool) -> None:
+        self._form, self._tokenizer, self._is_open = form, tokenizer, is_open
+        self._stream = self._form.stream(schemas, is_open=is_open)
+        self._token_ids: list[int] = []
+        self._has_thought = is_open
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._stream is None else self._stream.num_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        if self._form.reasoning is None or not self._has_thought:
+            return 0
+        return num_thought_tokens(self._form.reasoning, self._tokenizer, self._token_ids, is_open=self._is_open)
+
+    def read(self, completion: CompletionOutput, *, is_whole: bool = False) -> AnswerDelta:
+        """Parse an output of the choice; returns its parts.
+
+        Args:
+            is_whole: whether nothing follows, whatever its finish_reason.
+        """
+        if self._stream is None:
+            return AnswerDelta(content=completion.text)
+        if self._form.reasoning is not None:
+            self._token_ids += completion.token_ids
+        delta = self._stream.add(completion.text, is_last=is_whole or completion.finish_reason is not None)
+        self._has_thought = self._has_thought or bool(delta.reasoning) or self._stream.is_open
+        return delta
+
+
+def template_options(state: ServerState, body: ChatRequest) -> dict[str, Any]:
+    """Variables for the chat template; raises ValueError for one that it does not have."""
+    options = body.template_options
+    given = body.chat_template_kwargs or {}
+    check_variables(given, state.template_variables, NOT_FOR_TEMPLATES)
+    if body.reasoning_effort is None:
+        return options
+    can_think = state.answer_format.reasoning is not None
+    effort = effort_options(body.reasoning_effort, state.template_variables, can_think=can_think)
+    for name in effort.keys() & given.keys():
+        raise ValueError(f"reasoning_effort and chat_template_kwargs.{name} say the same to the template; give one.")
+    return options | effort

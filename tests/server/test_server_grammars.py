@@ -1,0 +1,256 @@
+"""Grammars of whole answers: llguidance accepts what the readers read, and what it generates is always a valid call."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import llguidance
+import llguidance.hf
+import pytest
+
+from nanovllm.server.answers.answer_format import AnswerFormat
+from nanovllm.server.answers.grammar import Demand, build_form
+from nanovllm.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.structured_output import StructuredOutput
+from tests.support.tiny_models import tiny_tokenizer
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"type": "string", "maxLength": 3}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "time"}},
+]
+SCHEMAS = {"weather": WEATHER, "time": {"type": "object"}}
+NUMBER = StructuredOutput(json_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+SETTINGS = [(name, True) for name in ("hermes", "llama", "mistral", "mistral_args", "qwen_xml", "glm", "harmony")]
+SETTINGS += [(name, False) for name in ("hermes", "llama", "mistral", "qwen_xml", "glm")]  # markers of several tokens
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}\n</tool_call>'
+QWEN = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>unit</arg_key>\n"
+    "<arg_value>C</arg_value>\n</tool_call>"
+)
+LLAMA = '{"name": "weather", "parameters": {"city":"Paris","unit":"C"}}'
+MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}]'
+ARGS = '[TOOL_CALLS]weather[ARGS]{"city":"Paris","unit":"C"}'
+HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris","unit":"C"}'
+CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "glm": GLM,
+        "harmony": HARMONY}  # fmt: skip
+
+
+@functools.cache
+def setting_of(tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> Setting:
+    return Setting(tools, reasoning, as_tokens=as_tokens)
+
+
+class Setting:
+    """A tokenizer with the markers of a format, as tokens or as text, and llguidance's view of it."""
+
+    def __init__(self, tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> None:
+        self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
+        if as_tokens:
+            plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+                     "</arg_value>", "◁think▷", "◁/think▷"]  # fmt: skip
+            special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
+                       "<|return|>"]  # fmt: skip
+            if tools == "mistral_args":
+                special.append("[ARGS]")
+            self.tokenizer.add_tokens(plain)
+            self.tokenizer.add_special_tokens({"additional_special_tokens": special})
+        self.form = AnswerFormat(
+            REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])
+        )
+        self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
+        self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
+
+    def matcher(self, demand: Demand, is_open: bool) -> llguidance.LLMatcher:
+        built = build_form(demand, self.form, self.tokenizer, is_open=is_open)
+        grammar = built.grammar or f"start: %json {built.json_schema}"
+        matcher = llguidance.LLMatcher(self.guide, grammar)
+        assert not matcher.is_error(), (matcher.get_error(), grammar)
+        return matcher
+
+    def accepts(self, demand: Demand, text: str, *, is_open: bool = False) -> bool:
+        matcher = self.matcher(demand, is_open)
+        ids = self.tokenizer(text)["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def generate(
+        self, demand: Demand, chance: random.Random, *, is_open: bool = False, limit: int = 2000
+    ) -> str | None:
+        """A random text of the grammar; None if it has not ended within the limit."""
+        matcher, ids = self.matcher(demand, is_open), []
+        hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
+        while len(ids) < limit:
+            allowed = [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
+            if self.end_id in allowed and chance.random() < 0.9:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            likely = [token_id for token_id in allowed if token_id in hasty]
+            chosen = chance.choice(likely if likely and chance.random() < 0.4 else allowed)
+            if chosen == self.end_id:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            assert matcher.consume_token(chosen)
+            ids.append(chosen)
+            if matcher.is_stopped():
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return None
+
+    def read(self, text: str, *, is_open: bool = False) -> Any:
+        return self.form.stream(SCHEMAS, is_open=is_open).add(text, is_last=True)
+
+
+@pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
+def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
+    setting = setting_of(name, as_tokens=as_tokens)
+    demand = Demand(tools=TOOLS, must_call=True)
+    assert setting.accepts(demand, CALL[name])
+    for wrong in ("Hello", CALL[name].replace("weather", "whether"), CALL[name].replace("city", "town"),
+                  CALL[name].replace("C", "K"), "Hello" + CALL[name], CALL[name][:-4], ""):  # fmt: skip
+        assert not setting.accepts(demand, wrong), wrong
+    (call,) = setting.read(CALL[name]).calls
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
+
+
+@pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
+def test_whatever_is_generated_is_a_valid_call(name, as_tokens):
+    setting, chance, num_read = setting_of(name, as_tokens=as_tokens), random.Random(7), 0
+    for _ in range(8):
+        text = setting.generate(Demand(tools=TOOLS, must_call=True), chance)
+        if text is None:
+            continue
+        found = setting.read(text)
+        assert found.calls and not found.content, text
+        for call in found.calls:
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+        num_read += 1
+    assert num_read >= 4
+
+
+@pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
+def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
+    setting, demand = setting_of(name, as_tokens=as_tokens), Demand(tools=TOOLS)
+    plain = "<|channel|>final<|message|>It is 3 < 4." if name == "harmony" else "It is 3 < 4."
+    before = "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant" if name == "harmony" else "Well. "
+    assert setting.accepts(demand, plain)
+    assert setting.accepts(demand, CALL[name])
+    assert not setting.accepts(demand, CALL[name].replace("city", "town"))
+    if name != "llama":  # whose calls are whole answers
+        assert setting.accepts(demand, before + CALL[name])
+        assert not setting.accepts(demand, before + CALL[name].replace("city", "town"))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "mistral_args", "qwen_xml", "glm"])
+def test_several_calls_unless_they_are_not_wanted(name):
+    setting = setting_of(name)
+    two = {"llama": f"{LLAMA}; {LLAMA}", "mistral": MISTRAL[:-1] + ", " + MISTRAL[len("[TOOL_CALLS][") :]}
+    text = two.get(name, CALL[name] + CALL[name] if name == "mistral_args" else f"{CALL[name]}\n{CALL[name]}")
+    assert len(setting.read(text).calls) == 2
+    for must_call in (True, False):
+        assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
+        if (name, must_call) != ("mistral", False):  # a list in one marker
+            assert not setting.accepts(Demand(tools=TOOLS, must_call=must_call, is_parallel=False), text)
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("reasoning", ["think", "kimi"])
+def test_thought_is_free_and_what_follows_it_is_not(reasoning, as_tokens):
+    setting = setting_of("hermes", reasoning, as_tokens=as_tokens)
+    form = REASONING_FORMATS[reasoning]
+    thought = f"So <b> {{}} it is.\n{form.close}\n\n"
+    for demand, answer in ((Demand(shape=NUMBER), '{"n":3}'), (Demand(tools=TOOLS, must_call=True), HERMES)):
+        assert setting.accepts(demand, thought + answer, is_open=True)
+        assert setting.accepts(demand, form.open + "\n" + thought + answer)
+        assert setting.accepts(demand, answer)
+        assert not setting.accepts(demand, thought + "no", is_open=True)
+        assert not setting.accepts(demand, "So <b>", is_open=False)
+        assert not setting.accepts(demand, answer, is_open=True)
+    both = Demand(shape=NUMBER, tools=TOOLS)
+    assert setting.accepts(both, thought + HERMES, is_open=True) and setting.accepts(both, '{"n":3}')
+
+
+def test_thought_of_harmony_is_free_and_what_follows_it_is_not():
+    setting = setting_of("harmony", "harmony")
+    thought = "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"n":3}'
+    for begin in ("", thought):
+        assert setting.accepts(Demand(shape=NUMBER), begin + final)
+        assert not setting.accepts(Demand(shape=NUMBER), begin + final.replace("3", "x"))
+        assert setting.accepts(Demand(tools=TOOLS, must_call=True), begin + HARMONY)
+        assert not setting.accepts(Demand(tools=TOOLS, must_call=True), begin + final)
+
+
+@pytest.mark.parametrize("reasoning", ["think", "harmony"])
+def test_a_budget_of_thought_forces_its_end(reasoning):
+    setting = setting_of("none" if reasoning != "harmony" else "harmony", reasoning)
+    begin = "<|channel|>analysis<|message|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].open
+    close = "<|end|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].close
+    close_id = setting.tokenizer.convert_tokens_to_ids(close)
+    matcher = setting.matcher(Demand(budget=3), is_open=False)
+    assert matcher.consume_tokens(setting.tokenizer(begin)["input_ids"])
+    for _ in range(3):
+        assert close_id in allowed_by(matcher)
+        assert matcher.consume_token(setting.tokenizer("a")["input_ids"][0])
+    assert allowed_by(matcher) == [close_id]
+    assert matcher.consume_token(close_id)
+
+
+def allowed_by(matcher: llguidance.LLMatcher) -> list[int]:
+    return [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
+
+
+def test_a_budget_needs_an_end_that_is_one_token():
+    with pytest.raises(ValueError, match="thinking_token_budget needs an end of thought that is one token"):
+        setting = setting_of("none", "think", as_tokens=False)
+        build_form(Demand(budget=3), setting.form, setting.tokenizer, is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "good", "bad"),
+    [
+        (StructuredOutput(json_object=True), '{"a":[1]}', "[1]"),
+        (StructuredOutput(choice=("yes", 'a "no"\n')), 'a "no"\n', "maybe"),
+        (StructuredOutput(regex=r"[a-c]+/\d \/\n?"), "abc/3 /\n", "abd/3"),
+        (StructuredOutput(grammar='start: "a" | foo\nfoo: /x}/\n'), "x}", "b"),
+        (NUMBER, '{"n":1}', '{"n":"1"}'),
+    ],
+    ids=["json_object", "choice", "regex", "grammar", "json_schema"],
+)
+def test_every_form_may_follow_thought(shape, good, bad):
+    setting = setting_of("none", "think")
+    assert setting.accepts(Demand(shape=shape), "Well.</think>" + good, is_open=True)
+    assert not setting.accepts(Demand(shape=shape), "Well.</think>" + bad, is_open=True)
+
+
+def test_a_keyword_that_is_not_supported_is_an_error_for_strict_tools_alone():
+    setting = setting_of("hermes")
+    odd = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+    for strict in (True, False):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": strict}}]
+        built = build_form(Demand(tools=tools, must_call=True), setting.form, setting.tokenizer, is_open=False)
+        assert llguidance.LLMatcher(setting.guide, built.grammar).is_error() == strict
+
+
+def test_arguments_by_name_need_names():
+    setting = setting_of("qwen_xml")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}]}, "strict": True}}]
+    with pytest.raises(ValueError, match="parameters of 'f' have 'anyOf' at their root"):
+        build_form(Demand(tools=tools), setting.form, setting.tokenizer, is_open=False)

@@ -1,0 +1,236 @@
+"""Reasoning: thought split from content by the chat template's markers, efforts, and variables of the template."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.server.answers.answer_format import AnswerFormat, answer_format
+from nanovllm.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.server.answers.template_options import effort_options, template_variables
+from nanovllm.server.answers.thought_count import num_thought_tokens
+from nanovllm.server.answers.tool_calls import FORMATS
+from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
+from tests.support.serving import MODEL, serving
+from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+
+ASK = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+
+# format, whether the template left the thought open, text, thought, content, names of the tools called
+ANSWERS = [
+    ("think", False, "<think>\nSo it is.\n</think>\n\nFour.", "So it is.", "Four.", []),
+    ("think", True, "So it is.\n</think>\n\nFour.", "So it is.", "Four.", []),
+    ("think", True, "<a> </b> </think>Four. </think>", "<a> </b>", "Four. </think>", []),
+    ("think", True, "It never ends </thin", "It never ends </thin", "", []),
+    ("think", False, "\n <think></think>\n\nFour.", "", "Four.", []),
+    ("think", False, "Four. <think>no</think>", "", "Four. <think>no</think>", []),
+    ("think", False, " <thin", "", " <thin", []),
+    ("think", False, "<think>I call " + CALL + "</think>" + CALL, "I call " + CALL, "", ["weather"]),
+    ("mistral", False, "[THINK]So.[/THINK]Four.<|eot|>", "So.", "Four.", []),
+    ("seed", False, "<seed:think>So.</seed:think>Four.", "So.", "Four.", []),
+    ("kimi", True, "So.◁/think▷Four.", "So.", "Four.", []),
+    ("cohere", False, "<|START_THINKING|>So.<|END_THINKING|>Four.<|eot|>", "So.", "Four.", []),
+    ("harmony", False, "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Four."
+                       "<|return|>", "So.", "Four.", []),
+    ("harmony", False, "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary "
+                       "to=functions.weather <|constrain|>json<|message|>{}<|call|>", "So.", "", ["weather"]),
+    ("harmony", False, "<|channel|>analysis<|message|>It never ends", "It never ends", "", []),
+    ("none", False, "<think>So.</think>Four.", "", "<think>So.</think>Four.", []),
+]  # fmt: skip
+
+
+def split(name: str, is_open: bool, parts: list[str]) -> tuple[str, str, list[str]]:
+    special = frozenset(["<|eot|>", "[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>"])
+    form = AnswerFormat(REASONING_FORMATS[name], FORMATS["hermes"], special)
+    stream = form.stream({"weather": {}}, is_open=is_open)
+    thought, content, names = "", "", []
+    for number, part in enumerate(parts):
+        new = stream.add(part, is_last=number == len(parts) - 1)
+        thought += new.reasoning
+        content += new.content
+        names += [call["function"]["name"] for call in new.calls]
+    return thought, content, names
+
+
+@pytest.mark.parametrize(("name", "is_open", "text", "thought", "content", "names"), ANSWERS)
+def test_thought_content_and_calls_are_separated_wherever_an_answer_is_cut(
+    name, is_open, text, thought, content, names
+):
+    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []
+    body = text.removesuffix("<|eot|>")
+    cuts = [[body], *([body[:at], body[at:]] for at in range(len(body) + 1))]
+    cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
+    for parts in cuts:
+        assert split(name, is_open, [*parts, *whole]) == (thought, content, names), parts
+
+
+def test_thought_is_shown_as_it_comes():
+    stream = AnswerFormat(REASONING_FORMATS["think"], None).stream(None, is_open=True)
+    assert stream.add("One", is_last=False).reasoning == "One"
+    assert stream.add(" two <", is_last=False).reasoning == " two"
+    assert stream.add("3", is_last=False).reasoning == " <3"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<think>' }}", "think"),
+        ("[THINK] [/THINK]", "mistral"),
+        ("<seed:think>", "seed"),
+        ("◁think▷", "kimi"),
+        ("<|START_THINKING|>", "cohere"),
+        ("<|channel|>analysis<|message|>", "harmony"),
+        (CHAT_TEMPLATE, None),
+        (None, None),
+    ],
+)
+def test_the_format_is_found_in_the_chat_template(template, name):
+    form = answer_format(SimpleNamespace(chat_template=template)).reasoning
+    assert (None if form is None else form.name) == name
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()) as running:
+        yield running
+
+
+def test_a_whole_answer_has_its_thought_apart(running, monkeypatch):
+    says(running, monkeypatch, "Two and two\n</think>\n\nFour")
+    with running.client() as client:
+        answer = client.chat.completions.create(model=MODEL, messages=ASK, n=2, temperature=1.0)
+    for choice in answer.choices:
+        assert (choice.message.reasoning_content, choice.message.content) == ("Two and two", "Four")
+        assert choice.finish_reason == "stop"
+    tokenizer = running.engine.tokenizer
+    num_thought = len(tokenizer("Two and two\n</think>")["input_ids"])
+    # The marker is several tokens here, and the last of them also holds the line break.
+    assert 2 * num_thought <= answer.usage.completion_tokens_details.reasoning_tokens <= 2 * num_thought + 2
+
+
+def test_a_streamed_answer_has_its_thought_apart(running, monkeypatch):
+    says(running, monkeypatch, "Two and two</think>Four" + CALL)
+    with running.client() as client:
+        stream = client.chat.completions.create(
+            model=MODEL, messages=ASK, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Two and two"
+    assert "".join(delta.content or "" for delta in deltas) == "Four"
+    assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["weather"]
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert 0 < chunks[-1].usage.completion_tokens_details.reasoning_tokens < chunks[-1].usage.completion_tokens
+
+
+def test_a_prompt_whose_thought_is_closed_begins_with_content(running, monkeypatch):
+    says(running, monkeypatch, "Four")
+    for options in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        with running.http() as http:
+            answer = http.post("/v1/chat/completions", json={"messages": ASK} | options).json()
+        message = answer["choices"][0]["message"]
+        assert ("reasoning_content" in message, message["content"]) == (False, "Four")
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_model_that_opens_its_thought_itself(running, monkeypatch):
+    says(running, monkeypatch, "<think>So.</think>Four")
+    with running.http() as http:
+        body = {"messages": ASK, "chat_template_kwargs": {"waits": True}}
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("So.", "Four")
+
+
+def test_a_thought_that_is_cut_off_is_thought(running, monkeypatch):
+    says(running, monkeypatch, "Two and two and so on")
+    with running.http() as http:
+        (choice,) = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+    assert choice["message"]["reasoning_content"].startswith("Two")
+
+
+def test_a_continued_thought_goes_on(running, monkeypatch):
+    says(running, monkeypatch, " two</think>Four")
+    messages = [*ASK, {"role": "assistant", "content": "<think>Two and"}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    with running.http() as http:
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("two", "Four")
+
+
+def test_earlier_thought_and_the_effort_reach_the_template(running):
+    messages = [*ASK, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}, *ASK]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, "reasoning_effort": "low"}
+    with running.http() as http:
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    prompt = running.engine.tokenizer.decode(choice["prompt_token_ids"])
+    assert prompt.startswith("effort low ") and "<think>2+2</think>4<|end|>" in prompt
+
+
+def test_variables_that_the_template_does_not_have_are_refused(running):
+    with running.http() as http:
+        for name, hint in (("enable_thinkin", "did you mean enable_thinking"), ("wait", "waits"), ("zzz", "no such")):
+            body = {"messages": ASK, "chat_template_kwargs": {name: True}}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
+            assert hint in answer.json()["error"]["message"]
+        body = {"messages": ASK, "chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"}
+        assert http.post("/v1/chat/completions", json=body).json()["error"]["param"] == "reasoning_effort"
+
+
+def test_an_effort_is_said_in_the_variables_of_the_template():
+    variables = template_variables(THINKING_TEMPLATE)
+    assert {"reasoning_effort", "enable_thinking", "waits"} <= variables
+    assert effort_options("high", variables, can_think=True) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert effort_options("none", variables, can_think=True) == {"enable_thinking": False}
+    assert effort_options("none", {"reasoning_effort"}, can_think=True) == {"reasoning_effort": "none"}
+    assert effort_options("none", {"enable_thinking"}, can_think=True) == {"enable_thinking": False}
+    assert effort_options("low", {"thinking"}, can_think=True) == {"thinking": True}
+    assert effort_options("none", {"messages"}, can_think=False) == {}
+    for can_think, effort in ((True, "none"), (False, "low")):
+        with pytest.raises(ValueError, match=r"reasoning_effort is .* has no variable for it"):
+            effort_options(effort, {"messages"}, can_think=can_think)
+
+
+def test_templates_with_tags_of_their_own_are_read():
+    template = (
+        "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% if x %}{% break %}{% endif %}{% endfor %}"
+    )
+    assert template_variables(template) == {"messages", "x"}
+    assert template_variables("{% nonsense %}") is None
+
+
+def test_thought_is_counted_by_the_tokens_of_its_markers():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|return|>"]})
+
+    def count(name: str, text: str, is_open: bool = False) -> tuple[int, Any]:
+        form, ids = REASONING_FORMATS[name], tokenizer(text)["input_ids"]
+        return num_thought_tokens(form, tokenizer, ids, is_open=is_open), ids
+
+    for text, is_open in (("<think>Two and two</think>Four", False), ("Two and two</think>Four", True)):
+        number, ids = count("think", text, is_open)
+        assert tokenizer.decode(ids[:number]) == text.removesuffix("Four")
+    assert count("think", "Four</think>")[0] == 0
+    number, ids = count("harmony", "<|channel|>analysis<|message|>Two and two<|end|>"
+                        "<|channel|>final<|message|>Four<|return|>")  # fmt: skip
+    assert number == len(tokenizer("Two and two<|end|>")["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        '{% if not x is defined %}{% set x = "1" %}{% endif %}{{ x }}',
+        "{% macro build() %}{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}{% endmacro %}{{ build() }}",
+        "{% set x = x | default(true) %}{{ x }}",
+        "{% if x is not defined %}{% set x = 1 %}{% endif %}{% set n = namespace(y=1) %}{% if x %}{{ n.y }}{% endif %}",
+    ],
+    ids=["set", "macro", "default", "namespace"],
+)
+def test_variables_that_a_template_gives_a_default_are_its_variables(template):
+    assert template_variables(template) == {"x"}

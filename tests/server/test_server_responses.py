@@ -1,0 +1,202 @@
+"""/v1/responses: OpenAI's own client against a live server, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.support.scripted import END, ending_model, says, thinking_tokenizer
+from tests.support.serving import MODEL, serving
+
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+ANSWER = f"Two and two</think>Let me see.{CALL}"
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+SEALED = ["reasoning.encrypted_content"]
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+def test_an_answer_has_items_of_thought_message_and_call(running, client, monkeypatch):
+    says(running, monkeypatch, ANSWER)
+    answer = client.responses.create(
+        model=MODEL, input="Hello", tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}, include=SEALED
+    )
+    Response.model_validate(answer.model_dump(), strict=True)
+    thought, message, call = answer.output
+    assert (thought.type, thought.summary, thought.content[0].text) == ("reasoning", [], "Two and two")
+    assert (message.type, message.content[0].text, answer.output_text) == ("message", "Let me see.", "Let me see.")
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Paris"}')
+    assert (answer.status, answer.incomplete_details, answer.metadata) == ("completed", None, {"a": "b"})
+    assert (answer.store, answer.previous_response_id) == (False, None)
+    usage = answer.usage
+    assert usage.output_tokens == len(running.engine.tokenizer(ANSWER)["input_ids"]) + 1
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_a_stream_has_the_events_of_the_whole_answer(running, client, monkeypatch):
+    says(running, monkeypatch, ANSWER)
+    options: dict[str, Any] = {"model": MODEL, "input": "Hello", "tools": TOOLS, "include": SEALED}
+    events = list(client.responses.create(stream=True, **options))
+    for event in events:
+        EVENTS.validate_python(event.model_dump(by_alias=True), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    shortened = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+    assert shortened == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    last = events[-1].response
+    assert done == last.output
+    whole = client.responses.create(**options)
+
+    def without_ids(response: Response) -> Any:
+        items = [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in response.output]
+        return items, response.usage.output_tokens, response.usage.output_tokens_details
+
+    assert without_ids(last) == without_ids(whole)
+    with client.responses.stream(**options) as stream:
+        for _ in stream:
+            pass
+        assert without_ids(stream.get_final_response()) == without_ids(whole)
+
+
+def test_an_agent_makes_twenty_calls_without_a_malformed_event(running, client, monkeypatch):
+    says(running, monkeypatch, 'So.</think><tool_call>{"name": "weather"}</tool_call>')
+    first: Any = {"role": "user", "content": "Hello"}
+    history = [first]
+    for number in range(20):
+        with client.responses.stream(model=MODEL, input=history, tools=TOOLS, include=SEALED) as stream:
+            for event in stream:
+                assert event.type
+            answer = stream.get_final_response()
+        (call,) = [item for item in answer.output if item.type == "function_call"]
+        assert (answer.status, call.arguments) == ("completed", "{}")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": f"{number}"}
+        history = [first, *(item.model_dump(exclude_none=True, by_alias=True) for item in answer.output), result]
+    assert answer.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_conversation_reaches_the_template(running, monkeypatch):
+    says(running, monkeypatch, "Fine")
+    prompts: list[str] = []
+    chat = running.engine._input_processor.chat
+    apply = chat.apply_to
+
+    def noted(*args: Any, **options: Any) -> list[int]:
+        ids = apply(*args, **options)
+        prompts.append(running.engine.tokenizer.decode(ids))
+        return ids
+
+    monkeypatch.setattr(chat, "apply_to", noted)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "two"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "SG0="},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": [
+            {"type": "output_text", "text": "So", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Rain"}]},
+        {"type": "message", "role": "developer", "content": "Now."},
+    ]  # fmt: skip
+    body = {"input": items, "instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"},
+            "tools": [*TOOLS, {"type": "web_search"}, {"type": "custom", "name": "x"}], "tool_choice": "auto",
+            "store": False, "prompt_cache_key": "k", "text": {"verbosity": "medium"}}  # fmt: skip
+    with running.http() as http:
+        answer = http.post("/v1/responses", json=body)
+    assert answer.headers["x-skipped-tools"] == "custom, web_search"
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["weather"]
+    assert prompts == [
+        f"weather <|system|>Be brief.{END}<|user|>One\ntwo{END}<|assistant|><think>Hm</think>So"
+        f'[weather {{"city": "Paris"}}]{END}<|tool|>Rain{END}<|system|>Now.{END}<|assistant|>'
+        "<think>\n\n</think>\n\n"
+    ]
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(running, client, monkeypatch):
+    says(running, monkeypatch, "So.</think>One two three")
+    options: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 9}
+    whole = client.responses.create(**options)
+    *_, last = client.responses.create(stream=True, **options)
+    for answer in (whole, last.response):
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert answer.output[-1].status == "incomplete"
+    assert last.type == "response.incomplete"
+
+
+def test_a_stream_that_fails_ends_as_a_failed_response(running, client, monkeypatch):
+    says(running, monkeypatch, "So.</think>One two three four five six")
+    runner = running.engine._engine_thread._engine.model_runner
+    execute, calls = runner.execute, []
+
+    def fails(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) >= 6:
+            raise RuntimeError("broken")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", fails)
+    *_, last = client.responses.create(model=MODEL, input="Hello", stream=True)
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    monkeypatch.setattr(runner, "execute", execute)
+    assert client.responses.create(model=MODEL, input="Hello").status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"store": True}, "store", "nothing is stored"),
+        ({"conversation": "c"}, "conversation", "nothing is stored"),
+        ({"input": []}, "input", "empty"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+         "input", "not valid JSON"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "??"}]}, None, "input[0].encrypted_content"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}}, "tool_choice", "'time'"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "low"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+        ({"include": ["message.input_image.image_url"]}, "include", "encrypted_content"),
+        ({"zzz": 1}, "zzz", "unknown field"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(running, body, param, named):
+    with running.http() as http:
+        answer = http.post("/v1/responses", json={"input": "Hello"} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert param is None or error["param"] == param, error
+    assert named in error["message"]
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(openai.NotFoundError, match="does not exist here"):
+        client.responses.create(model="other", input="Hello")
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.responses.create(model=MODEL, input="x " * 900)

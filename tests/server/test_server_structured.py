@@ -1,0 +1,190 @@
+"""Constrained answers of a live server: forms, required and strict tools, budgets of thought, through real clients."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+import anthropic
+import jsonschema
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
+from tests.support.serving import MODEL, serving
+from tests.support.tiny_models import tiny_model
+
+ASK: list[Any] = [{"role": "user", "content": "Hello"}]
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": ARGUMENTS, "time": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in SCHEMAS.items()
+]
+
+
+class Weather(BaseModel):
+    """A document whose length is bounded: the model draws at random."""
+
+    city: Literal["Paris", "Rome"]
+    days: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(model=ending_model()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+def test_openais_parse_gives_the_model_of_a_chat_and_of_a_response(client):
+    for _ in range(2):
+        chat = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Weather)
+        assert isinstance(chat.choices[0].message.parsed, Weather)
+        response = client.responses.parse(model=MODEL, input="Hello", text_format=Weather)
+        assert isinstance(response.output_parsed, Weather)
+    with client.chat.completions.stream(model=MODEL, messages=ASK, response_format=Weather) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
+
+
+def test_anthropics_parse_gives_the_model(running):
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+        parsed = client.messages.parse(model=MODEL, max_tokens=200, messages=ASK, output_format=Weather)
+        assert isinstance(parsed.parsed_output, Weather)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "matches"),
+    [
+        ("guided_choice", ["yes", "no"], lambda text: text in ("yes", "no")),
+        ("guided_regex", r"[a-f]{3}-\d{2}/", lambda text: re.fullmatch(r"[a-f]{3}-\d{2}/", text)),
+        ("guided_grammar", 'start: "a" | "b" start', lambda text: re.fullmatch("b*a", text)),
+        ("guided_json", json.dumps(ARGUMENTS), lambda text: jsonschema.validate(json.loads(text), ARGUMENTS) is None),
+        ("structured_outputs", {"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ("structured_outputs", {"json": ARGUMENTS}, lambda text: Weather.model_validate_json(text)),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "w", "schema": ARGUMENTS}},
+         lambda text: Weather.model_validate_json(text)),
+    ],
+)  # fmt: skip
+def test_every_form_is_kept_by_both_endpoints(running, field, value, matches):
+    with running.http() as http:
+        for path, more in (("chat/completions", {"messages": ASK}), ("completions", {"prompt": "Hello"})):
+            body = {"max_tokens": 400, "n": 2, "seed": 3, field: value} | more
+            for choice in http.post(f"/v1/{path}", json=body).json()["choices"]:
+                text = choice["text"] if "text" in choice else choice["message"]["content"]
+                assert (choice["finish_reason"], bool(matches(text))) == ("stop", True), text
+
+
+def arguments_of(call: Any) -> Any:
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, SCHEMAS[call.function.name])
+    return call.function.name
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen_xml", "none"])
+def test_required_and_named_calls_are_made_in_every_format(form):
+    with serving({"tool_format": form}, model=ending_model()) as running, running.client() as client:
+        for choice, wanted in (
+            ("required", {"weather", "time"}),
+            ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+        ):
+            options: dict[str, Any] = {
+                "model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False,
+                "max_tokens": 200,
+            }  # fmt: skip
+            answer = client.chat.completions.create(**options).choices[0]
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+            (call,) = answer.message.tool_calls
+            assert arguments_of(call) in wanted
+            with client.chat.completions.stream(**options) as stream:
+                (call,) = stream.get_final_completion().choices[0].message.tool_calls
+            assert arguments_of(call) in wanted
+
+
+def test_every_protocol_makes_a_required_call(running, client):
+    tool = {"name": "weather", "input_schema": ARGUMENTS}
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as other:
+        message = other.messages.create(
+            model=MODEL,
+            max_tokens=200,
+            messages=ASK,
+            tools=[tool],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )
+    assert message.stop_reason == "tool_use"
+    for block in message.content:
+        jsonschema.validate(block.input, ARGUMENTS)
+    flat = {"type": "function", "name": "weather", "parameters": ARGUMENTS, "strict": True}
+    response = client.responses.create(
+        model=MODEL, input="Hello", tools=[flat], tool_choice={"type": "function", "name": "weather"}
+    )
+    for item in response.output:
+        jsonschema.validate(json.loads(item.arguments), ARGUMENTS)
+
+
+def test_a_budget_ends_the_thought_and_the_document_follows():
+    tokenizer = thinking_tokenizer(THINKING_TEMPLATE)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    model = tiny_model(vocab_size=514, eos_token_id=tokenizer.convert_tokens_to_ids("<|end|>"))
+    with serving(model=model, tokenizer=tokenizer) as running, running.http() as http:
+        body = {"messages": ASK, "max_tokens": 100, "thinking_token_budget": 5, "guided_choice": ["yes", "no"]}
+        for seed in range(4):
+            answer = http.post("/v1/chat/completions", json=body | {"seed": seed}).json()
+            assert answer["choices"][0]["message"]["content"] in ("yes", "no")
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6  # the marker is one
+        del body["guided_choice"]
+        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 20}).json()
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6
+        with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+            thinking: Any = {"type": "enabled", "budget_tokens": 3}
+            message = client.messages.create(model=MODEL, max_tokens=30, messages=ASK, thinking=thinking)
+        assert message.content[0].type == "thinking" and message.usage.output_tokens > 4
+
+
+ODD = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ODD}}},
+         "response_format.json_schema.schema"),
+        ({"guided_json": ODD}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"guided_grammar": "begin: x"}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": ODD, "strict": True}}],
+          "tool_choice": "required"}, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_constrained_is_refused_by_name(running, body, param):
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": ASK} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+
+
+def test_a_document_that_is_cut_off_ends_by_its_length(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=2
+    )
+    assert answer.choices[0].finish_reason == "length"

@@ -1,0 +1,57 @@
+"""Answers that a test writes: the sampler's draws are replaced, all else of the engine and the server is as ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.serving import Serving
+from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+END = "<|end|>"
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+# Thought that the template leaves open, unless it is told not to; earlier thought is shown.
+THINKING_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}"
+    "{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}"
+    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif not waits %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def thinking_tokenizer(template: str = THINKING_TEMPLATE) -> Any:
+    """A tiny tokenizer whose template knows tools and thought."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def ending_model() -> Any:
+    """A tiny model whose answers end with END."""
+    return tiny_model(eos_token_id=tiny_tokenizer().convert_tokens_to_ids(END))
+
+
+def says(running: Serving, monkeypatch: pytest.MonkeyPatch, text: str) -> int:
+    """Make each answer of a server this text, and END behind it; returns the id of END."""
+    runner = running.engine._engine_thread._engine.model_runner
+    execute = runner.execute
+    tokenizer = running.engine.tokenizer
+    end_id = tokenizer.convert_tokens_to_ids(END)
+    token_ids = [*tokenizer(text)["input_ids"], end_id]
+
+    def scripted(batch: Any) -> Any:
+        said = [token_ids[min(sequence.num_output_tokens, len(token_ids) - 1)] for sequence in batch.sampling]
+        return replace(execute(batch), token_ids=torch.tensor(said))
+
+    monkeypatch.setattr(runner, "execute", scripted)
+    return end_id
