@@ -157,7 +157,7 @@ def resolve_options(
         layers[:] = [replace(layer, traits=layer.traits.within(longest)) for layer in layers]
     block_size = preferred_block_size(layers, device, config)
     config = config.resolve_limits(device.type, loaded.max_position_embeddings, block_size=block_size)
-    binding.rope.pin(config.max_model_len)
+    binding.pin_rope(config.max_model_len)
     check_row_counted_scales(
         binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
     )

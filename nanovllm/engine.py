@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from sortedcontainers import SortedList
@@ -214,6 +214,12 @@ class Engine:
         for step in self._in_flight:
             step.draw()
 
+    def _draw_for_other_ranks(self) -> None:
+        """Draw what nobody will read: several ranks draw together, and the others wait for this one."""
+        if self.when_failed is not None:
+            with suppress(BaseException):  # a rank that failed is told of by the next step
+                self._draw_in_flight()
+
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:
         """The oldest step in flight; None if there is none, or with overlap only the one just launched."""
         if not self._in_flight or (self.config.overlap and launched is not None and len(self._in_flight) == 1):
@@ -222,6 +228,7 @@ class Engine:
 
     def _undo(self, error: BaseException) -> StepError:
         """Roll back every step in flight: a launch that failed may have overwritten the tokens of the one before."""
+        self._draw_for_other_ranks()
         with self._changing():
             self._in_flight.clear()
             in_flight = self.scheduler.in_flight
@@ -248,7 +255,7 @@ class Engine:
 
     def _discard_in_flight(self) -> None:
         """Drop the steps in flight unread. The device finishes them before whatever is launched next."""
-        self._draw_in_flight()  # several ranks draw together: the others wait for it
+        self._draw_for_other_ranks()
         self.scheduler.rollback(self._in_flight[0].batch, has_failed=False)
         self._in_flight.clear()
 
@@ -320,6 +327,7 @@ class Engine:
         """Abort every request and free the caches; a live module is its owner's again. Nothing in a forked child."""
         if os.getpid() != self._process_id:
             return
+        self._draw_for_other_ranks()
         self._in_flight.clear()
         self.requests.clear()
         self._deadlines.clear()

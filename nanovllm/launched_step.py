@@ -48,8 +48,9 @@ class LaunchedStep:
     def draw(self) -> None:
         """Draw its tokens, unless that is done: before any other step is launched."""
         if self._draw is not None:
-            begin = self.clock()
-            self._pending, self._draw = self._draw(), None
+            begin, draw = self.clock(), self._draw
+            self._draw = None  # also of a draw that fails
+            self._pending = draw()
             self.times.launch_time += self.clock() - begin
 
     def wait(self) -> list[int]:

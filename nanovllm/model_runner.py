@@ -117,6 +117,8 @@ class ModelRunner:
 
     def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
         try:
+            if self.device.type == "cuda":
+                self._follow_last_stream()
             return PendingTokens.send(draw(), report)
         except RuntimeError as error:
             raise_device_error(error)
@@ -169,9 +171,7 @@ class ModelRunner:
         Args:
             was_idle: check everything, since nothing ran meanwhile; else only weights.
         """
-        if self.binding.watch is None:
-            return False
-        weights_changed, structure_changed = self.binding.watch.changes(with_structure=was_idle)
+        weights_changed, structure_changed = self.binding.owner_changes(with_structure=was_idle)
         if weights_changed or structure_changed:
             self._executor.model_changed(in_place=not structure_changed)
         return weights_changed or structure_changed

@@ -94,6 +94,7 @@ class RankRunner(ModelRunner):
     def _draw_together(self, draw: Callable[[], Tensor]) -> Tensor:
         assert self._workers is not None
         try:
+            self._workers.check()
             return draw()
         except BaseException as error:  # the others are in the middle of the draw
             self._workers.fail(error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.validation import items, text, truth
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_FORM_BYTES = 256 * 1024  # of a schema, a regex, a grammar or all choices, in UTF-8
 MAX_SCHEMA_DEPTH = 100  # objects and arrays within one another in a schema

@@ -22,7 +22,8 @@ ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's
 # handle and slot mapping). Where a model does not pass these down, they are found by the engine's handle.
 LAYER_CACHE, LAYER_ENGINE = "nanovllm_cache", "nanovllm_engine"
-# Further ones, where layers differ: which of the engine's kinds of layers it is; whether its K and V are another's.
+# Further ones: which of the engine's kinds of layers it is; whether its K and V are another's. Every layer has them,
+# since a module takes two microseconds to find out that an attribute is missing.
 LAYER_KIND, LAYER_SHARES = "nanovllm_kind", "nanovllm_shares"
 STEP_HANDLE, STEP_SLOT_MAPPING = "nanovllm_step", "nanovllm_slot_mapping"
 SINKS = "s_aux"  # what `transformers` calls the sinks among the keyword arguments of attention
@@ -141,7 +142,9 @@ def attend_in_step(
     return output
 
 
-paged_attention = torch.library.custom_op("nanovllm::paged_attention", attend_in_step, mutates_args=())
+# A cache of compiled code knows an operator by its name alone, and code of an older version calls it with the older
+# arguments: so each schema has a name of its own, and the number goes up with a change.
+paged_attention = torch.library.custom_op("nanovllm::paged_attention_2", attend_in_step, mutates_args=())
 
 
 @paged_attention.register_fake
@@ -179,11 +182,11 @@ def attention_function(
         scaling = query.shape[-1] ** -0.5
     # One tensor for both, since the compiler copies all of a cache where two arguments that change share their memory.
     cache = getattr(module, LAYER_CACHE)
-    kind, sinks = getattr(module, LAYER_KIND, 0), kwargs.get(SINKS)
+    kind, sinks = getattr(module, LAYER_KIND), kwargs.get(SINKS)
     if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
         slot_mapping = slot_mapping[kind]
     is_compiled = torch.compiler.is_compiling()
-    if not getattr(module, LAYER_SHARES, False):
+    if not getattr(module, LAYER_SHARES):
         (write_states_compiled if is_compiled else write_states)(key, value, cache, slot_mapping)
     # Uncompiled, the dispatcher would only add its overhead to every layer.
     attend = paged_attention if is_compiled else attend_in_step

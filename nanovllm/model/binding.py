@@ -72,7 +72,7 @@ class ModelBinding:
         layers: of attention, in the order of the forward pass.
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
         min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
-        rope: rotary embeddings that would follow the batch; `rope.pin` chooses for a max_model_len, before any step.
+        rope: rotary embeddings that would follow the batch; `pin_rope` chooses for a max_model_len, before any step.
         watch: detects changes of a live module; None for another.
     """
 
@@ -95,7 +95,8 @@ class ModelBinding:
         self._rotary: list[Change] = []
         self._patches = AttributePatches()
         self._is_installed = False
-        self.rope = PinnedRope(model)
+        with self._lock:  # a step of another engine changes what is looked at
+            self.rope = PinnedRope(model)
         probe = probe_model(model, self._probing)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
@@ -106,7 +107,8 @@ class ModelBinding:
         self.dtype = self.layers[0].dtype
         self.caches = KVCaches(self.layers, self.device)
         self.layer_modules = decoder_layers(model, [layer.module for layer in self.layers])
-        self.watch = ModuleWatch(model) if is_live else None
+        with self._lock:
+            self.watch = ModuleWatch(model) if is_live else None
 
     def _split_logits(self, ranks: Ranks, head: ShardedHead) -> None:
         """Let the model give the logits of this rank's tokens alone, if they are parts of the whole ones.
@@ -225,6 +227,18 @@ class ModelBinding:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
+    def pin_rope(self, max_model_len: int) -> None:
+        """See `PinnedRope.pin`."""
+        with self._lock:
+            self.rope.pin(max_model_len)
+
+    def owner_changes(self, *, with_structure: bool) -> tuple[bool, bool]:
+        """See `ModuleWatch.changes`; nothing changes in a module that is not live."""
+        if self.watch is None:
+            return False, False
+        with self._lock:  # a step of another engine changes what is looked at
+            return self.watch.changes(with_structure=with_structure)
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hook paged attention, eval mode and compiled layers; for a live module, undone on leaving."""
@@ -297,7 +311,7 @@ class ModelBinding:
         tensors = self._handle_tensor, slot_mapping
         extra = dict(zip((STEP_HANDLE, STEP_SLOT_MAPPING), tensors, strict=True)) if self._passes_keywords else {}
         if not extra and self._compiled_calls:
-            torch._dynamo.maybe_mark_dynamic(slot_mapping, 0)
+            torch._dynamo.maybe_mark_dynamic(slot_mapping, slot_mapping.dim() - 1)
         with step_in_force(self.handle, step, None if extra else tensors):
             try:
                 with self.installed():

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE
+from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES
 
 # What training sets and takes back, and what a step itself sets.
-_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE}
+_NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES}
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -54,10 +54,8 @@ def layer_changes(
     for layer, cache in zip(layers, caches, strict=True):
         attributes, traits = vars(layer.module), layer.traits
         changes.append((attributes, LAYER_CACHE, cache))
-        if len(kinds) > 1:
-            changes.append((attributes, LAYER_KIND, kinds.index(kind_of(traits))))
-        if traits.shares is not None:
-            changes.append((attributes, LAYER_SHARES, True))
+        changes.append((attributes, LAYER_KIND, kinds.index(kind_of(traits))))
+        changes.append((attributes, LAYER_SHARES, traits.shares is not None))
         if engine_handle is not None:
             changes.append((attributes, LAYER_ENGINE, engine_handle))
     return changes

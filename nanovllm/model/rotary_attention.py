@@ -62,7 +62,7 @@ class RotaryAttention(nn.Module):
         attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
-        kind = getattr(attention, LAYER_KIND, 0)
+        kind = getattr(attention, LAYER_KIND)
         return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling, kind)), None
 
     def rotated(

@@ -170,3 +170,13 @@ def test_layout_lists_decodes_first_and_maps_samples_back_to_batch_order():
     slots = [case.slot(e.block_table, p) for e in layout.entries for p in range(e.start, e.start + e.num_new_tokens)]
     assert layout.slot_mapping.tolist() == slots
     assert isinstance(layout.slot_mapping, np.ndarray)
+
+
+def test_a_new_schema_of_the_operator_has_a_new_name():
+    """Code that an older version compiled calls the operator of its name with the older arguments."""
+    known = {
+        "nanovllm::paged_attention_2": "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor handle, "
+        "float scaling, SymInt kind=0, Tensor? sinks=None) -> Tensor",
+    }
+    schema = paged_attention._opoverload._schema
+    assert str(schema) == schema.name + known[schema.name]

@@ -14,8 +14,10 @@ import torch
 from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight, kinds_of
 from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp, flex, sdpa
 
-# FlexAttention compiles two kernels for each shape and kind, for some seconds each.
-BACKENDS = pytest.mark.parametrize("backend", [sdpa, cpp, pytest.param(flex, marks=pytest.mark.slow)])
+# FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:
+# for some seconds each. A quick test takes a shape that another has too.
+SLOW_FLEX = pytest.param(flex, marks=pytest.mark.slow)
+BACKENDS = pytest.mark.parametrize("backend", [sdpa, cpp, SLOW_FLEX])
 TRAITS = {
     "window": {"window": 20},
     "a window of one block": {"window": 16},
@@ -28,15 +30,25 @@ TRAITS = {
     "wide values": {"value_dim": 96},
     "all at once": {"window": 23, "softcap": 0.9, "has_sinks": True, "value_dim": 32},
 }
-EACH_TRAIT = pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
+WIDE = TRAITS["all at once"] | TRAITS["wide values"]
 SPANS = [(33, 1), (0, 17), (48, 50), (7, 1), (100, 1), (21, 30), (0, 2)]
 
 
-@BACKENDS
-@EACH_TRAIT
-def test_every_trait_over_poisoned_blocks_equals_dense_attention(backend, traits):
+@pytest.mark.parametrize(
+    ("backend", "trait"),
+    [
+        pytest.param(
+            backend,
+            trait,
+            marks=[pytest.mark.slow] if backend is flex or (backend, trait) == (cpp, "wide values") else [],
+        )
+        for backend in (sdpa, cpp, flex)
+        for trait in TRAITS
+    ],
+)
+def test_every_trait_over_poisoned_blocks_equals_dense_attention(backend, trait):
     for spans in (SPANS, MIXED_STEPS["one decode"], MIXED_STEPS["a whole prompt"]):
-        case = PagedCase(spans, **traits)
+        case = PagedCase(spans, **TRAITS[trait])
         case.check(case.run(backend(case)))
 
 
@@ -67,6 +79,12 @@ def test_any_split_of_any_sequences_equals_dense_attention(backend, traits):
 
 
 @BACKENDS
+def test_bfloat16_large_groups_and_wide_values_are_right_with_every_trait(backend):
+    case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **WIDE)
+    case.check(case.run(backend(case)))
+
+
+@pytest.mark.parametrize("backend", [sdpa, pytest.param(cpp, marks=pytest.mark.slow), SLOW_FLEX])
 @pytest.mark.parametrize("trait", ["window", "soft-cap", "sinks", "all at once"])
 def test_bfloat16_and_large_groups_are_right(backend, trait):
     case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **TRAITS[trait])

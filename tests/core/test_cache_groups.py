@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.operator import AttentionStep
 from nanovllm.cache_groups import CacheGroups
 from nanovllm.errors import StepError
 from nanovllm.replicas.pool_stats import PoolStats
@@ -147,3 +149,15 @@ def test_two_ranks_have_the_groups_of_one(family, tmp_path):
 def test_a_share_for_windows_is_refused_where_layers_are_alike():
     with pytest.raises(ValueError, match="all layers of this model share one pool"):
         open_llm("Olmo3", **(OPTIONS | {"max_model_len": WINDOW, "window_pool_share": 0.5}))
+
+
+def test_slot_mappings_of_several_groups_are_dynamic_in_their_rows():
+    """For compiled layers of a model that does not pass its keyword arguments on to attention."""
+    with open_llm("Gemma3Text", **OPTIONS) as llm:
+        binding = llm._engine.model_runner.binding
+        binding._passes_keywords = False
+        binding._compiled_calls = dict.fromkeys(binding.layer_modules, print)  # not called
+        slot_mapping = torch.zeros(2, 5, dtype=torch.int64)
+        with binding._in_step(AttentionStep(None, 5), slot_mapping):
+            assert slot_mapping._dynamo_weak_dynamic_indices == {1}
+        binding._compiled_calls = {}

@@ -57,8 +57,16 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+# Chunks, preemption and the cache meet both ways of stepping; the other combinations are slow.
+QUICK = {("one step", True), ("small chunks", False), ("no cache", False), ("tiny pool", True)}
+
+
+@pytest.mark.parametrize(
+    ("pool", "overlap"),
+    [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,
+                  id=f"{pool}-{'overlap' if overlap else 'one by one'}")
+     for pool in POOLS for overlap in (False, True)],
+)  # fmt: skip
 def test_neighbours_generate_what_they_generate_alone(pool, overlap):
     model, prompts = tiny_model("qwen3"), edge_prompts()
     kinds = [

@@ -10,8 +10,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
+from tests.support.tiny_models import tiny_model
 
-NUM_NEW_TOKENS = 30
+NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 80, "max_model_len": 160, "max_num_seqs": 6}
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -98,3 +99,18 @@ def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
     assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:
         assert not llm._engine.model_runner.binding.layers[0].traits.is_plain
+
+
+def test_a_layer_of_plain_attention_looks_for_no_attribute_in_vain(monkeypatch):
+    missed: list[str] = []
+    look = torch.nn.Module.__getattr__
+
+    def noted(module: torch.nn.Module, name: str) -> Any:
+        if name.startswith("nanovllm"):
+            missed.append(name)
+        return look(module, name)
+
+    with LLM(tiny_model(), **OPTIONS, **BACKENDS["sdpa"]) as llm:
+        monkeypatch.setattr(torch.nn.Module, "__getattr__", noted)
+        llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    assert not missed

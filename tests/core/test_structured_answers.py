@@ -167,7 +167,7 @@ def test_an_aborted_request_leaves_the_others_as_they_are():
 
 def test_a_request_that_times_out_keeps_the_beginning_of_its_output():
     with open_llm(overlap=True) as llm:
-        endless = params_of("json_object", max_tokens=400, logit_bias={EOS: -100})
+        endless = params_of("regex", structured_output={"regex": "[a-z]*"}, max_tokens=400, logit_bias={EOS: -100})
         slow, other = llm.generate(PROMPTS[:2], [endless, params_of(KINDS[1])], timeout=[0.3, None], use_tqdm=False)
     assert slow.outputs[0].finish_reason in ("timeout", "length")
     assert results([other]) == [one_by_one()[2]]

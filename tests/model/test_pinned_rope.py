@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -133,3 +135,30 @@ def test_dynamic_frequencies_beyond_that_length_are_refused_with_both_numbers():
     for part in ("LlamaForCausalLM", "'dynamic'", "neighbours", "beyond 100 tokens", "max_model_len (128)"):
         assert part in str(caught.value)
     assert_untouched(model, before)
+
+
+def test_an_engine_that_opens_during_another_ones_step_pins_the_same():
+    model = model_with(LONG_ROPE)
+    expected = answers(model, LONG, 4 * ORIGINAL)
+    found: list[Any] = []
+    with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first:
+        second = threading.Thread(target=lambda: found.append(answers(model, LONG, 4 * ORIGINAL)))
+        with first._engine.model_runner.binding.installed():  # as in a step: the library's own choice is hidden
+            second.start()
+            second.join(0.3)
+        second.join(60)
+    assert found == [expected]
+
+
+def test_a_step_of_another_engine_is_no_change_by_the_owner():
+    model = model_with(LONG_ROPE)
+    with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first, LLM(model, **OPTIONS, max_model_len=256) as second:
+        first.generate(SHORT, GREEDY, use_tqdm=False)
+        found: list[bool] = []
+        look = functools.partial(first._engine.model_runner.model_changed, was_idle=True)
+        looking = threading.Thread(target=lambda: found.append(look()))
+        with second._engine.model_runner.binding.installed():
+            looking.start()
+            looking.join(0.3)
+        looking.join(60)
+    assert found == [False]

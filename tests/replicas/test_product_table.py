@@ -12,6 +12,7 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
 from nanovllm.features import FEATURES, REPLICAS, TENSOR_PARALLEL
+from nanovllm.requests import scores
 from tests.support.async_llms import collect
 from tests.support.replicas import completions, tiny_folder
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
@@ -34,8 +35,9 @@ OTHERS: dict[str, Any] = {
 }
 MESSAGES = [{"role": "user", "content": "what is there <|end|> to say"}]
 PROMPTS = random_prompts(4, low=20, high=60, seed=41)
+SCORED = ("the capital", ["Paris is the capital.", "Two and two are four."])
 DRAWN = SamplingParams(max_tokens=8)
-LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 
 
 def favour_the_last(token_ids, logits):
@@ -60,8 +62,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.3},
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
+    "prompt_logprobs_start": {"prompt_logprobs": 1, "prompt_logprobs_start": 15},
     "max_tokens": {"max_tokens": 5},
-    "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(0, 512, 2))},
+    "min_tokens": {"min_tokens": 8, "stop_token_ids": tuple(range(0, 512, 2))},
     "ignore_eos": {"ignore_eos": False},
     "stop_token_ids": {"stop_token_ids": tuple(range(0, 512, 2))},
     "stop": {"stop": ("e", "a")},
@@ -75,7 +78,7 @@ BASES: dict[str, dict[str, Any]] = {
     "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
     "bad_words": {"logit_bias": {7: 40.0}},
 }  # fmt: skip
-SAME = {"ignore_eos", "logprobs", "prompt_logprobs"}  # these change no token here
+SAME = {"ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}  # these change no token here
 
 
 @functools.cache
@@ -116,23 +119,33 @@ def async_options(mode, tmp_path_factory):
     return OTHERS | {mode: 2, "prepares_when_idle": True, "kv_events_rank": 3} | own
 
 
+def base_of(name: str) -> dict[str, Any]:
+    return {"seed": 11, "max_tokens": 10} | BASES.get(name, {})
+
+
+@functools.cache
+def expected_with_and_without(name: str) -> list[list[Any]]:
+    """What one engine answers, for both modes."""
+    return [
+        one().generate(PROMPTS, SamplingParams(**base_of(name) | given), use_tqdm=False) for given in (PARAMS[name], {})
+    ]
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_parameter_gives_the_answers_of_one_engine(llm, mode, name):
     if mode in FEATURES[name]:
         with pytest.raises(ValueError, match=f"^{name} does not work with {mode}"):
             llm.generate(PROMPTS, SamplingParams(**PARAMS[name]), use_tqdm=False)
         return
-    base = {"seed": 11, "max_tokens": 16} | BASES.get(name, {})
-    given = SamplingParams(**base | PARAMS[name])
-    outputs, expected = (each.generate(PROMPTS, given, use_tqdm=False) for each in (llm, one()))
+    outputs = llm.generate(PROMPTS, SamplingParams(**base_of(name) | PARAMS[name]), use_tqdm=False)
+    expected, without = expected_with_and_without(name)
     assert completions(outputs) == completions(expected)
-    without = completions(one().generate(PROMPTS, SamplingParams(**base), use_tqdm=False))
-    assert (completions(expected) == without) == (name in SAME)
+    assert (completions(expected) == completions(without)) == (name in SAME)
     for left, right in zip(outputs, expected, strict=True):
         assert_same_logprobs([c.logprobs for c in left.outputs], [c.logprobs for c in right.outputs])
         assert_same_logprobs([left.prompt_logprobs], [right.prompt_logprobs])
         assert (left.outputs[0].logprobs is not None) == (name == "logprobs")
-        assert (left.prompt_logprobs is not None) == (name == "prompt_logprobs")
+        assert (left.prompt_logprobs is not None) == name.startswith("prompt_logprobs")
 
 
 def assert_same_logprobs(lefts, rights):
@@ -170,7 +183,7 @@ def run_stream(llm: LLM, steps: list[Any]) -> None:
     next(left)
     outputs = list(read)
     left.close()
-    assert len(outputs) > 60
+    assert len(outputs) > 40
     assert completions(outputs[-1:]) == completions(one().generate(PROMPTS[1], LONG, use_tqdm=False))
     assert outputs[-1].metrics.itls
     assert not llm._engine.requests
@@ -213,6 +226,23 @@ def run_options(llm: LLM, steps: list[Any]) -> None:
     assert len(llm.replicas()) == (2 if llm.config.data_parallel_size == 2 else 0)
 
 
+def run_score(llm: LLM, steps: list[Any]) -> None:
+    if llm.config.data_parallel_size == 2:
+        with pytest.raises(ValueError, match=f"^score does not work with {REPLICAS}"):
+            llm.score(*SCORED)
+        return
+    template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+    kinds = ({}, {"instruction": "is it about towns?"}, {"template": template})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
+        expected = [[o.score for o in one().score(*SCORED, use_tqdm=False, **kind)] for kind in kinds]
+        for kind, own in zip(kinds, expected, strict=True):
+            assert [o.score for o in llm.score(*SCORED, use_tqdm=False, **kind)] == pytest.approx(own, abs=1e-4)
+    assert len({round(score, 4) for own in expected for score in own}) == 6
+    with pytest.raises(ValueError, match=f"embed does not work with {TENSOR_PARALLEL}"):
+        llm.score(*SCORED, method="cosine", use_tqdm=False)
+
+
 SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_prompts: {"prompts", "generate", "on_step", "tokenizer", "model", "trace"},
     run_chat: {"chat", "apply_chat_template"},
@@ -220,6 +250,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_priority: {"priority"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
     run_timeout: {"timeout"},
+    run_score: {"score", "query", "documents", "method", "instruction", "template"},
     run_options: {*LIMITS, "stats", "replicas", "routing"},
 }
 
@@ -231,8 +262,8 @@ def test_a_call_or_option_works(llm, steps, run):
 
 ASYNCHRONOUS = {
     "submit", "submit_chat", "abort", "tokenize", "detokenize", "heartbeat", "is_dead", "inspect", "close",
-    "output_kind", "request_id", "prepares_when_idle", "kv_cache_memory_bytes", "kv_events", "kv_events_replay",
-    "kv_events_topic", "kv_events_rank",
+    "plan_scores", "output_kind", "request_id", "prepares_when_idle", "kv_cache_memory_bytes", "kv_events",
+    "kv_events_replay", "kv_events_topic", "kv_events_rank",
 }  # fmt: skip
 
 
@@ -267,6 +298,10 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
         assert await llm.detokenize(await llm.tokenize("the cat")) == "the cat"
         assert llm.heartbeat().age >= 0.0 and (await llm.stats()).num_output_tokens > 12
         assert await llm.inspect(lambda engine: len(engine.requests)) == 0
+        if mode == TENSOR_PARALLEL:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(scores, "ANSWERS", ("y", "n"))
+                assert len((await llm.plan_scores(*SCORED)).prompts) == len(await llm.score(*SCORED)) == 2
         await llm.reset_prefix_cache()
         assert len(llm.replicas()) == (2 if mode == REPLICAS else 0)
 
@@ -275,11 +310,16 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
 HUB = {
     "revision": "names a commit of the hub, which tests do not reach",
     "window_pool_share": "needs a model of window layers, which tests of the pools have",
+    "normalize": "of embed, which both modes refuse",
 }
 ELSEWHERE = {
-    REPLICAS: {"data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks"} | HUB,
+    REPLICAS: {
+        "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
+        "structured_output": "test_structured_replicas",
+    } | HUB,
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
+        "structured_output": "test_tensor_parallel",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",
         "nanovllm calibrate": "steps an LLM as here", "nanovllm simulate": "starts no engine",

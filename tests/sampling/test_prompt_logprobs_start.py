@@ -40,8 +40,15 @@ def requests():
     return prompts, params
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+QUICK = {("roomy pool", False), ("small chunks", False), ("tiny pool", True)}
+
+
+@pytest.mark.parametrize(
+    ("pool", "overlap"),
+    [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,
+                  id=f"{pool}-{'overlap' if overlap else 'one by one'}")
+     for pool in POOLS for overlap in (False, True)],
+)  # fmt: skip
 def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
     model = tiny_model("qwen3")
     prompts, params = requests()

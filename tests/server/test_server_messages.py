@@ -195,6 +195,8 @@ def test_why_an_answer_ends(running, client, monkeypatch):
         ({"temperature": -1.0}, "temperature"),
         ({"container": "x"}, "container: not supported"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+        ({"context_management": {"edits": 5}}, "context_management: edits must be a list"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools has two functions of the name 'weather'"),
         ({"zzz": 1}, "zzz: unknown field"),
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "max_prompt_chars"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from nanovllm.errors import EngineDeadError
 from tests.support.scripted import END, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
 
@@ -163,6 +165,35 @@ def test_a_stream_that_fails_ends_as_a_failed_response(running, client, monkeypa
     assert client.responses.create(model=MODEL, input="Hello").status == "completed"
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_engine_that_dies_ends_a_stream_as_a_failed_response(running, client, monkeypatch, begun):
+    says(running, monkeypatch, "So.</think>One two three four five six")
+    submit_chat = running.engine.submit_chat
+
+    async def dying(*args: Any, **options: Any) -> Any:
+        if not begun:
+            raise EngineDeadError("the engine died")
+        stream = await submit_chat(*args, **options)
+
+        async def outputs() -> Any:
+            async with aclosing(stream):
+                async for output in stream:
+                    yield output
+                    raise EngineDeadError("the engine died")
+
+        return outputs()
+
+    monkeypatch.setattr(running.engine, "submit_chat", dying)
+    if not begun:
+        with pytest.raises(openai.InternalServerError, match="engine"):
+            client.responses.create(model=MODEL, input="Hello", stream=True)
+        return
+    events = list(client.responses.create(model=MODEL, input="Hello", stream=True))
+    last = events[-1]
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
 @pytest.mark.parametrize(
     ("body", "param", "named"),
     [
@@ -174,8 +205,12 @@ def test_a_stream_that_fails_ends_as_a_failed_response(running, client, monkeypa
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-         "input", "not valid JSON"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "??"}]}, None, "input[0].encrypted_content"),
+         "input[0].arguments", "not valid JSON"),
+        ({"instructions": "x", "input": [{"role": "assistant", "content": "a"},
+          {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+         "input[1].arguments", "not valid JSON"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "??"}]},
+         "input[0].encrypted_content", "not of an answer"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}}, "tool_choice", "'time'"),

@@ -11,9 +11,15 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
+from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.server.answers.answer_format import AnswerFormat
+from nanovllm.server.answers.grammar import build_form
+from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.server.openai.forms import demand_of
+from nanovllm.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
 from tests.support.serving import MODEL, serving
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": "Hello"}]
 ARGUMENTS = {
@@ -173,6 +179,7 @@ ODD = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
           "tool_choice": "required"}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
     ],
 )  # fmt: skip
@@ -181,6 +188,23 @@ def test_what_cannot_be_constrained_is_refused_by_name(running, body, param):
         answer = http.post("/v1/chat/completions", json={"messages": ASK} | body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_beside_a_document_tools_may_still_be_called(choice):
+    document = {"type": "json_schema", "json_schema": {"name": "w", "schema": ARGUMENTS}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
+    given = {"messages": ASK, "tools": tools, "tool_choice": choice, "response_format": document}
+    body = ChatRequest.model_validate(given)
+    demand = demand_of(body, body.callable_tools)
+    tokenizer = tiny_tokenizer()
+    built = build_form(demand, AnswerFormat(None, FORMATS["hermes"]), tokenizer, is_open=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+    for text in ('{"city":"Rome","days":2}', call):
+        matcher = GrammarCompiler(tokenizer, len(tokenizer), [3]).matcher(built).copy()
+        for token_id in tokenizer(text)["input_ids"]:
+            matcher.consume(token_id)
+        assert matcher.is_complete(), text
 
 
 def test_a_document_that_is_cut_off_ends_by_its_length(client):

@@ -40,7 +40,7 @@ ANSWERS = [
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"}{<tool_call> \\\\"}}'
                '</tool_call>x', "x", [("weather", {"city": '</tool_call> "}{<tool_call> \\'})]),
     ("hermes", '<tool_call>{"name": "time", "arguments": {}}<tool_call>{"name": "time", "arguments": {}} </tool',
-               "</tool", [("time", {}), ("time", {})]),
+               "", [("time", {}), ("time", {})]),
     ("hermes", '<tool_call>{"name": "unknown"}</tool_call> <tool_call>{"name": "time", "arguments": "{}"}</tool_call>',
                '<tool_call>{"name": "unknown"}</tool_call>', [("time", {})]),
     ("hermes", '<tool_call>no<tool_call>{"name": "time"}</tool_call>\n', "<tool_call>no", [("time", {})]),

@@ -45,6 +45,10 @@ layers, the experts or the rotary embeddings of its default configuration ask fo
   request of the engine; a log line says which. "dynamic" frequencies are served up to the length from which they
   follow the batch.
 
+On a CPU the backends `cpp`, `flex` and `sdpa` serve every class. On a GPU a class with windows, chunks, a soft-cap,
+sinks, K wider than V or layers of several shapes runs on `sdpa`, without CUDA graphs; a log line says so. A window or
+chunk that holds `max_model_len` does not count.
+
 | class | since | what is special |
 |---|---|---|
 """

@@ -104,10 +104,13 @@ class HermesReader:
         if self._end is None:
             return ([], len(text)) if is_last else None
         rest = text[self._end :].lstrip()
-        if not is_last and len(rest) < len(self.CLOSE) and self.CLOSE.startswith(rest):
-            return None
-        is_closed = rest.startswith(self.CLOSE)
-        end = len(text) - len(rest) + len(self.CLOSE) if is_closed else self._end
+        is_closed, end = rest.startswith(self.CLOSE), self._end
+        if is_closed:
+            end = len(text) - len(rest) + len(self.CLOSE)
+        elif self.CLOSE.startswith(rest):  # the tag is to come, or was cut off
+            if not is_last:
+                return None
+            end = len(text)
         try:
             call = json.loads(text[len(self.OPEN) : self._end])
             return [(call["name"], call.get("arguments", {}))], end

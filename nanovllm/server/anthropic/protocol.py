@@ -175,9 +175,11 @@ class MessagesRequest(ConversationFields):
     @classmethod
     def _check_edits(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """Accept what chat templates do by themselves: leaving out earlier thought."""
-        edits = (given or {}).get("edits", [])
-        kinds = [edit.get("type") if isinstance(edit, dict) else edit for edit in edits] if edits else []
-        for kind in kinds:
+        edits = (given or {}).get("edits") or []
+        if not isinstance(edits, list):
+            raise ValueError(f"edits must be a list, not {edits!r}.")
+        for edit in edits:
+            kind = edit.get("type") if isinstance(edit, dict) else edit
             if not str(kind).startswith("clear_thinking"):
                 raise ValueError(f"the edit {kind!r} is not supported: a conversation is taken as it is.")
         return given

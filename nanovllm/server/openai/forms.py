@@ -57,9 +57,11 @@ def demand_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Demand:
     is_strict = any(tool["function"].get("strict") for tool in offered)
     if isinstance(body.tool_choice, NamedTool):
         offered = [tool for tool in offered if tool["function"]["name"] == body.tool_choice.function.name]
+    # Beside a document calls are constrained too: the answer is one of them.
+    is_constrained = body.must_call or is_strict or not is_parallel or body.shape is not None
     return Demand(
         shape=output_form(body.shape),
-        tools=tuple(offered) if body.must_call or is_strict or not is_parallel else (),
+        tools=tuple(offered) if is_constrained else (),
         must_call=body.must_call,
         is_parallel=is_parallel and not isinstance(body.tool_choice, NamedTool),
         budget=body.thinking_token_budget,

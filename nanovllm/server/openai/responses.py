@@ -29,6 +29,7 @@ from nanovllm.streaming.streams import OutputStream
 logger = logging.getLogger("nanovllm")
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
+_KNOWN = [*ChatRequest.names(), "input"]  # fields that errors begin with
 SKIPPED = "X-Skipped-Tools"  # header that names the types of tools which were left out
 
 
@@ -40,13 +41,13 @@ class ResponsesJob:
         self.request_ids = [self.id]
         self.created = int(time.time())
         self._state, self._given = state, given
-        with translated(RENAMED, ChatRequest.names()):
+        with translated(RENAMED, _KNOWN):
             self.body = as_chat(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
         self.items = Items(seals="reasoning.encrypted_content" in (given.include or ()))
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        with translated(RENAMED, ChatRequest.names()):
+        with translated(RENAMED, _KNOWN):
             return await self.turn.start(kind)
 
     def read(self, output: RequestOutput) -> None:
@@ -147,11 +148,11 @@ async def _events(state: ServerState, job: ResponsesJob) -> AsyncGenerator[bytes
         return named_event(fields["type"], fields | {"sequence_number": number})
 
     with state.admission.open_answer():
-        async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
-            yield b""  # admitted
-            for kind in ("created", "in_progress"):
-                yield event({"type": f"response.{kind}", "response": job.response()})
-            try:
+        try:
+            async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
+                yield b""  # admitted
+                for kind in ("created", "in_progress"):
+                    yield event({"type": f"response.{kind}", "response": job.response()})
                 async for output in outputs:
                     for _, completion in choices_of(job, output, tally):
                         new = job.turn.answer(0, output).read(completion)
@@ -159,14 +160,16 @@ async def _events(state: ServerState, job: ResponsesJob) -> AsyncGenerator[bytes
                             yield event(fields)
                         if (status := _status(completion)) is not None:
                             yield event({"type": f"response.{status}", "response": job.ended(completion, tally)})
-            except ApiError as error:  # a response that has begun fails as one
-                failed = job.response("failed")
-                failed["error"] = {"code": "server_error", "message": error.message}
-                yield event({"type": "response.failed", "response": failed})
+        except ApiError as error:  # a response that has begun fails as one
+            if number < 0:
+                raise
+            failed = job.response("failed")
+            failed["error"] = {"code": "server_error", "message": error.message}
+            yield event({"type": "response.failed", "response": failed})
 
 
 def _error_event(error: ApiError) -> bytes:
-    return named_event("error", {"type": "error", "sequence_number": 0} | error.body()["error"])
+    return named_event("error", error.body()["error"] | {"type": "error", "sequence_number": 0})
 
 
 _FORM: AnswerForm[ResponsesJob] = AnswerForm(_whole, _events, _error_event)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from typing import Any
 
 from nanovllm.server.openai import responses_protocol as protocol
 from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.strict import check_nesting
 
 # Fields of the chat request in errors, by what they are here.
 RENAMED = {
@@ -82,12 +84,21 @@ def _messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
             case protocol.ReasoningItem():
                 _answer(messages, joins=False)["reasoning_content"] = _thought(item, number)
             case protocol.FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": item.name, "arguments": _checked(item.arguments, number)}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _answer(messages, joins=True).setdefault("tool_calls", []).append(call)
             case protocol.FunctionOutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     return messages
+
+
+def _checked(arguments: str, number: int) -> str:
+    """The arguments of a call; raises ValueError unless they are JSON, as the chat does, under this request's name."""
+    try:
+        check_nesting(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"input[{number}].arguments: they are not valid JSON ({error}).") from error
+    return arguments
 
 
 def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:

@@ -26,6 +26,8 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 def check_tool_choice(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
     """Raise ValueError for a choice without the tools that it needs, or for two tools of one name."""
     names = [tool.function.name for tool in tools or ()]
+    if repeated := next((name for number, name in enumerate(names) if name in names[:number]), None):
+        raise ValueError(f"tools has two functions of the name {repeated!r}; calls could not tell them apart.")
     if choice not in (None, "none") and not names:
         named = choice if isinstance(choice, str) else "a function"
         raise ValueError(f"tool_choice is {named!r}, but there are no tools.")

@@ -1,0 +1,79 @@
+"""A step that is launched and not drawn yet, when the engine is interrupted, closed, or its model is changed."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.sampling.logprobs import StepLogprobs
+from tests.support.structured import EOS, form, open_llm
+from tests.support.tiny_models import save_tiny
+
+PROMPT = [5, 9, 200, 31]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=30, structured_output=form("json_schema"))
+
+
+def begin(llm: LLM) -> Any:
+    """A stream, with a step in flight that is not drawn yet."""
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    assert llm._engine._in_flight[-1]._draw is not None
+    return stream
+
+
+def test_a_step_of_a_model_that_was_changed_is_dropped_and_not_drawn(monkeypatch):
+    """A GPU's draw would read hidden states of graphs that the change has dropped."""
+    with open_llm(overlap=True) as llm:
+        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        stream, is_changed = begin(llm), []
+        forget, draw = llm._engine.model_runner.forget_model, llm._engine._in_flight[-1]._draw
+        monkeypatch.setattr(llm._engine.model_runner, "forget_model", lambda: (is_changed.append(True), forget()))
+
+        def late_draw() -> Any:
+            assert not is_changed
+            return draw()
+
+        llm._engine._in_flight[-1]._draw = late_draw
+        llm.weights_changed()
+        *_, last = stream
+        assert last.outputs[0].token_ids == expected
+
+
+def test_a_draw_follows_the_stream_of_its_forward_pass(monkeypatch):
+    with open_llm() as llm:
+        runner, calls = llm._engine.model_runner, []
+        monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
+        monkeypatch.setattr(runner, "_follow_last_stream", lambda: calls.append("follow"))
+        runner._draw(lambda: (calls.append("draw"), torch.zeros(1, dtype=torch.int64))[1], StepLogprobs())
+    assert calls == ["follow", "draw"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), eos_token_ids=[EOS])
+
+
+def test_ranks_that_wait_for_a_draw_get_it_after_an_interrupt_and_at_the_end(folder, monkeypatch):
+    options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 512, "overlap": True}
+    with LLM(folder, tensor_parallel_size=2, **options) as llm:
+        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        stream, engine = begin(llm), llm._engine
+        engine.step()
+        assert engine._in_flight[-1]._draw is not None
+
+        def interrupted(self: Any) -> list[int]:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("nanovllm.launched_step.LaunchedStep.wait", interrupted)
+            engine.step()  # a second Ctrl-C, which the read of a step lets through
+        *_, last = stream
+        assert last.outputs[0].token_ids == expected
+        kept = begin(llm)
+        start = time.monotonic()
+    assert kept and time.monotonic() - start < 4.0, "a rank waited for the draw until it was killed"
