@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import safetensors
 
@@ -200,8 +201,9 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path: Path, mo
             time.sleep(0.01)
         child.send_signal(signal.SIGINT)
     assert child.returncode == -signal.SIGINT
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    pip = int((tmp_path / "pid").read_text())
+    # Killed, though its parent may have ended before it was reaped.
+    assert not psutil.pid_exists(pip) or psutil.Process(pip).status() == psutil.STATUS_ZOMBIE
     assert cache_content() == []
 
 
