@@ -229,10 +229,11 @@ def test_a_budget_needs_an_end_that_is_one_token():
         (StructuredOutput(json_object=True), '{"a":[1]}', "[1]"),
         (StructuredOutput(choice=("yes", 'a "no"\n')), 'a "no"\n', "maybe"),
         (StructuredOutput(regex=r"[a-c]+/\d \/\n?"), "abc/3 /\n", "abd/3"),
+        (StructuredOutput(regex="a\\\nb\nc"), "a\nb\nc", "a\\nb"),
         (StructuredOutput(grammar='start: "a" | foo\nfoo: /x}/\n'), "x}", "b"),
         (NUMBER, '{"n":1}', '{"n":"1"}'),
     ],
-    ids=["json_object", "choice", "regex", "grammar", "json_schema"],
+    ids=["json_object", "choice", "regex", "regex of lines", "grammar", "json_schema"],
 )
 def test_every_form_may_follow_thought(shape, good, bad):
     setting = setting_of("none", "think")

@@ -142,5 +142,6 @@ def shape_rule(rules: Rules, shape: StructuredOutput) -> str:
 
 def _escaped_slashes(regex: str) -> str:
     """A regular expression between slashes, on one line."""
-    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
-    return escaped.replace("\n", r"\n")
+    # In one pass: a line break that a backslash escapes stands for itself, so it loses the backslash.
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), regex, flags=re.DOTALL)
