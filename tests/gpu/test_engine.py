@@ -309,10 +309,10 @@ def test_an_interrupt_while_graphs_are_captured_anew_leaves_the_rest_to_the_next
         at_start = set(executor._forwards.graphs), set(executor._heads)
         capture, captures = executor._pool.capture, itertools.count()
 
-        def interrupted(run: Any) -> Any:
+        def interrupted(run: Any, **options: Any) -> Any:
             if next(captures) == 5:
                 raise KeyboardInterrupt
-            return capture(run)
+            return capture(run, **options)
 
         monkeypatch.setattr(executor._pool, "capture", interrupted)
         llm.weights_changed()

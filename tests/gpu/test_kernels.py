@@ -207,7 +207,7 @@ def test_blocks_are_cleared_in_all_caches_and_no_others(shape, by_kernel):
     caches, block_size = torch.ones(shape, device="cuda", dtype=torch.bfloat16), 16 if shape[2] == 3 else 64
     blocks = torch.tensor([shape[1] // block_size - 1, 3, 0], device="cuda")
     pool = KVCaches([], torch.device("cuda"))
-    pool._together = [caches]
+    pool._together = [(0, caches)]
     pool.clear_blocks(blocks, block_size, by_kernel=by_kernel)
     sums = caches.view(shape[0], -1, block_size * shape[2] * shape[3]).float().sum(dim=2)
     sums = sums / (block_size * shape[2] * shape[3])
