@@ -33,6 +33,7 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
     from nanovllm.batch import ScheduledSequence
     from nanovllm.batch_layout import build_layout
     from nanovllm.kernels.cpp import load_kernels
+    from nanovllm.layer_traits import LayerTraits
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.sequence import NewRequest, Sequence
 
@@ -44,8 +45,9 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
         table = list(range(num_blocks, num_blocks + blocks))
         entries.append(ScheduledSequence(sequence, start, count, True, table, start))
         num_blocks += blocks
+    traits = LayerTraits(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
     kernels = load_kernels(torch.bfloat16, HEAD_DIM, HEADS // KV_HEADS)
-    form = CppAttention(kernels, num_blocks=num_blocks, block_size=block_size, block_bytes=1)
+    form = CppAttention([traits], [kernels], num_blocks=num_blocks, block_size=block_size)
     plan = form.plan(build_layout(entries, block_size))
     caches = [torch.randn(2, num_blocks * block_size, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(LAYERS)]
     query = torch.randn(sum(count for _, count in spans), HEADS, HEAD_DIM).bfloat16()
@@ -53,7 +55,7 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
 
     def run() -> None:
         for keys, values in caches:
-            plan.attend_by_kernels(output, query, keys, values, HEAD_DIM**-0.5)
+            plan.attend_into(output, query, keys, values, HEAD_DIM**-0.5)
 
     return run
 

@@ -103,17 +103,11 @@ class AttentionChoice:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 device=device,
             )
-        block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
         if self.kernels and not uncompiled:
             from nanovllm.attention.cpp import CppAttention
 
-            return CppAttention(
-                kinds,
-                self.kernels,
-                num_blocks=config.num_kv_blocks,
-                block_size=config.block_size,
-                block_bytes=block_bytes,
-            )
+            return CppAttention(kinds, self.kernels, num_blocks=config.num_kv_blocks, block_size=config.block_size)
+        block_bytes = max(layer.token_bytes for layer in layers) * config.block_size
         return SdpaAttention(kinds, config.block_size, block_bytes, layers[0].dtype, device)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.sdpa import SdpaAttention, SdpaPlan, Seen
 from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.kernels.cpp import Kernels
@@ -20,49 +19,43 @@ from nanovllm.layer_traits import LayerTraits
 MIN_SHARING_QUERIES = 12
 
 
-class CppAttention(SdpaAttention):
+class CppAttention:
     """The `cpp` backend. One instance serves every layer of an engine.
 
     Args:
         kinds: of the model's layers.
         kernels: of each kind, from `load_kernels`, for its dtype and sizes.
         num_blocks: of the caches.
-        block_size, block_bytes: as of `SdpaAttention`.
     """
 
+    reads_whole_blocks = False
+
     def __init__(
-        self,
-        kinds: Sequence[LayerTraits],
-        kernels: Sequence[Kernels],
-        *,
-        num_blocks: int,
-        block_size: int,
-        block_bytes: int,
+        self, kinds: Sequence[LayerTraits], kernels: Sequence[Kernels], *, num_blocks: int, block_size: int
     ) -> None:
-        super().__init__(kinds, block_size, block_bytes, kernels[0].dtype, torch.device("cpu"))
+        self.block_size = block_size
+        self._sees_all = [traits.sight.is_full for traits in kinds]
         self._kernels = [_KindKernels(*kind) for kind in zip(kinds, kernels, strict=True)]
         self._num_groups = min(traits.num_groups for traits in kinds)
         self._num_blocks = num_blocks
-        # PyTorch's attention multiplies bfloat16 in AMX's tiles, where there are any.
-        self._gathers_chunks = self.reads_whole_blocks = kernels[0].has_matrix_tiles
+
+    @staticmethod
+    def supports(traits: LayerTraits) -> str | None:
+        """What of a layer this backend cannot compute, in words; None if it serves it."""
+        return traits.first_beyond("window", "chunk", "softcap", "sinks", "widths")
 
     def plan(self, layout: BatchLayout) -> CppPlan:
         """Raises ValueError for block tables outside of the caches: the kernels check nothing."""
-        seen = {}
-        for sight in self.sights:
-            seen[sight] = Seen([], self._chunks(layout, sight) if self._gathers_chunks else [])
         decodes = _Rows.from_entries(layout.decodes, 0, self.block_size, self._num_blocks)
-        own_entries = [] if self._gathers_chunks else layout.chunks
-        own_chunks = _Rows.from_entries(own_entries, layout.num_decodes, self.block_size, self._num_blocks)
+        chunks = _Rows.from_entries(layout.chunks, layout.num_decodes, self.block_size, self._num_blocks)
         shared = alone = None
-        if any(sight.is_full for sight in self.sights):
+        if any(self._sees_all):
             min_members = -(-MIN_SHARING_QUERIES // self._num_groups)
             shared = _Decodes.from_rows(decodes, _Groups.from_rows(decodes, self.block_size, min_members))
-        if not all(sight.is_full for sight in self.sights):
+        if not all(self._sees_all):
             alone = _Decodes.from_rows(decodes, _Groups.of_ones(len(layout.decodes)))
-        return CppPlan(self.kinds, self.block_size, seen, self._kernels, decodes, shared, alone, own_chunks,
-                       _addresses(own_chunks.tables, own_chunks.first_rows, own_chunks.starts, own_chunks.counts),
-        )  # fmt: skip
+        addresses = _addresses(chunks.tables, chunks.first_rows, chunks.starts, chunks.counts)
+        return CppPlan(self.block_size, self._kernels, decodes, shared, alone, chunks, addresses)
 
 
 class _KindKernels:
@@ -160,9 +153,10 @@ class _Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class CppPlan(SdpaPlan):
+class CppPlan:
     """One step's tables; queries and caches must be contiguous."""
 
+    block_size: int
     kernels: list[_KindKernels]
     decode_rows: _Rows
     shared_decodes: _Decodes | None  # for layers that see everything before them
@@ -180,11 +174,10 @@ class CppPlan(SdpaPlan):
         sinks: Tensor | None = None,
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], value_cache.shape[2])
-        self._attend_chunks(output, query, key_cache, value_cache, scaling, kind, sinks)
-        self.attend_by_kernels(output, query, key_cache, value_cache, scaling, kind, sinks)
+        self.attend_into(output, query, key_cache, value_cache, scaling, kind, sinks)
         return output
 
-    def attend_by_kernels(
+    def attend_into(
         self,
         output: Tensor,
         query: Tensor,
@@ -194,7 +187,7 @@ class CppPlan(SdpaPlan):
         kind: int = 0,
         sinks: Tensor | None = None,
     ) -> None:
-        """Fill the rows of output that the kernels compute: all rows except chunks on a processor with AMX."""
+        """Fill output [num_rows, num_heads, value_dim]."""
         pointers = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
         of_kind = self.kernels[kind]
         decodes = self.shared_decodes if of_kind.is_full else self.own_decodes

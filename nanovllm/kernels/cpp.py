@@ -44,15 +44,10 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The functions of the compiled library, for one dtype and number of query heads a KV head.
-
-    Attributes:
-        has_matrix_tiles: whether the processor has AMX for this dtype, which PyTorch uses and the kernels do not.
-    """
+    """The functions of the compiled library, for one dtype and number of query heads a KV head."""
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int) -> None:
         self.dtype, self.num_groups = dtype, num_groups
-        self.has_matrix_tiles = dtype == torch.bfloat16 and "amx_bf16" in processor()
         functions = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
             function = getattr(functions, name)

@@ -117,7 +117,7 @@ class FusedLayer:
             layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOT_MAPPING].data_ptr(),
             keys.data_ptr(), values.data_ptr(), space.queries.data_ptr(), space.scratch.data_ptr(), num_rows, threads,
         )  # fmt: skip
-        plan.attend_by_kernels(space.attended, space.queries, keys, values, self._scaling)
+        plan.attend_into(space.attended, space.queries, keys, values, self._scaling)
         self._kernels.attention_outputs(
             layer, space.attended.data_ptr(), hidden.data_ptr(), self._output.data_ptr(),
             space.scratch.data_ptr(), num_rows, threads,

@@ -176,9 +176,9 @@ def flex(case):
 
 
 def cpp(case):
-    traits, block_bytes = case.traits, 2 * case.caches[0][: case.block_size].nbytes
+    traits = case.traits
     kernels = load_kernels(case.dtype, traits.head_dim, traits.num_groups, traits.value_dim)
-    return CppAttention([traits], [kernels], num_blocks=NUM_BLOCKS, block_size=case.block_size, block_bytes=block_bytes)
+    return CppAttention([traits], [kernels], num_blocks=NUM_BLOCKS, block_size=case.block_size)
 
 
 MIXED_STEPS = {

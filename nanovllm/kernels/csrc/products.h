@@ -4,9 +4,11 @@
 // element, or two neighbours in bfloat16, which the processor multiplies in pairs) the panel's 32 outputs. A panel
 // stays in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers;
 // meanwhile the next panel is fetched. So weights are read from memory once, which is all that counts with few rows,
-// and with many rows every load serves several products.
+// and with many rows every load serves several products. Where the processor has matrix tiles, bfloat16 is multiplied
+// in these, 32 rows at a time.
 #pragma once
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -14,6 +16,7 @@ namespace {
 constexpr int kPanel = 2 * kLanes;                      // outputs
 constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;     // depth that is multiplied at once
 constexpr int kRowsAtOnce = 12;                         // 24 vectors of sums, and room for the operands
+constexpr int kRowsOfTiles = 2 * kTileRows;             // the same, in matrix tiles
 constexpr int64_t kRowsOfTask = 384;                    // few enough that their activations stay in the cache
 
 struct Product {
@@ -28,6 +31,11 @@ struct Operand {
   const Element* rows;
   int64_t row_stride, step_stride;
 };
+
+// Whether the processor's tiles multiply rows whose elements lie side by side, `num_steps` deep.
+inline bool suits_tiles(const Operand& operand, int64_t num_steps) {
+  return kStep == 2 && kTilesAreThere && operand.step_stride == kStep && num_steps % kTileSteps == 0;
+}
 
 // Sixteen outputs' elements of one step.
 [[maybe_unused]] inline void store_step(bfloat16* to, Floats first, Floats second) {
@@ -87,14 +95,26 @@ inline void multiply_rows(int count, const Operand& operand, const Element* pane
     multiply_rows<kRows, false>(operand, panel, num_steps, nullptr, sums);
 }
 
+// The same for any number of rows up to kRowsOfTiles if they suit the tiles, else up to kRowsAtOnce.
+inline void multiply_rows(Tiles& tiles, bool suits, int count, const Operand& operand, const Element* panel,
+                          int64_t num_steps, const Element* next_panel, float* sums) {
+  if (suits)
+    tiles.multiply(count, operand.rows, operand.row_stride, panel, num_steps, next_panel, sums);
+  else
+    multiply_rows(count, operand, panel, num_steps, next_panel, sums);
+}
+
 // Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
 // row's 32 sums of a panel: take(row, first output, low half, high half).
 template <class Take>
 void multiply(const Product& product, const Element* rows, int64_t num_rows, int num_threads, const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
+  const bool suits = suits_tiles({rows, depth, kStep}, depth / kStep);
+  const int64_t at_once = suits ? kRowsOfTiles : kRowsAtOnce;
+  Tiles tiles;
   // More parts than one if the panels alone would leave threads idle.
   const int64_t wanted = std::max((num_rows + kRowsOfTask - 1) / kRowsOfTask, 2 * num_threads / num_panels);
-  const int64_t num_parts = std::max<int64_t>(1, std::min(wanted, num_rows / kRowsAtOnce));
+  const int64_t num_parts = std::max<int64_t>(1, std::min(wanted, num_rows / at_once));
 #pragma omp for schedule(static) collapse(2)
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t number = 0; number < num_panels; ++number) {
@@ -105,11 +125,11 @@ void multiply(const Product& product, const Element* rows, int64_t num_rows, int
       Floats low_bias = {}, high_bias = {};
       if (product.bias != nullptr)
         low_bias = load(product.bias + first_output), high_bias = load(product.bias + first_output + kLanes);
-      alignas(64) float sums[kRowsAtOnce * kPanel];
-      const int64_t num_blocks = (count + kRowsAtOnce - 1) / kRowsAtOnce;  // of nearly equal size
+      alignas(64) float sums[kRowsOfTiles * kPanel];
+      const int64_t num_blocks = (count + at_once - 1) / at_once;  // of nearly equal size
       for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = begin + count * block / num_blocks, end = begin + count * (block + 1) / num_blocks;
-        multiply_rows((int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
+        multiply_rows(tiles, suits, (int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
                       block == 0 ? next_panel : nullptr, sums);
         for (int64_t row = first; row < end; ++row) {
           const float* at = sums + (row - first) * kPanel;

@@ -44,7 +44,7 @@ struct Scratch {
   alignas(64) float scores[kTile][kPanel];
   alignas(64) Element weights[kTile / kStep][kPanel][kStep];
   alignas(64) float products[kValueDim][kPanel];
-  alignas(64) Element values[kTile / kStep][kValueDim][kStep];
+  alignas(64) Element values[kTile * kValueDim];  // as `arrange_values` leaves them
   alignas(64) float maxima[kPanels][kPanel];
   alignas(64) float totals[kPanels][kPanel];
   alignas(64) int32_t positions[kPanels][kPanel];  // the last that each query sees
@@ -57,13 +57,21 @@ Scratch& scratch() {
   return *own;
 }
 
-// to[row][lane] for any number of rows, which are kRowsAtOnce at most at once.
-void multiply_all(int num_rows, const Operand& operand, const Element* panel, int64_t num_steps, float* to) {
-  const int num_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+// Tokens that are multiplied with weights: where matrix tiles serve, as many as fill them, the last ones at weight 0.
+inline int padded(int count) {
+  const int whole = kStep == 2 && kTilesAreThere ? kTileDepth : kStep;
+  return (count + whole - 1) / whole * whole;
+}
+
+// to[row][lane] for any number of rows.
+void multiply_all(Tiles& tiles, int num_rows, const Operand& operand, const Element* panel, int64_t num_steps,
+                  float* to) {
+  const bool suits = suits_tiles(operand, num_steps);
+  const int at_once = suits ? kRowsOfTiles : kRowsAtOnce, num_blocks = (num_rows + at_once - 1) / at_once;
   for (int block = 0; block < num_blocks; ++block) {
     const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
-    multiply_rows(end - first, {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride},
-                  panel, num_steps, nullptr, to + first * kPanel);
+    const Operand rows = {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride};
+    multiply_rows(tiles, suits, end - first, rows, panel, num_steps, nullptr, to + first * kPanel);
   }
 }
 
@@ -96,7 +104,7 @@ inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, boo
     total += weights;
     return weights;
   };
-  for (int token = 0; token < count; token += kStep) {
+  for (int token = 0; token < padded(count); token += kStep) {
     const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
     store_step(&s.weights[token / kStep][at][0], first, second);
   }
@@ -106,13 +114,13 @@ inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, boo
 }
 
 // Adds a tile of `count` tokens, the first at position `begin`, to the sums of the panel's queries.
-void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values, int64_t begin, int count,
-              bool is_masked, float scaling, float softcap) {
-  multiply_all(count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
+void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Operand& values, int64_t begin,
+              int count, bool is_masked, float scaling, float softcap) {
+  multiply_all(tiles, count, keys, &s.queries[panel][0][0][0], kDim / kStep, &s.scores[0][0]);
   Floats rescale[2];
   for (int half = 0; half < 2; ++half)
     rescale[half] = weigh(s, panel, half * kLanes, count, begin, is_masked, scaling, softcap);
-  multiply_all(kValueDim, values, &s.weights[0][0][0], (count + kStep - 1) / kStep, &s.products[0][0]);
+  multiply_all(tiles, kValueDim, values, &s.weights[0][0][0], padded(count) / kStep, &s.products[0][0]);
   for (int half = 0; half < 2; ++half) {
     Ints positions, firsts;
     std::memcpy(&positions, &s.positions[panel][half * kLanes], sizeof(positions));
@@ -127,20 +135,38 @@ void add_tile(Scratch& s, int panel, const Operand& keys, const Operand& values,
   }
 }
 
-// Neighbouring tokens' values side by side, as the second product reads them.
-[[maybe_unused]] Operand pair_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+// For matrix tiles: each element's values of all tokens side by side, 0 where there is no token.
+[[maybe_unused]] Operand transpose_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+  for (int first = 0; first < padded(count); first += 2 * kLanes)
+    for (int d = 0; d < kValueDim; d += kLanes) {
+      Words pairs[kLanes];  // of two tokens
+      for (int i = 0; i < kLanes; ++i) {
+        Halves both[2] = {};
+        for (int64_t token = first + 2 * i, half = 0; half < 2 && token + half < count; ++half)
+          std::memcpy(&both[half], values + (token + half) * stride + d, sizeof(Halves));
+        pairs[i] = __builtin_convertvector(both[0], Words) | __builtin_convertvector(both[1], Words) << 16;
+      }
+      transpose(pairs);
+      for (int i = 0; i < kLanes; ++i) std::memcpy(s.values + (d + i) * kTile + first, &pairs[i], sizeof(Words));
+    }
+  return {(const Element*)s.values, kTile, kStep};
+}
+
+// A tile's values as the second product reads them: else neighbouring tokens' side by side.
+[[maybe_unused]] Operand arrange_values(Scratch& s, const bfloat16* values, int64_t stride, int count) {
+  if (kTilesAreThere) return transpose_values(s, values, stride, count);
   for (int token = 0; token < count; token += 2)
     for (int d = 0; d < kValueDim; d += kLanes) {
       Halves first, second;
       const bfloat16* at = values + token * stride + d;
       std::memcpy(&first, at, sizeof(first));
       std::memcpy(&second, token + 1 < count ? at + stride : at, sizeof(second));  // else any, at weight 0
-      store_pairs((bfloat16*)s.values[token / 2][d], first, second);
+      store_pairs((bfloat16*)s.values + token * kValueDim + 2 * d, first, second);
     }
-  return {&s.values[0][0][0], kStep, kStep * kValueDim};
+  return {s.values, kStep, kStep * kValueDim};
 }
 
-[[maybe_unused]] Operand pair_values(Scratch&, const float* values, int64_t stride, int) {
+[[maybe_unused]] Operand arrange_values(Scratch&, const float* values, int64_t stride, int) {
   return {(const Element*)values, 1, stride};
 }
 
@@ -169,14 +195,15 @@ void begin_lanes(Scratch& s, int num_queries, const Traits& traits, const QueryO
 void add_to_lanes(Scratch& s, int num_queries, const Element* keys, const Element* values, const int64_t* pages,
                   int64_t begin, int64_t end, int64_t page_size, int64_t num_kv_heads, float scaling, float softcap) {
   const int num_panels = (num_queries + kPanel - 1) / kPanel;
+  Tiles tiles;
   while (begin < end) {
     const int count = (int)std::min({end - begin, page_size - begin % page_size, (int64_t)kTile});
     const int64_t at = (pages[begin / page_size] * page_size + begin % page_size) * num_kv_heads;
     const int64_t key_stride = num_kv_heads * kDim, value_stride = num_kv_heads * kValueDim;
-    const Operand tile_values = pair_values(s, values + at * kValueDim, value_stride, count);
+    const Operand tile_values = arrange_values(s, values + at * kValueDim, value_stride, count);
     for (int panel = 0; panel < num_panels; ++panel)
       if (begin <= s.positions[panel][kPanel - 1] && s.firsts[panel][0] < begin + count)
-        add_tile(s, panel, {keys + at * kDim, key_stride, kStep}, tile_values, begin, count,
+        add_tile(s, tiles, panel, {keys + at * kDim, key_stride, kStep}, tile_values, begin, count,
                  begin + count - 1 > s.positions[panel][0] || begin < s.firsts[panel][kPanel - 1], scaling, softcap);
     begin += count;
   }

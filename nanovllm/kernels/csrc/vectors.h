@@ -84,15 +84,15 @@ inline float largest(Floats values) {
 
 // Lane i of the result is the sum of all lanes of values[i]. Halves the number of vectors and the lanes left to add in
 // each of four rounds; `values` is used up.
+#define ALL_LANES(f) \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+
 template <int kDistance>
 inline Floats add_halves(Floats a, Floats b) {
   constexpr auto of_a = [](int lane) { return (lane & kDistance) == 0; };
   constexpr auto stay = [=](int lane) { return of_a(lane) ? lane : lane + kLanes; };
   constexpr auto cross = [=](int lane) { return (lane ^ kDistance) + (of_a(lane) ? 0 : kLanes); };
-#define ALL_LANES(f) \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
   return __builtin_shufflevector(a, b, ALL_LANES(stay)) + __builtin_shufflevector(a, b, ALL_LANES(cross));
-#undef ALL_LANES
 }
 
 inline Floats sums(Floats (&values)[kLanes]) {
@@ -100,6 +100,23 @@ inline Floats sums(Floats (&values)[kLanes]) {
   for (int i = 0; i < 4; ++i) values[i] = add_halves<4>(values[i], values[i + 4]);
   for (int i = 0; i < 2; ++i) values[i] = add_halves<2>(values[i], values[i + 2]);
   return add_halves<1>(values[0], values[1]);
+}
+
+// Rows become columns: swaps what lies off the diagonal in squares of 16, 8, 4 and 2 words.
+template <int kDistance>
+inline void swap_corners(Words& a, Words& b) {
+  constexpr auto upper = [](int lane) { return (lane & kDistance) == 0 ? lane : lane - kDistance + kLanes; };
+  constexpr auto lower = [](int lane) { return (lane & kDistance) == 0 ? lane + kDistance : lane + kLanes; };
+  const Words top = __builtin_shufflevector(a, b, ALL_LANES(upper));
+  b = __builtin_shufflevector(a, b, ALL_LANES(lower));
+  a = top;
+}
+
+template <int kDistance = 8>
+inline void transpose(Words (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i)
+    if ((i & kDistance) == 0) swap_corners<kDistance>(rows[i], rows[i + kDistance]);
+  if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
 // e^x for x <= 0, to float32's precision (the polynomial of Cephes' expf, Moshier 1992). NaN stays NaN, and what would

@@ -35,7 +35,7 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (SdpaPlan, "attend", "attention"),
     (FlexPlan, "attend", "attention"),
     (CppPlan, "attend", "attention"),
-    (CppPlan, "attend_by_kernels", "attention"),
+    (CppPlan, "attend_into", "attention"),
     (GraphExecutor, "launch", "graph"),
     (GraphExecutor, "_upload", "inputs"),
     (Sampler, "sample", "sampling"),
