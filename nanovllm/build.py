@@ -18,6 +18,7 @@ from nanovllm.cache_groups import build_block_manager
 from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Engine
+from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
@@ -162,7 +163,9 @@ def resolve_options(
         binding.model, max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len
     )
     choice = AttentionChoice.for_model(layers, device, config)
-    config = replace(config, cuda_graphs=choice.captures(config, device), attention_backend=choice.backend)
+    obstacle = why_not_captured(binding, config.block_size) if choice.uses_graphs else None
+    captures = choice.captures(config, device, obstacle)
+    config = replace(config, cuda_graphs=captures, attention_backend=choice.backend)
     if choice.uses_graphs and not binding.is_live:
         binding.merge_linears()
     if choice.uses_graphs:
@@ -172,7 +175,7 @@ def resolve_options(
     memory = memory_for_cache(binding, config, choice)
     resolved, pools = resolve_pools(
         config,
-        _cache_groups(binding, config, choice),
+        _cache_groups(binding, config),
         memory if binding.ranks is None else binding.ranks.least(memory),
         max_model_len_is_set=max_model_len is not None,
     )
@@ -184,11 +187,9 @@ def resolve_options(
     return resolved, choice, pools
 
 
-def _cache_groups(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> tuple[CacheGroup, ...]:
-    """The cache groups of the model's layers; CUDA graphs read one table alone, so there all layers keep everything."""
+def _cache_groups(binding: ModelBinding, config: EngineConfig) -> tuple[CacheGroup, ...]:
+    """The cache groups of the model's layers."""
     layers = binding.layers
-    if choice.uses_graphs:
-        return (CacheGroup(tuple(range(len(layers))), binding.caches.num_bytes(config.block_size)),)
     block_bytes = [layer.token_bytes * config.block_size for layer in layers]
     return cache_groups_of([layer.traits for layer in layers], block_bytes, config.max_model_len)
 

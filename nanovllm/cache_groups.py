@@ -188,7 +188,8 @@ class CacheGroups(GroupBlocks):
             len(manager.free_blocks) <= manager.num_free_among(blocks)
             for manager, blocks in zip(self.managers, [hits, *hits.others], strict=True)
         ):  # beside what the sequence holds there would be no block left to compute in
-            hits.clear()
+            for blocks in (hits, *hits.others):
+                blocks.clear()
         return hits
 
     def _blocks(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[bytes, bytes]]:

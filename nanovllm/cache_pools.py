@@ -82,7 +82,7 @@ def resolve_pools(
         if config.window_pool_share is not None:
             raise ValueError(
                 f"window_pool_share is {config.window_pool_share}, but all layers of this model share one pool here: "
-                "they see the same positions, or run in CUDA graphs. Leave window_pool_share out."
+                "they see the same positions. Leave window_pool_share out."
             )
         if groups[0].is_full:
             config = config.resolve_pool(groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)

@@ -65,7 +65,7 @@ class ModelRunner:
         binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:
-            self._executor = GraphExecutor(binding, config, self.sampler)
+            self._executor = GraphExecutor(binding, config, self.sampler, pools)
         else:
             self._executor = build_direct(binding, config, choice, pools, self.sampler)
         self.backend = self._executor.backend

@@ -210,6 +210,12 @@ class CacheGroupStats:
     num_evictions: int
 
     @property
+    def name(self) -> str:
+        """What its layers see, in words."""
+        parts = {"window": self.window, "chunks of": self.chunk}
+        return " in ".join(f"{words} {size}" for words, size in parts.items() if size is not None) or "full attention"
+
+    @property
     def usage(self) -> float:
         """Share of the blocks in use, 0 to 1."""
         return self.num_used_blocks / max(1, self.num_blocks)

@@ -197,10 +197,10 @@ def _whales(llm: LLM) -> dict[str, float]:
     add(small, "small")
     for _ in range(100):
         engine.step()
-    alone = _gaps(engine.step, lambda n: n < 50)
+    alone = gaps_of(engine.step, lambda n: n < 50)
     begin = time.perf_counter()
     add(whales, "whale")
-    gaps = _gaps(engine.step, lambda _: len(engine.outputs) < 8)
+    gaps = gaps_of(engine.step, lambda _: len(engine.outputs) < 8)
     firsts = [output.metrics.first_token_time for output in engine.outputs if output.request_id.startswith("whale")]
     offset = time.monotonic() - time.perf_counter()
     for number in range(64):
@@ -213,7 +213,7 @@ def _whales(llm: LLM) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _gaps(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[float]:
+def gaps_of(step: Callable[[], None], goes_on: Callable[[int], bool]) -> list[float]:
     gaps: list[float] = []
     last = time.perf_counter()
     while goes_on(len(gaps)):
@@ -270,7 +270,7 @@ def _step_seconds(llm: LLM, count: int, context: int) -> float:
         engine.add(engine.input_processor.process_one(str(number), prompt, params))
     while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
         engine.step()
-    return statistics.median(_gaps(engine.step, lambda n: n < 60))
+    return statistics.median(gaps_of(engine.step, lambda n: n < 60))
 
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
@@ -280,15 +280,15 @@ def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
         engine.add(engine.input_processor.process_one(str(number), prompt, params))
     engine.step()
     if count * context > 40_000:
-        prompts = _trace(engine, 3, f"{count} prompts")
+        prompts = kernels_of(engine, 3, f"{count} prompts")
         print(f"  {count} prompts {prompts}", flush=True)
     while engine.scheduler.waiting or any(s.num_output_tokens < 4 for s in engine.scheduler.running):
         engine.step()
-    gaps = _gaps(engine.step, lambda n: n < 40)
-    return {"step, ms": 1e3 * statistics.median(gaps)} | _trace(engine, 20, str(count))
+    gaps = gaps_of(engine.step, lambda n: n < 40)
+    return {"step, ms": 1e3 * statistics.median(gaps)} | kernels_of(engine, 20, str(count))
 
 
-def _trace(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any]:
+def kernels_of(engine: Any, num_steps: int, name_of_steps: str) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(num_steps):
             engine.step()

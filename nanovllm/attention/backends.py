@@ -68,7 +68,7 @@ class AttentionChoice:
                 logger.warning("attention_backend is 'sdpa': the C++ kernels are unavailable: %s", error)
                 wanted = "sdpa"
         if wanted == "flex" and device.type == "cuda":
-            refused = _unserved_by_graphs(layers)
+            refused = unserved_layer(layers, GpuFlexAttention.supports)
             if refused is not None:
                 if config.attention_backend == "flex":
                     raise ValueError(
@@ -80,13 +80,23 @@ class AttentionChoice:
                 wanted = "sdpa"
         return cls(wanted, compiles, wanted in ("flex", "flash") and device.type == "cuda", kernels)
 
-    def captures(self, config: EngineConfig, device: torch.device) -> bool:
-        """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable."""
+    def captures(self, config: EngineConfig, device: torch.device, obstacle: str | None = None) -> bool:
+        """The resolved `cuda_graphs`; raises ValueError if the user set it and it is unavailable.
+
+        Args:
+            obstacle: what of the model no graph can capture, in words.
+        """
         if config.cuda_graphs and not self.uses_graphs:
             raise ValueError(
                 "cuda_graphs=True needs compiled layers on a GPU and attention_backend='flex' or 'flash', but this "
                 f"engine has {self.backend!r} on {device}. Leave it out."
             )
+        if obstacle is not None and self.uses_graphs:
+            if config.cuda_graphs:
+                raise ValueError(f"cuda_graphs=True is unavailable: {obstacle}. Leave cuda_graphs out.")
+            if config.cuda_graphs is None:
+                logger.warning("steps run without CUDA graphs: %s", obstacle)
+            return False
         return self.uses_graphs if config.cuda_graphs is None else config.cuda_graphs
 
     def build(
@@ -177,14 +187,6 @@ def unserved_layer(layers: Sequence[AttentionLayer], supports: Callable[[LayerTr
         if reason is not None:
             return f"layer {index} ({type(layer.module).__name__}) has {reason}"
     return None
-
-
-def _unserved_by_graphs(layers: Sequence[AttentionLayer]) -> str | None:
-    """What keeps a GPU's `flex` from the layers, in words; None if nothing does."""
-    sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
-    if len(sizes) > 1:
-        return f"the layers have heads of different sizes: {sorted(sizes)}"
-    return unserved_layer(layers, GpuFlexAttention.supports)
 
 
 def _load_kernels(layers: Sequence[AttentionLayer], device: torch.device) -> tuple[Kernels, ...]:

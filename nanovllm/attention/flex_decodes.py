@@ -2,7 +2,8 @@
 
 The batch dimension is the sequences, with one row a query head. All that a decode sees is listed as partial, to the
 last slot, since the kernel splits only that list among programs; the mask hides the unused slots of the last KV tile,
-which are read for nothing: so KV tiles may be smaller than blocks.
+which are read for nothing: so KV tiles may be smaller than blocks. In layers with a window, or attention in chunks, the
+list begins with the KV tile of the first position in sight, and the mask hides what lies before it there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from nanovllm.attention.block_mask import forward_mask, own_code
+from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
 from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_KV_TILE, DecodeOptions, KernelOptions
+from nanovllm.layer_traits import FULL_SIGHT, Sight
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {
@@ -40,10 +42,14 @@ class FlexDecodes:
         def table(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        kv_tiles = max_blocks * max(1, options.block_size // MIN_KV_TILE) + 1
+        sight = options.sight
+        num_kv_tiles = most_kv_tiles(sight, options.block_size, max_blocks)
+        num_ends = 1 if sight.is_full else 2
         with torch.inference_mode(False):
             self._tables = DecodeTables(
-                table(max_decodes, 1, 1), table(max_decodes, 1, 1, kv_tiles), table(max_decodes), table(max_decodes)
+                table(max_decodes, 1, 1),
+                table(max_decodes, 1, 1, num_kv_tiles + 1),
+                *(table(max_decodes) for _ in range(2 * num_ends)),
             )
         self._calls: dict[int, DecodeCall] = {}
         self._call: DecodeCall | None = None  # of this step
@@ -54,17 +60,23 @@ class FlexDecodes:
         self._call = self._call_for(len(block_counts))
         self._fill(
             self._tables.parts(), tables, table_starts, block_counts, positions, self._options.block_size,
-            self._call.kv_tile,
+            self._call.kv_tile, tuple(self._options.sight),
         )  # fmt: skip
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, output: Tensor | None = None
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        output: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [num_decodes, num_heads, head_dim]; returns the same shape, in `output` if there is one."""
+        """query [num_decodes, num_heads, head_dim]; returns [num_decodes, num_heads, value_dim], in `output` if any."""
         assert self._call is not None
         tables = DecodeTables(*(table[: len(query)] for table in self._tables.parts()))
         attended = self._call(
-            query, key_cache.transpose(0, 1)[None], value_cache.transpose(0, 1)[None], tables, scaling
+            query, key_cache.transpose(0, 1)[None], value_cache.transpose(0, 1)[None], tables, scaling, sinks
         )
         return attended if output is None else output.copy_(attended)
 
@@ -73,8 +85,16 @@ class FlexDecodes:
         call = self._calls.get(num_rows)
         if call is None:
             options = self._options.for_decodes(num_rows)
-            call = self._calls[num_rows] = DecodeCall(self._options.num_kv_heads, options)
+            call = self._calls[num_rows] = DecodeCall(self._options.num_kv_heads, options, self._options.softcap)
         return call
+
+
+def most_kv_tiles(sight: Sight, block_size: int, max_blocks: int) -> int:
+    """KV tiles that a decode sees, at most."""
+    most = max_blocks * max(1, block_size // MIN_KV_TILE)
+    spans = [size for size in sight if size is not None]
+    # A span touches a tile more than it fills, and two where it lies across their borders.
+    return most if not spans else min(most, min(spans) // min(MIN_KV_TILE, block_size) + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +103,14 @@ class DecodeTables:
     kv_tiles: Tensor  # [num_decodes, 1, 1, width], each start slot // tile length
     last_kv_tiles: Tensor  # [num_decodes]
     last_offsets: Tensor  # [num_decodes], of the last slot in use within it
+    first_kv_tiles: Tensor | None = None  # [num_decodes]; None where decodes see all positions
+    first_offsets: Tensor | None = None  # [num_decodes], of the first slot in sight within it
 
     def parts(self) -> tuple[Tensor, ...]:
-        return self.num_kv_tiles, self.kv_tiles, self.last_kv_tiles, self.last_offsets
+        parts = self.num_kv_tiles, self.kv_tiles, self.last_kv_tiles, self.last_offsets
+        if self.first_kv_tiles is None or self.first_offsets is None:
+            return parts
+        return *parts, self.first_kv_tiles, self.first_offsets
 
 
 def fill_decodes(
@@ -96,13 +121,22 @@ def fill_decodes(
     positions: Tensor,
     block_size: int,
     kv_tile: int,
+    sight: tuple[int | None, int | None] = FULL_SIGHT,
 ) -> None:
-    """`to` is a `DecodeTables`, which the compiler does not know; `kv_tile` slots make one, and divide a block."""
-    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets = to
+    """`to` is a `DecodeTables`, which the compiler does not know, as `Sight`; `kv_tile` slots make one of a block."""
+    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets, *firsts = to
     num_rows, in_block = len(starts), block_size // kv_tile
     positions = positions.to(torch.int32)
-    num_kv_tiles[:num_rows, 0, 0] = torch.where(counts > 0, positions // kv_tile + 1, 0)
     columns = torch.arange(kv_tiles.shape[3], dtype=torch.int32, device=tables.device)
+    num_before: Any = 0
+    if firsts:
+        first = first_seen_on_device(positions, *sight)
+        num_before = first // kv_tile
+        columns = columns + num_before[:, None]
+        first_blocks = tables[starts + first // block_size]
+        firsts[0][:num_rows] = first_blocks * in_block + num_before % in_block
+        firsts[1][:num_rows] = first % kv_tile
+    num_kv_tiles[:num_rows, 0, 0] = torch.where(counts > 0, positions // kv_tile + 1 - num_before, 0)
     blocks = tables[(starts[:, None] + columns // in_block).clamp(max=len(tables) - 1)]
     kv_tiles[:num_rows, 0, 0] = blocks * in_block + columns % in_block
     last_blocks = tables[(starts + counts - 1).clamp(min=0)]
@@ -116,29 +150,48 @@ class DecodeCall(nn.Module):
     Sizes are attributes of a module because there alone the compiler takes whole numbers as constants.
     """
 
-    def __init__(self, num_kv_heads: int, options: DecodeOptions) -> None:
+    def __init__(self, num_kv_heads: int, options: DecodeOptions, softcap: float | None = None) -> None:
         super().__init__()
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads, self.softcap = num_kv_heads, softcap
         self.kv_tile, self.options = options
         self._compiled = torch.compile(
             own_code(_attend_decodes), fullgraph=True, dynamic=False, options=DECODE_COMPILER
         )
 
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, tables: DecodeTables, scaling: float) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: DecodeTables,
+        scaling: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         # The first call comes from within the compiler's check of a layer, under a dispatch mode; later ones do not.
         # Compiled code is bound to the dispatch keys in force, so that they are made the same.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return self._compiled(self, query, keys, values, tables.parts(), scaling)
+            detached = None if sinks is None else sinks.detach()
+            return self._compiled(self, query, keys, values, tables.parts(), scaling, detached)
 
 
 def _attend_decodes(
-    call: DecodeCall, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, ...], scaling: float
+    call: DecodeCall,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: tuple[Tensor, ...],
+    scaling: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets = tables
-    kv_tile = call.kv_tile
+    num_kv_tiles, kv_tiles, last_kv_tiles, last_offsets, *firsts = tables
+    kv_tile, value_dim = call.kv_tile, values.shape[3]
 
     def is_used(row, head, _, slot):
         return (slot // kv_tile != last_kv_tiles[row]) | (slot % kv_tile <= last_offsets[row])
+
+    def is_in_sight(row, head, _, slot):
+        is_behind = (slot // kv_tile != firsts[0][row]) | (slot % kv_tile >= firsts[1][row])
+        return is_behind & is_used(row, head, _, slot)
 
     num_rows, num_heads, head_dim = query.shape
     # The decode kernel takes groups of a power of two of query heads; it fills them up to 16 anyway.
@@ -151,13 +204,19 @@ def _attend_decodes(
         (num_kv_tiles, kv_tiles),
         (None, None),
         (_DECODE_QUERY_BLOCK, kv_tile),
-        is_used,
+        is_in_sight if firsts else is_used,
     )
     options: Any = call.options
     attended: Any = flex_attention(
         query.reshape(num_rows, call.num_kv_heads * width, 1, head_dim), keys, values,
-        block_mask=block_mask, scale=scaling, enable_gqa=True, kernel_options=options,
+        score_mod=None if call.softcap is None else capped(call.softcap), block_mask=block_mask, scale=scaling,
+        enable_gqa=True, kernel_options=options, return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
-    if width != num_groups:
-        attended = attended.view(num_rows, call.num_kv_heads, width, head_dim)[:, :, :num_groups]
-    return attended.reshape(num_rows, num_heads, head_dim).contiguous()
+    if sinks is not None:
+        attended, of_scores = attended
+        log_sums = of_scores.lse.view(num_rows, call.num_kv_heads, width)[:, :, :num_groups]
+    if width != num_groups or sinks is not None:
+        attended = attended.view(num_rows, call.num_kv_heads, width, value_dim)[:, :, :num_groups]
+    if sinks is not None:
+        attended = with_sinks(attended, log_sums, sinks.view(call.num_kv_heads, num_groups))
+    return attended.reshape(num_rows, num_heads, value_dim).contiguous()

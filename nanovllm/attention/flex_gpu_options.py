@@ -14,7 +14,9 @@ import torch
 
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.device import find_kernel
+from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight
 
+MIN_HEAD_DIM = 16  # elements, of queries and of values
 BLOCK_N = 64  # slots of a page that a chunk reads at once, at most
 CHUNK_STAGES, CHUNK_WARPS = 3, 4  # tiles on their way at once, at most
 
@@ -66,8 +68,9 @@ class KernelOptions:
     """The options of a model's kernels on a GPU.
 
     num_groups: query heads per KV head.
-    head_bytes: bytes of one head's K of one token.
+    head_bytes: bytes of one head's K of one token, or of its V where that is wider.
     paged_decode: `PagedDecode` of `kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
+    traits: what the layers have beyond plain attention; None where that is nothing.
     """
 
     gpu: Gpu
@@ -76,22 +79,34 @@ class KernelOptions:
     head_bytes: int
     block_size: int
     paged_decode: Any = None
+    traits: LayerTraits | None = None
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
-        traits, head_bytes = layer.traits, layer.traits.head_dim * layer.dtype.itemsize
+        traits, head_dim = layer.traits, max(layer.traits.head_dim, layer.traits.value_dim)
         kernel = find_kernel("paged_decode", "PagedDecode")
-        if kernel is not None and not kernel.suits(traits.head_dim, layer.dtype):
+        if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None
-        gpu = Gpu.from_device(device)
-        return cls(gpu, traits.num_kv_heads, traits.num_groups, head_bytes, block_size, kernel)
+        heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
+        return cls(Gpu.from_device(device), *heads, block_size, kernel, None if traits.is_plain else traits)
+
+    @property
+    def sight(self) -> Sight:
+        return FULL_SIGHT if self.traits is None else self.traits.sight
+
+    @property
+    def softcap(self) -> float | None:
+        return None if self.traits is None else self.traits.softcap
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""
         if self.paged_decode is None:
             return None
         heads = self.num_kv_heads, self.num_groups, self.head_bytes
-        return self.paged_decode(heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device)
+        return self.paged_decode(
+            heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight,
+            softcap=self.softcap,
+        )  # fmt: skip
 
     @property
     def padded_groups(self) -> int:

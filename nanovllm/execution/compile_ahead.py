@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.attention.flex_gpu_kinds import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.config import EngineConfig
 from nanovllm.device import DEVICE_LOCK, find_kernel
@@ -60,16 +61,22 @@ def _decode_calls(
     binding: ModelBinding, block_size: int, max_decodes: int, inputs: StepInputs
 ) -> list[Callable[[], Any]]:
     """Attention of a few decodes, of whose outputs a kernel of its own merges the parts, and of many."""
-    layer, device = binding.layers[0], binding.device
-    decodes = KernelOptions.for_layer(layer, device, block_size).decode_kernel(max_decodes, device)
-    if decodes is None:
-        return []
-    traits = layer.traits
-    query = torch.zeros(max_decodes, traits.num_heads, traits.head_dim, dtype=layer.dtype, device=device)
-    cache = torch.zeros(block_size, traits.num_kv_heads, traits.head_dim, dtype=layer.dtype, device=device)
+    device = binding.device
+    calls: list[Callable[[], Any]] = []
     tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions
-    attend = [partial(decodes.attend, query[:count], cache, cache, layer.scaling) for count in (MIN_ROWS, max_decodes)]
-    return [partial(decodes.fill, *tables), *attend]
+    for layer in layers_by_kind(binding.layers):
+        decodes = KernelOptions.for_layer(layer, device, block_size).decode_kernel(max_decodes, device)
+        if decodes is None:
+            continue
+        traits = layer.traits
+        query = torch.zeros(max_decodes, traits.num_heads, traits.head_dim, dtype=layer.dtype, device=device)
+        sizes = block_size, traits.num_kv_heads
+        caches = [torch.zeros(*sizes, d, dtype=layer.dtype, device=device) for d in (traits.head_dim, traits.value_dim)]
+        sinks = query.new_zeros(traits.num_heads) if traits.has_sinks else None
+        calls.append(partial(decodes.fill, *tables))
+        for count in (MIN_ROWS, max_decodes):
+            calls.append(partial(decodes.attend, query[:count], *caches, layer.scaling, None, sinks))
+    return calls
 
 
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:

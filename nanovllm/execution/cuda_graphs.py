@@ -18,13 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.attention.flex_gpu_options import KernelOptions
+from nanovllm.attention.flex_gpu_kinds import GpuFlexKinds, build_gpu_attention, kind_groups
 from nanovllm.attention.kv_writes import use_write_kernel
-from nanovllm.attention.operator import AttentionStep
+from nanovllm.attention.operator import AttentionPlan, AttentionStep
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledBatch
 from nanovllm.batch_layout import BatchLayout
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.device import to_device
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
@@ -50,33 +50,29 @@ class GraphExecutor:
     Args:
         binding: with compiled layers and its caches allocated.
         config: fully resolved.
+        pools: of the cache groups.
     """
 
-    def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler) -> None:
+    def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
         block_size = config.block_size
-        options = KernelOptions.for_layer(binding.layers[0], binding.device, block_size)
         use_write_kernel()
         self._binding = binding
         self._sampler = sampler
         self._block_size = block_size
         self._captures = config.cuda_graphs
         self._buckets = Buckets(config)
-        max_blocks = -(-config.max_model_len // block_size)
-        self.backend = GpuFlexAttention(
-            options=options,
-            max_decodes=self._buckets.max_decodes,
+        max_blocks = -(-config.max_model_len // config.block_size)
+        self.backend = build_gpu_attention(
+            binding.layers, binding.device, config, pools, max_decodes=self._buckets.max_decodes,
             max_tiles=self._buckets.max_tiles,
-            max_blocks=max_blocks,
-            num_blocks=config.num_kv_blocks,
-            uses_flash=config.attention_backend == "flash",
-            device=binding.device,
-        )
+        )  # fmt: skip
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
-        self._packing = cache(lambda shape: StepPacking(shape, block_size, max_samples))
+        kinds = kind_groups(binding.layers, pools)
+        self._packing = cache(lambda shape: StepPacking(shape, block_size, max_samples, kinds))
         largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):
-            num_words = largest.num_words + config.max_num_seqs * max_blocks
+            num_words = largest.num_words + len(pools.groups) * config.max_num_seqs * max_blocks
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(max_samples, dtype=torch.int64, device=binding.device)
         if isinstance(sampler, RankSampler):
@@ -152,15 +148,15 @@ class GraphExecutor:
 
     def _upload(self, shape: GraphShape, layout: BatchLayout, tiles: Tiles, draws: DrawInputs | None) -> None:
         packing = self._packing(shape)
-        blocks = layout.blocks_to_clear
-        num_words = packing.num_words + int(layout.table_lengths.sum())
+        num_words = packing.num_words_for(layout)
         # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
         buffer = torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
         self._inputs[:num_words].copy_(buffer, non_blocking=True)
-        if len(blocks):
-            begun = to_device(blocks, self._binding.device)
-            self._binding.caches.clear_blocks(begun, self._block_size, by_kernel=True)
+        for group, of_group in enumerate((layout, *layout.others)):
+            if len(of_group.blocks_to_clear):
+                begun = to_device(of_group.blocks_to_clear, self._binding.device)
+                self._binding.caches.clear_blocks(begun, self._block_size, group=group, by_kernel=True)
 
     # -------------------------------------------------------------------------------------------------- the step
 
@@ -169,7 +165,11 @@ class GraphExecutor:
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
-            plan = self.backend.fill(tables_of(inputs, shape))
+            if isinstance(self.backend, GpuFlexKinds):
+                groups = range(inputs.decode_tables.shape[0]) if inputs.decode_tables.dim() == 2 else [None]
+                plan: AttentionPlan = self.backend.fill([tables_of(inputs, shape, group) for group in groups])
+            else:
+                plan = self.backend.fill(tables_of(inputs, shape))
         return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
 
     @property

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.attention.flex_gpu_options import MIN_KV_TILE, KernelOptions
+from nanovllm.attention.flex_chunks import most_listed
+from nanovllm.attention.flex_decodes import most_kv_tiles
+from nanovllm.attention.flex_gpu_kinds import layers_by_kind
+from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionBackend
 from nanovllm.batch_layout import BatchLayout, build_layout
 from nanovllm.config import EngineConfig
@@ -40,7 +43,7 @@ def measure_peaks(binding: ModelBinding, config: EngineConfig, choice: Attention
     chunk = min(chunk, max(1, config.max_model_len - 2))
     spans = [(0, 1)] * (config.max_num_seqs - 1) + [(config.max_model_len - 1 - chunk, chunk)]
     batch = dummy_batch(binding, config, spans)
-    backend: AttentionBackend = _NoAttention()
+    backend: AttentionBackend = NoAttention()
     if not choice.uses_graphs:
         backend = _AttentionOncePerKind(choice.build(binding.layers, binding.device, config, uncompiled=True))
     sampler = _MeasuredSampler(Sampler(compiles=choice.uses_graphs), binding.device)
@@ -65,26 +68,31 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     The graphs keep the memory of a forward pass to themselves, so a step without a graph (of a shape that none holds,
     with prompt logits, with its owner's hooks) takes its own beside them.
     """
-    layer, options = binding.layers[0], KernelOptions.for_layer(binding.layers[0], binding.device, config.block_size)
+    firsts = layers_by_kind(binding.layers)
+    of_kinds = [KernelOptions.for_layer(layer, binding.device, config.block_size) for layer in firsts]
     buckets = Buckets(config)
     # Of queries and outputs.
-    tile_bytes = 2 * config.block_size * layer.traits.num_heads * layer.traits.head_dim * layer.dtype.itemsize
+    head_values = max(layer.traits.num_heads * (layer.traits.head_dim + layer.traits.value_dim) for layer in firsts)
+    tile_bytes = config.block_size * head_values * binding.layers[0].dtype.itemsize
     # Logits twice, in float32 where they are changed, and counts of tokens; without kernels, a sort of some rows.
-    sampling = buckets.max_decodes * (2 * layer.dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
+    sampling = buckets.max_decodes * (2 * binding.layers[0].dtype.itemsize + 10) + 40 * FILTERED_AT_ONCE
     sampling *= binding.vocab_size
     max_blocks = -(-config.max_model_len // config.block_size)
-    kv_tiles = max_blocks * max(1, config.block_size // MIN_KV_TILE)
-    width = max_blocks + 1
-    if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
-        width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
-    tables = 4 * (buckets.max_decodes * (kv_tiles + 4) + buckets.max_tiles * 2 * (width + 1))
+    tables = 0
+    for options in of_kinds:
+        kv_tiles = most_kv_tiles(options.sight, config.block_size, max_blocks)
+        width = most_listed(options.sight, config.block_size, max_blocks) + 1
+        if config.attention_backend == "flash":  # its tables are as wide as the pool, which has no size yet
+            width = torch.cuda.mem_get_info(binding.device)[1] // binding.caches.num_bytes(config.block_size)
+        tables += 4 * (buckets.max_decodes * (kv_tiles + 4) + buckets.max_tiles * 2 * (width + 1))
     graphs = 0
     if config.cuda_graphs:
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
         graphs += 4 * buckets.max_decodes * binding.vocab_size  # logits with penalties, in the graphs' own memory
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
     tiles = buckets.max_tiles * tile_bytes
-    return tiles + sampling + split_bytes(options, buckets.max_decodes) + tables + graphs
+    splits = sum(split_bytes(options, buckets.max_decodes) for options in of_kinds)
+    return tiles + sampling + splits + tables + graphs
 
 
 def split_bytes(options: KernelOptions, max_decodes: int) -> int:
@@ -109,25 +117,25 @@ class _MeasuredSampler:
         return self._sampler.sample(*arguments)
 
 
-class _NoAttention:
+class NoAttention:
     """A backend that measures what the rest of a step takes."""
 
     reads_whole_blocks = False
 
-    def plan(self, layout: BatchLayout) -> _NoAttention:
+    def plan(self, layout: BatchLayout) -> NoAttention:
         return self
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
         return query.new_zeros(*query.shape[:2], value_cache.shape[2])
 
 
-class _AttentionOncePerKind(_NoAttention):
+class _AttentionOncePerKind(NoAttention):
     """A backend that attends in the first layer of each kind alone: the next one's uses the same memory again."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
-    def plan(self, layout: BatchLayout) -> _NoAttention:
+    def plan(self, layout: BatchLayout) -> NoAttention:
         self._plan = self._backend.plan(layout)
         self._done: set[int] = set()
         return self

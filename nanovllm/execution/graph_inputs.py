@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ class StepInputs:
     draws: `DrawTensors` of [max_samples] each.
     token_ids: [num_rows] int64; -1 - i for the i-th token that the previous step samples.
     positions, slot_mapping: [num_rows] int64; the padding's are 0.
-    Those of attention are int32.
+    Those of attention are int32. Where layers form several cache groups, slot_mapping has a row for each kind of
+    layers, and what begins block tables (decode_tables, tile_tables) one for each group.
     """
 
     sample_rows: Any
@@ -82,14 +83,27 @@ _SHAPE_PARTS: tuple[tuple[str, Callable[[GraphShape, int], int], tuple[Any, torc
 
 
 class StepPacking:
-    """Where the parts of a step of one shape begin, in 32-bit words; the block tables, of any length, come last."""
+    """Where the parts of a step of one shape begin, in 32-bit words; the block tables, of any length, come last.
 
-    def __init__(self, shape: GraphShape, block_size: int, max_samples: int) -> None:
+    Args:
+        kind_groups: the cache group of each kind of layers, where there are several groups.
+    """
+
+    def __init__(self, shape: GraphShape, block_size: int, max_samples: int, kind_groups: Sequence[int] = ()) -> None:
         self.shape = shape
         self.block_size = block_size
+        self.kind_groups = tuple(kind_groups)
+        self.num_groups = 1 + max(kind_groups, default=0)
         self._spans: dict[str, tuple[int, int, Any, torch.dtype]] = {}
+        self._num_rows = {}  # of the parts that have several
+        if kind_groups:
+            of_groups = dict.fromkeys(("decode_tables", "tile_tables"), self.num_groups)
+            self._num_rows = {"slot_mapping": len(kind_groups), **of_groups}
         lengths = [(name, max_samples, dtypes) for name, dtypes in _DRAW_PARTS]
-        lengths += [(name, length(shape, block_size), dtypes) for name, length, dtypes in _SHAPE_PARTS]
+        lengths += [
+            (name, length(shape, block_size) * self._num_rows.get(name, 1), dtypes)
+            for name, length, dtypes in _SHAPE_PARTS
+        ]
         end = 0
         for name, length, dtypes in lengths:
             num_words = np.dtype(dtypes[0]).itemsize // 4
@@ -98,12 +112,18 @@ class StepPacking:
             self._spans[name] = start, end, *dtypes
         self.num_words = end  # without the tables
 
+    def num_words_for(self, layout: BatchLayout) -> int:
+        """Those of a packed step with its block tables, which are equally long in all groups."""
+        return self.num_words + self.num_groups * int(layout.table_lengths.sum())
+
     def views(self, buffer: Any) -> StepInputs:
         """The parts of a packed step [n] int32, a tensor or an array; the tables are all of it behind the rest."""
         parts = {
             name: buffer[start:end].view(device_dtype if isinstance(buffer, Tensor) else host_dtype)
             for name, (start, end, host_dtype, device_dtype) in self._spans.items()
         }
+        for name, num_rows in self._num_rows.items():
+            parts[name] = parts[name].reshape(num_rows, -1)  # a view
         draws = DrawTensors(*(parts.pop(name) for name in DrawTensors._fields))
         return StepInputs(**parts, draws=draws, tables=buffer[self.num_words :])
 
@@ -112,9 +132,11 @@ class StepPacking:
         buffer[: self.num_words] = 0
         to = self.views(buffer)
         real, padded, num_tokens = layout.num_decodes, self.shape.num_decodes, layout.num_tokens
+        layouts = layout, *layout.others  # of each group
+        slot_mappings = [layouts[group].slot_mapping for group in self.kind_groups] or [layout.slot_mapping]
         for rows, values in zip(
-            (to.token_ids, to.positions, to.slot_mapping),
-            (layout.token_ids, layout.positions, layout.slot_mapping),
+            (to.token_ids, to.positions, *(to.slot_mapping if self.kind_groups else [to.slot_mapping])),
+            (layout.token_ids, layout.positions, *slot_mappings),
             strict=True,
         ):
             rows[:real] = values[:real]
@@ -124,17 +146,20 @@ class StepPacking:
             for part, drawn in zip(to.draws, draws, strict=True):
                 part[: len(draws.noise_keys)] = drawn
         lengths = layout.table_lengths
+        entries = itertools.chain.from_iterable(of_group.entries for of_group in layouts[: self.num_groups])
         to.tables[:] = np.fromiter(
-            itertools.chain.from_iterable(entry.block_table for entry in layout.entries), np.int32, len(to.tables)
+            itertools.chain.from_iterable(entry.block_table for entry in entries), np.int32, len(to.tables)
         )
         starts = np.cumsum(lengths) - lengths
-        to.decode_tables[:real] = starts[:real]
+        # The tables of each group lie behind all of the one before.
+        behind = np.arange(self.num_groups)[:, None] * lengths.sum()
+        to.decode_tables[..., :real] = starts[:real] + (behind if self.kind_groups else 0)
         to.decode_blocks[:real] = layout.positions[:real] // self.block_size + 1
         if tiles.prefixes is not None:
             _pack_prefixes(to, tiles.prefixes, starts)
         count = len(tiles.blocks)
         if count:
-            to.tile_tables[:count] = starts[real:][tiles.chunks]
+            to.tile_tables[..., :count] = starts[real:][tiles.chunks] + (behind if self.kind_groups else 0)
             to.tile_blocks[:count] = tiles.blocks
             to.tile_is_used[:count] = 1
             to.tile_rows[: count * self.block_size] = np.where(tiles.rows < 0, 0, tiles.rows + padded)
@@ -142,11 +167,13 @@ class StepPacking:
             to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
 
 
-def tables_of(inputs: StepInputs, shape: GraphShape) -> StepTables:
-    """What the attention of a packed step reads."""
+def tables_of(inputs: StepInputs, shape: GraphShape, group: int | None = None) -> StepTables:
+    """What the attention of a packed step reads, in one of several cache groups or in the only one (None)."""
+    starts = inputs.decode_tables, inputs.tile_tables
+    decode_tables, tile_tables = starts if group is None else (part[group] for part in starts)
     return StepTables(
-        inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
-        inputs.shared_blocks, inputs.members, inputs.shared_bundles.view(-1, BUNDLE_NUMBERS), inputs.tile_tables,
+        inputs.tables, decode_tables, inputs.decode_blocks, inputs.positions[: shape.num_decodes],
+        inputs.shared_blocks, inputs.members, inputs.shared_bundles.view(-1, BUNDLE_NUMBERS), tile_tables,
         inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows, inputs.chunk_rows,
     )  # fmt: skip
 

@@ -10,7 +10,9 @@ of these blocks, and each of its members pieces of the rest::
     of a bundle  number of members (negative), first token, end, start of its block table, index of its first member,
                  number among the bundle's pieces, how many those are, first block
 
-The pieces of bundles come first, in the table and in the order in which they are merged.
+The pieces of bundles come first, in the table and in the order in which they are merged. In layers whose rows do not
+see all before them nothing is shared, and the first piece of a decode begins with the first token in sight, wherever
+that lies in its tile.
 """
 
 from __future__ import annotations
@@ -23,12 +25,31 @@ BUNDLE_ENTRY = 4  # of a bundle: its first member, how many those are, how many 
 
 
 @triton.jit
-def _own_tiles(block_counts, positions, shared, rows, num_rows, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Tiles of some decodes' contexts behind the blocks that they share, and of these; 0 for padding."""
+def _first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first token that decodes at these positions see; a WINDOW or CHUNK of 0 is none."""
+    first = tl.zeros_like(positions)
+    if WINDOW > 0:
+        first = tl.maximum(first, positions - (WINDOW - 1))
+    if CHUNK > 0:
+        first = tl.maximum(first, positions // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def _own_tiles(
+    block_counts, positions, shared, rows, num_rows, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Tiles of some decodes' contexts, 0 for padding; those before, which they share; and those out of sight."""
     is_used = tl.load(block_counts + rows, mask=rows < num_rows, other=0) > 0
     positions = tl.load(positions + rows, mask=is_used, other=0).to(tl.int32)
-    before = tl.load(shared + rows, mask=is_used, other=0) * (BLOCK_SIZE // TILE)
-    return tl.where(is_used, (positions + TILE) // TILE - before, 0), before
+    if WINDOW > 0 or CHUNK > 0:
+        hidden = _first_seen(positions, WINDOW, CHUNK) // TILE
+        before = tl.zeros_like(hidden)
+    else:
+        before = tl.load(shared + rows, mask=is_used, other=0) * (BLOCK_SIZE // TILE)
+        hidden = before
+    return tl.where(is_used, (positions + TILE) // TILE - hidden, 0), before, hidden
 
 
 @triton.jit
@@ -48,16 +69,22 @@ def _num_pieces(tiles, rows, num_rows, length):
 
 @triton.jit
 def _write(
-    pieces, tables, places, rows, first, tiles, end, starts, slots, counts, before,
+    pieces, tables, places, rows, first, tiles, begin, end, starts, slots, counts, before,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Cut `tiles` from the tile `first` on into `counts` pieces each, of OWN decodes or bundles."""
+    """Cut `tiles` from the tile `first` on into `counts` pieces each, of OWN decodes or bundles.
+
+    LIMITED: no piece begins before its decode's token `begin`.
+    """
     divisor = tl.maximum(counts, 1)[:, None]
     for first_number in range(0, tl.max(counts, 0), WIDTH):
         number = first_number + tl.arange(0, WIDTH)[None, :]
         is_there = number < counts[:, None]
         start = (first[:, None] + number * tiles[:, None] // divisor) * TILE
         stop = tl.minimum((first[:, None] + (number + 1) * tiles[:, None] // divisor) * TILE, end[:, None])
+        if LIMITED:
+            start = tl.maximum(start, begin[:, None])
         is_read = is_there & (tiles > 0)[:, None]
         block = tl.load(tables + starts[:, None] + start // BLOCK_SIZE, mask=is_read, other=0)
         to = pieces + (1 + places[:, None] + number) * ENTRY
@@ -77,10 +104,13 @@ def _write(
 def _cut_decodes(
     tables, table_starts, block_counts, positions, shared, pieces, splits, own, num_rows, length, before, before_split,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The pieces of OWN decodes from `own` on, behind the blocks that they share."""
     rows = own + tl.arange(0, OWN)
-    tiles, behind = _own_tiles(block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE)
+    tiles, behind, first = _own_tiles(
+        block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
+    )  # fmt: skip
     counts, parts = _num_pieces(tiles, rows, num_rows, length), (behind + length - 1) // length
     totals = counts + parts
     split = tl.where(totals > 1, totals, 0)
@@ -89,9 +119,10 @@ def _cut_decodes(
     starts = tl.load(table_starts + rows, mask=rows < num_rows, other=0)
     tl.store(splits + 2 * rows, slots, mask=rows < num_rows)
     tl.store(splits + 2 * rows + 1, totals, mask=rows < num_rows)
+    begin = _first_seen(tl.maximum(contexts - 1, 0), WINDOW, CHUNK)
     _write(
-        pieces, tables, before + tl.cumsum(counts, 0) - counts, rows, behind, tiles, contexts, starts, slots, counts,
-        parts, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH,
+        pieces, tables, before + tl.cumsum(counts, 0) - counts, rows, first, tiles, begin, contexts, starts, slots,
+        counts, parts, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH, WINDOW > 0 or CHUNK > 0,
     )  # fmt: skip
 
 
@@ -110,8 +141,8 @@ def _cut_bundles(
     num_members = tl.load(bundle + 1, mask=numbers < num_bundles, other=0)
     starts = tl.load(bundle + 3, mask=numbers < num_bundles, other=0)
     _write(
-        pieces, tables, before + tl.cumsum(counts, 0) - counts, -num_members, zeros, tiles, tiles * TILE, starts,
-        members, counts, zeros, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH,
+        pieces, tables, before + tl.cumsum(counts, 0) - counts, -num_members, zeros, tiles, zeros, tiles * TILE, starts,
+        members, counts, zeros, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH, False,
     )  # fmt: skip
 
 
@@ -139,6 +170,8 @@ def cut_contexts(
     LANES: tl.constexpr,
     OWN: tl.constexpr,
     WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
+    CHUNK: tl.constexpr = 0,
 ):
     """Each program cuts OWN decodes, and as many bundles, of which there are fewer.
 
@@ -152,7 +185,9 @@ def cut_contexts(
         total += tl.sum(tiles)
         num_shared += tl.sum((tiles > 0).to(tl.int32))
     for first in range(0, num_rows, LANES):
-        tiles, _ = _own_tiles(block_counts, positions, shared, first + lanes, num_rows, TILE, BLOCK_SIZE)
+        tiles, _, _ = _own_tiles(
+            block_counts, positions, shared, first + lanes, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
+        )  # fmt: skip
         total += tl.sum(tiles)
         num_used += tl.sum((tiles > 0).to(tl.int32))
     num_pieces = tl.minimum(tl.maximum(num_used, least_pieces), most_pieces)
@@ -168,7 +203,9 @@ def cut_contexts(
     before += total
     for first in range(0, num_rows, LANES):
         rows = first + lanes
-        tiles, behind = _own_tiles(block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE)
+        tiles, behind, _ = _own_tiles(
+            block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
+        )  # fmt: skip
         counts = _num_pieces(tiles, rows, num_rows, length)
         total += tl.sum(counts)
         before += tl.sum(tl.where(rows < own, counts, 0))
@@ -179,7 +216,7 @@ def cut_contexts(
 
     _cut_decodes(
         tables, table_starts, block_counts, positions, shared, pieces, splits, own, num_rows, length, before,
-        before_split, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH,
+        before_split, TILE, BLOCK_SIZE, ENTRY, OWN, WIDTH, WINDOW, CHUNK,
     )  # fmt: skip
     _cut_bundles(
         tables,

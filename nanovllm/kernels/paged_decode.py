@@ -4,7 +4,8 @@ A small kernel cuts the contexts of a step into pieces of nearly equal length, o
 other attends to one piece for the query heads of one KV head, straight from the block tables. A program's rows hold the
 query heads of several decodes where these begin with the same blocks, which are read once for all of them. How many
 programs there are depends on the number of decodes alone, so a captured CUDA graph serves every step of that number.
-The kernels are in `decode_pieces_triton` and `paged_decode_triton`.
+Windows and attention in chunks only move the beginning of a context; soft-caps, sinks, and values of another width than
+keys are compiled in where layers have them. The kernels are in `decode_pieces_triton` and `paged_decode_triton`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nanovllm.layer_traits import FULL_SIGHT, Sight
 
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
 _MERGED_ELEMENTS = 4096  # of the workspace, read in one go
@@ -54,9 +57,10 @@ class PagedDecode:
     """Decode attention of one engine; the layers share its pieces and workspace.
 
     Args:
-        heads: number of KV heads, query heads per KV head, bytes of one head's K of one token.
+        heads: number of KV heads, query heads per KV head, bytes of one head's K of one token, or V if that is wider.
         gpu: number of multiprocessors, bytes of shared memory that one program may take.
         max_decodes: bound of a step.
+        sight, softcap: of the layers; None caps nothing.
     """
 
     def __init__(
@@ -68,7 +72,10 @@ class PagedDecode:
         max_decodes: int,
         device: torch.device,
         sizes: DecodeSizes = MEASURED,
+        sight: Sight = FULL_SIGHT,
+        softcap: float | None = None,
     ) -> None:
+        self._sight, self._softcap = sight, softcap or 0.0
         self._num_kv_heads, self._num_groups, head_bytes = heads
         num_multiprocessors, shared_memory = gpu
         self._block_size = block_size
@@ -138,26 +145,35 @@ class PagedDecode:
                 tables, table_starts, block_counts, positions, shared, bundles, self._pieces, self._splits, num_rows,
                 num_bundles, self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
                 ENTRY=kernels.ENTRY, BUNDLE_ENTRY=kernels.BUNDLE_ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
+                WINDOW=self._sight.window or 0, CHUNK=self._sight.chunk or 0,
             )  # fmt: skip
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, output: Tensor | None = None
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scaling: float,
+        output: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the decodes that `fill` has cut.
 
         Args:
             query: [num_decodes, num_heads, head_dim], contiguous.
-            key_cache, value_cache: [num_slots, num_kv_heads, head_dim], contiguous.
-            output: like `query`; a new tensor by default.
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim or value_dim], contiguous.
+            output: [num_decodes, num_heads, value_dim]; a new tensor by default.
+            sinks: [num_heads], scores that add nothing to the result.
 
         Returns the output; 0 where a decode has no blocks.
         """
+        (num_rows, num_heads, head_dim), value_dim = query.shape, value_cache.shape[2]
         if output is None:
-            output = torch.empty_like(query)
-        num_rows, num_heads, head_dim = query.shape
+            output = query.new_empty(num_rows, num_heads, value_dim)
         sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
-        rows = _rows(self._num_groups)
-        is_large = rows * dims > 8192 or query.dtype == torch.float32  # for the registers of two warps
+        rows, value_dims, has_sinks = _rows(self._num_groups), _power_of_two(value_dim), sinks is not None
+        some_sinks = self._logarithms if sinks is None else sinks  # a kernel without them does not read any
+        is_large = rows * max(dims, value_dims) > 8192 or query.dtype == torch.float32  # for the registers of two warps
         num_pieces = min(max(num_rows, self._least_pieces), self._most_pieces) + num_rows
         # The last program of a decode takes longer to merge than a kernel of its own, which many decodes do without.
         merges_apart = 4 * num_rows < 3 * self._least_pieces
@@ -165,17 +181,18 @@ class PagedDecode:
         with torch.cuda.device_of(query):
             kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
                 query, key_cache, value_cache, self._tables, self._pieces, self._members, self._splits, output,
-                self._outputs, self._logarithms, self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads,
-                GROUPS=self._num_groups, HEAD_DIM=head_dim, BLOCK_SIZE=self._block_size, ENTRY=entry, TILE=sizes.tile,
-                ROWS=rows, MERGED_ROWS=merged_rows, DIMS=dims, AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * dims)),
-                MERGES=not merges_apart, OVERLAPS=self._overlaps, launch_pdl=self._overlaps,
-                num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
+                self._outputs, self._logarithms, self._arrivals, some_sinks, scaling, NUM_KV_HEADS=self._num_kv_heads,
+                GROUPS=self._num_groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_SIZE=self._block_size,
+                ENTRY=entry, TILE=sizes.tile, ROWS=rows, MERGED_ROWS=merged_rows, DIMS=dims, VALUE_DIMS=value_dims,
+                AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * value_dims)), MERGES=not merges_apart,
+                OVERLAPS=self._overlaps, SOFTCAP=self._softcap, LIMITED=not self._sight.is_full, HAS_SINKS=has_sinks,
+                launch_pdl=self._overlaps, num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
             )  # fmt: skip
             if merges_apart:
                 kernels.merge_pieces[(num_rows * num_heads,)](
-                    self._splits, self._outputs, self._logarithms, output, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
-                    DIMS=dims, AT_ONCE=max(16, 2 * _MERGED_ELEMENTS // dims), OVERLAPS=self._overlaps,
-                    launch_pdl=self._overlaps, num_warps=4,
+                    self._splits, self._outputs, self._logarithms, output, some_sinks, NUM_HEADS=num_heads,
+                    HEAD_DIM=value_dim, DIMS=value_dims, AT_ONCE=max(16, 2 * _MERGED_ELEMENTS // value_dims),
+                    OVERLAPS=self._overlaps, HAS_SINKS=has_sinks, launch_pdl=self._overlaps, num_warps=4,
                 )  # fmt: skip
         return output
 

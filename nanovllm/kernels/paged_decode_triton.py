@@ -16,44 +16,47 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _attend_piece(
-    query,
-    key_cache,
-    value_cache,
-    table,
-    block,
-    start,
-    end,
-    scale,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    query, key_cache, value_cache, table, block, start, end, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
     """query [ROWS, DIMS], a tensor; the caches begin at this KV head, the table at this decode's first block.
 
-    Returns the output [ROWS, DIMS] and the binary logarithm of the sum of exponentials [ROWS].
+    Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum of exponentials [ROWS].
     """
     ROWS: tl.constexpr = query.shape[0]
     DIMS: tl.constexpr = query.shape[1]
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DIMS)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    output = tl.zeros((ROWS, DIMS), tl.float32)
+    output = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
     offsets = lanes[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
+    value_dims = tl.arange(0, VALUE_DIMS)
+    value_offsets = lanes[:, None] * (NUM_KV_HEADS * VALUE_DIM) + value_dims[None, :]
+    begin = start
+    if LIMITED:  # a piece may begin within a tile
+        begin = start // TILE * TILE
     # Loads of K and V are on their way `num_stages` tiles ahead, as long as the loop does not compute their addresses
     # from another load of the same round: so a block's number comes from the round before.
-    for first in range(start, end, TILE):
-        tile = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    for first in range(begin, end, TILE):
+        tile = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * NUM_KV_HEADS
         block = tl.load(table + tl.minimum(first + TILE, end - 1) // BLOCK_SIZE)
         is_seen = first + lanes < end
+        if LIMITED:
+            is_seen = is_seen & (first + lanes >= start)
         is_there = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(key_cache + tile + offsets, mask=is_there, other=0.0)
+        keys = tl.load(key_cache + tile * HEAD_DIM + offsets, mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            # cap * tanh(score / cap), where scores are binary logarithms: tanh(x) = 1 - 2 / (exp(2 x) + 1).
+            CAP: tl.constexpr = SOFTCAP * 1.4426950408889634
+            scores = CAP - 2 * CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / CAP)) + 1)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
         # Slots that are not seen are not read either: whatever lies there would enter the product as 0 times it.
-        values = tl.load(value_cache + tile + offsets, mask=is_there, other=0.0)
+        is_there = is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
+        values = tl.load(value_cache + tile * VALUE_DIM + value_offsets, mask=is_there, other=0.0)
         output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
         top = new_top
@@ -62,22 +65,27 @@ def _attend_piece(
 
 
 @triton.jit
+def _sink_scores(sinks, heads, is_used, HAS_SINKS: tl.constexpr):
+    """What a softmax begins with, [ROWS] each: the highest score, as a binary logarithm, and the sum of exponentials.
+
+    A sink is a score of its own, the first, which adds nothing to the result.
+    """
+    top = tl.full(heads.shape, float("-inf"), tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + heads, mask=is_used, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    return top, total
+
+
+@triton.jit
 def _merge(
-    outputs,
-    logarithms,
-    count,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
-):
-    """The pieces of one decode and KV head, in their order; returns [ROWS, DIMS]."""
+    outputs, logarithms, count, sinks, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_STAGES: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The pieces of one decode and KV head, in their order; returns [ROWS, DIMS]. HEAD_DIM and DIMS: of values."""
     rows, dims, parts = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, AT_ONCE)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    top, total = _sink_scores(sinks, rows, rows < GROUPS, HAS_SINKS)
     output = tl.zeros((ROWS, DIMS), tl.float32)
     for first in tl.range(0, count, AT_ONCE, num_stages=MERGE_STAGES):
         is_there = (first + parts < count)[:, None] & (rows < GROUPS)[None, :]
@@ -99,8 +107,9 @@ def _merge(
 @triton.jit
 def _attend_for_members(
     query, keys, values, table, block, start, end, scale, members, num_members, splits, part, head, outputs, logarithms,
-    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """A piece of a bundle: each row is a query head of one of its members, which `members` begins with."""
     rows, dims, NUM_HEADS = tl.arange(0, ROWS), tl.arange(0, DIMS), NUM_KV_HEADS * GROUPS
@@ -112,45 +121,56 @@ def _attend_for_members(
     at = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     attended, logarithm = _attend_piece(
         tl.load(query + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale, NUM_KV_HEADS,
-        HEAD_DIM, BLOCK_SIZE, TILE,
+        HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False,
     )  # fmt: skip
     own = (slots + part) * NUM_HEADS + heads  # in the workspace
-    tl.store(outputs + own[:, None] * HEAD_DIM + dims[None, :], attended, mask=is_there)
+    value_dims = tl.arange(0, VALUE_DIMS)
+    is_there = is_used[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(outputs + own[:, None] * VALUE_DIM + value_dims[None, :], attended, mask=is_there)
     tl.store(logarithms + own, logarithm, mask=is_used)
 
 
 @triton.jit
 def _attend_for_one(
     query, keys, values, table, block, start, end, scale, row, slot, part, count, head, output, outputs, logarithms,
-    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    sinks,
+    NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """A piece of the decode `row`."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     at = rows[:, None] * HEAD_DIM + dims[None, :]
     is_there = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = (row * NUM_KV_HEADS + head).to(tl.int64) * (GROUPS * HEAD_DIM)
+    heads = (row * NUM_KV_HEADS + head).to(tl.int64) * GROUPS
     attended, logarithm = _attend_piece(
-        tl.load(query + heads + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
+        tl.load(query + heads * HEAD_DIM + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale,
+        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, LIMITED,
     )  # fmt: skip
+    value_dims = tl.arange(0, VALUE_DIMS)
+    to = rows[:, None] * VALUE_DIM + value_dims[None, :]
+    is_there = (rows < GROUPS)[:, None] & (value_dims < VALUE_DIM)[None, :]
     if count == 1:
-        tl.store(output + heads + at, attended.to(output.dtype.element_ty), mask=is_there)
+        if HAS_SINKS:
+            sink, _ = _sink_scores(sinks + head * GROUPS, rows, rows < GROUPS, True)
+            attended = attended / (1.0 + tl.exp2(sink - logarithm))[:, None]
+        tl.store(output + heads * VALUE_DIM + to, attended.to(output.dtype.element_ty), mask=is_there)
     else:
         own = ((slot + part) * NUM_KV_HEADS + head) * GROUPS  # in the workspace
-        tl.store(outputs + own * HEAD_DIM + at, attended, mask=is_there)
+        tl.store(outputs + own * VALUE_DIM + to, attended, mask=is_there)
         tl.store(logarithms + own + rows, logarithm, mask=rows < GROUPS)
 
 
 @triton.jit
 def _merge_members(
-    splits, members, row, head, outputs, logarithms, arrivals, output,
+    splits, members, row, head, outputs, logarithms, arrivals, output, sinks,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of decodes that share blocks, of those rows that this program is the last to arrive at.
 
     The program has read a piece of a bundle, or of the one decode `row` behind the blocks that it shares. One loop for
-    both, so that a step gives the same bits whoever is last.
+    both, so that a step gives the same bits whoever is last. HEAD_DIM and DIMS are those of values.
     """
     rows, NUM_HEADS = tl.arange(0, ROWS), NUM_KV_HEADS * GROUPS
     is_used = rows // GROUPS < tl.maximum(-row, 1)
@@ -166,8 +186,7 @@ def _merge_members(
     tl.debug_barrier()
     if most > 0:
         dims = tl.arange(0, DIMS)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+        top, total = _sink_scores(sinks, heads, is_used, HAS_SINKS)
         merged = tl.zeros((ROWS, DIMS), tl.float32)
         for number in tl.range(0, most, num_stages=3):
             is_there = number < counts
@@ -193,17 +212,17 @@ def _merge_members(
 
 @triton.jit
 def _merge_alone(
-    slot, count, row, head, outputs, logarithms, arrivals, output,
+    slot, count, row, head, outputs, logarithms, arrivals, output, sinks,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of a decode that shares nothing, if this program is the last to arrive."""
     first = (slot * NUM_KV_HEADS + head) * GROUPS
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == count - 1:
         merged = _merge(
-            outputs + first * HEAD_DIM, logarithms + first, count, NUM_KV_HEADS, GROUPS, HEAD_DIM, ROWS, DIMS,
-            AT_ONCE, 3,
+            outputs + first * HEAD_DIM, logarithms + first, count, sinks + head * GROUPS if HAS_SINKS else sinks,
+            NUM_KV_HEADS, GROUPS, HEAD_DIM, ROWS, DIMS, AT_ONCE, 3, HAS_SINKS,
         )  # fmt: skip
         rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
         to = (row * NUM_KV_HEADS + head).to(tl.int64) * (GROUPS * HEAD_DIM)
@@ -226,19 +245,25 @@ def attend_pieces(
     outputs,
     logarithms,
     arrivals,
+    sinks,
     scaling,
     NUM_KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ENTRY: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
     DIMS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     MERGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LIMITED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """A program attends to one piece for the query heads of one KV head."""
     if OVERLAPS:  # with the end of the kernel before and the beginning of the one behind
@@ -250,29 +275,31 @@ def attend_pieces(
     slot, part, count, block = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     if number >= tl.load(pieces):
         return
-    keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * HEAD_DIM, scaling * 1.4426950408889634
+    keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, scaling * 1.4426950408889634
     # Two paths, though one could serve both: the addresses of members cost steps without any up to 2 %.
     SHARES: tl.constexpr = ROWS >= 2 * GROUPS
     if SHARES and row < 0:
         _attend_for_members(
             query, keys, values, tables + table, block, start, end, scale, members + slot, -row, splits, part, head,
-            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
+            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS, VALUE_DIMS,
+            SOFTCAP,
         )  # fmt: skip
     else:
         _attend_for_one(
             query, keys, values, tables + table, block, start, end, scale, row, slot, part, count, head, output,
-            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
+            outputs, logarithms, sinks, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
+            VALUE_DIMS, SOFTCAP, LIMITED, HAS_SINKS,
         )  # fmt: skip
     if MERGES:
         if SHARES and (row < 0) | (count < 0):
             _merge_members(
-                splits, members + slot, row, head, outputs, logarithms, arrivals, output, NUM_KV_HEADS, GROUPS,
-                HEAD_DIM, ROWS, DIMS,
+                splits, members + slot, row, head, outputs, logarithms, arrivals, output, sinks, NUM_KV_HEADS, GROUPS,
+                VALUE_DIM, ROWS, VALUE_DIMS, HAS_SINKS,
             )  # fmt: skip
         elif count > 1:
             _merge_alone(
-                slot, count, row, head, outputs, logarithms, arrivals, output, NUM_KV_HEADS, GROUPS, HEAD_DIM,
-                MERGED_ROWS, DIMS, AT_ONCE,
+                slot, count, row, head, outputs, logarithms, arrivals, output, sinks, NUM_KV_HEADS, GROUPS, VALUE_DIM,
+                MERGED_ROWS, VALUE_DIMS, AT_ONCE, HAS_SINKS,
             )  # fmt: skip
 
 
@@ -282,13 +309,15 @@ def merge_pieces(
     outputs,
     logarithms,
     output,
+    sinks,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """A program merges the pieces of one decode and query head, where there are several."""
+    """A program merges the pieces of one decode and query head, where there are several. HEAD_DIM: of values."""
     row, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     slot, count = tl.load(splits + 2 * row), tl.load(splits + 2 * row + 1)
     if OVERLAPS:
@@ -296,8 +325,9 @@ def merge_pieces(
     if count > 1:
         first = slot * NUM_HEADS + head
         merged = _merge(
-            outputs + first * HEAD_DIM, logarithms + first, count, NUM_HEADS, 1, HEAD_DIM, 1, DIMS, AT_ONCE, 1
-        )
+            outputs + first * HEAD_DIM, logarithms + first, count, sinks + head if HAS_SINKS else sinks, NUM_HEADS, 1,
+            HEAD_DIM, 1, DIMS, AT_ONCE, 1, HAS_SINKS,
+        )  # fmt: skip
         dims = tl.arange(0, DIMS)[None, :]
         to = output + (row * NUM_HEADS + head).to(tl.int64) * HEAD_DIM
         tl.store(to + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -27,7 +27,7 @@ from nanovllm.attention.operator import (
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError, UnsupportedModelError
 from nanovllm.model.compiled_layers import compile_calls, decoder_layers
-from nanovllm.model.experts import pack_experts, refuse_compiled_experts
+from nanovllm.model.experts import pack_experts
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
@@ -190,7 +190,6 @@ class ModelBinding:
 
     def compile_layers(self) -> None:
         """Compile the decoder layers, and on a GPU the small modules around them."""
-        refuse_compiled_experts(self.model)
         self._compiled_calls = compile_calls(self.model, self.layer_modules)
         self.min_rows = 2
 

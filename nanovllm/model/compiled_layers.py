@@ -68,10 +68,11 @@ def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A layer compiled with only the number of rows as a symbol, so that the code fits all other sizes."""
-    num_rows = hidden_states.shape[1]
+    num_rows = hidden_states.shape[-2]
     for tensor in tree_leaves((hidden_states, args, kwargs)):
         if isinstance(tensor, Tensor):
-            for dim in range(min(2, tensor.dim())):  # [num_rows] or [1, num_rows, ...]
+            # [num_rows], [1, num_rows, ...] or several streams of hidden states, [num_streams, 1, num_rows, ...]
+            for dim in range(min(2, tensor.dim()) if tensor.dim() < 4 else tensor.dim() - 1):
                 if tensor.shape[dim] == num_rows:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return (few if num_rows <= FEW_ROWS else many)(layer, hidden_states, *args, **kwargs)

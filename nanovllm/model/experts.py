@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import Change
 
@@ -56,18 +55,19 @@ def redirected_experts(configs: Iterable[Any]) -> list[Change]:
     return [(vars(config), name, EXPERTS_NAME) for config in configs if name in vars(config)]
 
 
-def refuse_compiled_experts(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for experts on a GPU that `grouped_mm` cannot multiply in compiled layers.
+def why_not_captured(model: nn.Module) -> str | None:
+    """Why a CUDA graph cannot capture the experts of compiled layers, in words; None if one can.
 
-    For other dtypes than bfloat16 the library reads the number of rows on the host, which a CUDA graph cannot capture.
+    For other dtypes than bfloat16 the library reads the number of each expert's rows on the host.
     """
     for module in experts_of(model):
         weight = module.down_proj
         if weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has experts in {weight.dtype}; compiled layers on a GPU multiply them in "
-                "torch.bfloat16 alone. Set dtype='bfloat16', or enforce_eager=True."
+            return (
+                f"{type(module).__name__} has experts in {weight.dtype}, and those in torch.bfloat16 alone (set "
+                "dtype='bfloat16') are multiplied in compiled layers without reading their rows' numbers on the host"
             )
+    return None
 
 
 class PackedExperts:

@@ -21,6 +21,7 @@ from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.probe import positions_of
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
+from nanovllm.unsupported import unsupported
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -114,6 +115,7 @@ def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) 
     options = _lookup_options(source, config, source)
     device = device_of(config) if ranks is None else ranks.device
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    _refuse_quantised(source, options)
     with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
         module, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
@@ -123,6 +125,34 @@ def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) 
         )
     head = None if ranks is None else shard_model(module, ranks)
     return LoadedModel(module.to(device).eval(), None, is_live=False, identity=source, head=head)
+
+
+def _refuse_quantised(source: str, options: dict[str, Any]) -> None:
+    """Before gigabytes of weights are read that would be refused afterwards.
+
+    Where the library would load them dequantised, for lack of kernels or by their config, they are served.
+    """
+    with _load_errors(f"the model {source!r}"):
+        config = AutoConfig.from_pretrained(source, **options)
+    quantisation = getattr(config, "quantization_config", None)
+    if not quantisation:
+        return
+    settings = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+    detail = f"quant_method {str(settings.get('quant_method'))!r}"
+    try:
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(quantisation, pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except Exception as error:  # whatever a method lacks on this machine
+        raise unsupported("quantised weights", _name_of(config), f"{detail}; {str(error)[:200]}") from error
+    if not getattr(quantizer.quantization_config, "dequantize", False):
+        raise unsupported("quantised weights", _name_of(config), detail)
+
+
+def _name_of(config: Any) -> str:
+    name: str = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    return name
 
 
 def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: EngineConfig) -> Any:

@@ -61,8 +61,10 @@ class RotaryAttention(nn.Module):
         """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim]."""
         attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
-        query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
         kind = getattr(attention, LAYER_KIND)
+        if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
+            slot_mapping = slot_mapping[kind]
+        query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
         return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling, kind)), None
 
     def rotated(

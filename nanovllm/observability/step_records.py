@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.cache_groups import group_stats
-from nanovllm.outputs import EngineStats
+from nanovllm.outputs import CacheGroupStats, EngineStats
 from nanovllm.requests.output_processor import TokenTimes
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
@@ -35,6 +35,7 @@ class StepRecord:
         what the host does in between with overlap.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
     request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
+    cache_groups: the pools after its update, as of `EngineStats`; num_used_blocks is that of the first.
     """
 
     step_id: int
@@ -54,6 +55,14 @@ class StepRecord:
     ttfts: tuple[float, ...]
     request_ttfts: tuple[float, ...] = ()
     itls: tuple[tuple[float, int], ...] = ()
+    cache_groups: tuple[CacheGroupStats, ...] = ()
+
+    @property
+    def words_of_groups(self) -> str:
+        """Blocks in use of each cache group, for whom watches; empty where there is but one."""
+        if len(self.cache_groups) < 2:
+            return ""
+        return ", ".join(f"{group.name}: {group.num_used_blocks} of {group.num_blocks}" for group in self.cache_groups)
 
 
 StepHook = Callable[[StepRecord], None]
@@ -159,6 +168,7 @@ class StepObservers:
             tuple(tokens.ttfts),
             tuple(tokens.request_ttfts),
             tuple(tokens.itls.items()),
+            group_stats(manager),
         )
         self.notify("step_ended", record, batch)
         for sequence in advanced:

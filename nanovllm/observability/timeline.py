@@ -32,12 +32,14 @@ class Run:
     """A trace, in microseconds since its first event.
 
     steps: (start, end, *STEP_VALUES) of each.
+    groups: blocks in use of each cache group after a step, by its number; empty where there is but one.
     """
 
     lanes: list[Lane]
     steps: list[tuple[int, ...]]
     end: int
     is_cut_short: bool  # the trace lacks its end: open spans last until its last event
+    groups: dict[int, str] = field(default_factory=dict)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Run:
@@ -47,12 +49,15 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
     lanes: dict[int, Lane] = {}
     begun: dict[int, tuple[int, int, dict[str, Any]]] = {}  # by lane: state, start, arguments
     steps: list[tuple[int, ...]] = []
+    groups: dict[int, str] = {}
     last = 0
     for event in _events(text, path):
         number, phase, time = event.get("tid", 0), event["ph"], event.get("ts", 0)
         last = max(last, time + event.get("dur", 0))
         if event["pid"] == ENGINE and phase == "X" and event["name"] == "step":
             steps.append((time, time + event["dur"], *[event["args"][name] for name in STEP_VALUES]))
+        elif event["pid"] == ENGINE and phase == "i" and event["name"] == "groups":
+            groups[event["args"]["step"]] = event["args"]["words"]
         elif event["pid"] == REQUESTS and phase == "M" and event["name"] == "thread_name":
             lanes[number] = Lane(event["args"]["name"])
         elif phase == "B":
@@ -64,7 +69,7 @@ def read_trace(path: str | os.PathLike[str]) -> Run:
         lanes[number].spans.append((state, start, max(start, last), arguments))
     if not steps:
         raise ValueError(f"{os.fspath(path)!r} holds no step; record a run with --trace.")
-    return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short))
+    return _from_zero(Run(list(lanes.values()), steps, last, is_cut_short, groups))
 
 
 def _events(text: str, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

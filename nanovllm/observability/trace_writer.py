@@ -273,7 +273,15 @@ class TraceWriter(Observer):
             "update_begin": update_begin,
             "update_dur": end - update_begin,
         }
-        return _STEP % values
+        lines = _STEP % values
+        if len(record.cache_groups) > 1:
+            used = {group.name: group.num_used_blocks for group in record.cache_groups}
+            words = {"step": record.step_id, "words": record.words_of_groups}
+            lines += ",\n" + _event_lines([
+                {"name": "blocks by group", "ph": "C", "pid": ENGINE, "ts": end, "args": used},
+                {"name": "groups", "ph": "i", "s": "p", "pid": ENGINE, "ts": end, "args": words},
+            ])  # fmt: skip
+        return lines
 
     # ------------------------------------------------------------------------------------------------------ file
 

@@ -12,7 +12,7 @@ function describeStep(step, { about }) {
     `${count(step.decode)} decode + ${count(step.prefill)} prefill tokens, ${count(step.cached)} cached`,
     `${percent(used / about.budget)} % of the budget of ${count(about.budget)}`,
     `${count(step.sequences)} sequences; then ${count(step.running)} running, ${count(step.waiting)} waiting`,
-    `${count(step.used_blocks)} of ${count(about.num_blocks)} blocks`,
+    `${count(step.used_blocks)} of ${count(about.num_blocks)} blocks`, ...(step.groups ? [step.groups] : []),
     `schedule ${duration(step.schedule_us)}, execute ${duration(step.execute_us)}, update ${duration(step.update_us)}`,
     ...(step.ttfts_us.length ? ["first tokens after " + step.ttfts_us.slice(0, 4).map(duration).join(", ")
                                 + (step.ttfts_us.length > 4 ? ` and ${step.ttfts_us.length - 4} more` : "")] : []),

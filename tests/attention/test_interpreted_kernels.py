@@ -1,4 +1,6 @@
-"""Decodes that read shared blocks together, by Triton's interpreter; tests/gpu/test_shared_decodes.py is for a GPU.
+"""Decodes by Triton's interpreter, those that read shared blocks together and those of layers beyond plain attention.
+
+tests/gpu/test_shared_decodes.py and test_layer_kinds_on_gpu.py are for a GPU.
 
 Run with TRITON_INTERPRET=1 where Triton is installed.
 """
@@ -10,6 +12,8 @@ import os
 
 import pytest
 
+from tests.support.gpu_steps import run
+from tests.support.paged_cases import TRAITS, PagedCase
 from tests.support.shared_decodes import SharedDecodes, random_case
 
 pytestmark = pytest.mark.skipif(
@@ -37,3 +41,11 @@ def test_a_group_reads_its_blocks_once_for_each_bundle():
     pieces = case.kernel._pieces[1 : 1 + case.num_pieces]
     assert pieces[pieces[:, 0] < 0, 0].unique().tolist() == [-6, -5]  # a bundle of so many members
     assert (pieces[:, 6] < 0).sum() >= 17  # of a decode behind a bundle
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
+    """Contexts in one piece and in several, some of which begin within a tile."""
+    for contexts in ([100, 7, 33, 0, 16], [300], [250, 120]):
+        case = PagedCase([(context, 1) for context in contexts], head_dim=48, groups=2, **TRAITS[trait])
+        case.check(run(case, "cpu", by_kernel=True))

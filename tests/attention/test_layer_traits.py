@@ -12,26 +12,13 @@ import pytest
 import torch
 
 from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight, kinds_of
-from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp, flex, sdpa
+from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, cpp, flex, sdpa
 
 # FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:
 # for some seconds each. A quick test takes a shape that another has too.
 SLOW_FLEX = pytest.param(flex, marks=pytest.mark.slow)
 BACKENDS = pytest.mark.parametrize("backend", [sdpa, cpp, SLOW_FLEX])
-TRAITS = {
-    "window": {"window": 20},
-    "a window of one block": {"window": 16},
-    "a window of one token": {"window": 1},
-    "chunks of whole blocks": {"chunk": 32},
-    "chunks that end within blocks": {"chunk": 10},
-    "soft-cap": {"softcap": 0.6},
-    "sinks": {"has_sinks": True},
-    "narrow values": {"value_dim": 32},
-    "wide values": {"value_dim": 96},
-    "all at once": {"window": 23, "softcap": 0.9, "has_sinks": True, "value_dim": 32},
-}
 WIDE = TRAITS["all at once"] | TRAITS["wide values"]
-SPANS = [(33, 1), (0, 17), (48, 50), (7, 1), (100, 1), (21, 30), (0, 2)]
 
 
 @pytest.mark.parametrize(

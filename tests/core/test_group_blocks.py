@@ -6,7 +6,9 @@ import pytest
 
 from nanovllm.block_checks import check_blocks
 from nanovllm.cache_group import CacheGroup
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import Loop, make_group_scheduler, tables_of
 
 FULL, WINDOW = CacheGroup(), CacheGroup(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
@@ -126,6 +128,29 @@ def test_what_falls_behind_a_window_does_not_push_kept_tails_out():
     manager = loop.manager.managers[1]
     assert manager.num_evictions == 0
     assert manager.num_findable_blocks <= 4 * 4
+
+
+def test_a_hit_that_would_leave_no_block_to_compute_in_is_none_in_any_group():
+    """Else admission would ask for free blocks in the window group that nobody is going to claim."""
+    manager = make_loop(FULL, WINDOW, num_free=52).manager
+    own, first, other = (
+        Sequence(NewRequest(name, tokens(count), SamplingParams()), arrival=0, max_model_len=200)
+        for name, count in (("own", 44), ("first", 40), ("other", 168))
+    )
+    manager.allocate(own, 1)
+    manager.register(own, 0, 1, step_id=0)
+    own.num_computed_tokens = 4
+    manager.claim(first, manager.lookup(first))
+    manager.allocate(first, 9)
+    manager.register(first, 1, 10, step_id=0)
+    manager.commit(0)
+    manager.release(first)
+    found = manager.lookup(own)
+    assert (len(found), list(map(len, found.others))) == (9, [9])
+    manager.allocate(other, 52 - 1 - 9)  # nothing is free but what was found
+    none = manager.lookup(own)
+    assert (none, none.others) == ([], [[]])
+    assert manager.num_blocks_lacking(own, 8, none).others == (1,)
 
 
 def test_forgetting_a_sequence_forgets_it_in_every_group():

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StepRecord
+from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
 from nanovllm.build import build_engine
+from nanovllm.observability.timeline import read_trace
+from nanovllm.server.live.engine_snapshot import STEP_VALUES, step_row
+from tests.support.layer_kinds import WINDOW, model, prompts
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -208,6 +211,30 @@ def test_records_are_plain_data():
     records: list[StepRecord] = []
     with open_llm(records) as llm:
         llm.generate([5], params(2), use_tqdm=False)
-    *numbers, ttfts, request_ttfts, itls = astuple(records[-1])
-    (gap,) = itls
+    *numbers, ttfts, request_ttfts, itls, groups = astuple(records[-1])
+    (gap,), () = itls, groups
     assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts, *request_ttfts, *gap])
+
+
+def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(tmp_path):
+    records: list[StepRecord] = []
+    path, options = tmp_path / "out.json", OPTIONS | {"max_model_len": 160, "num_kv_blocks": 33}
+    with TraceWriter(path) as trace, LLM(model("Gemma2"), on_step=records.append, trace=trace, **options) as llm:
+        llm.generate(prompts()[3], params(), use_tqdm=False)
+        full, window = llm.stats().cache_groups
+    middle = records[-2]
+    assert [group.name for group in middle.cache_groups] == ["full attention", f"window {WINDOW}"]
+    assert [group.num_blocks for group in middle.cache_groups] == [full.num_blocks, window.num_blocks]
+    used = [group.num_used_blocks for group in middle.cache_groups]
+    assert used[0] == middle.num_used_blocks > used[1] > 0  # what fell behind the window was let go
+    words = f"full attention: {used[0]} of {full.num_blocks}, window {WINDOW}: {used[1]} of {window.num_blocks}"
+    assert read_trace(path).groups[middle.step_id] == words == step_row(middle, 0.0)[STEP_VALUES.index("groups")]
+    counters = [line for line in path.read_text().splitlines() if '"blocks by group"' in line]
+    assert len(counters) == len(records)
+
+
+def test_one_cache_group_has_no_words():
+    records: list[StepRecord] = []
+    with open_llm(records) as llm:
+        llm.generate([5], params(2), use_tqdm=False)
+    assert (records[-1].cache_groups, records[-1].words_of_groups) == ((), "")

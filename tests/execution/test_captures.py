@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.cache_group import CacheGroup
+from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.execution import cuda_graphs, forward_graphs
 from nanovllm.execution.buckets import Buckets, GraphShape
@@ -16,6 +18,7 @@ from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.forward_graphs import STALE_STEPS, ForwardGraphs
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, block_size=16, max_model_len=100, num_kv_blocks=50)
+POOLS = CachePools((CacheGroup((0,), 1),), (50,))
 ODD = GraphShape(8, 256, 32)  # of many short chunks: neither captured at start-up nor usual
 
 
@@ -71,12 +74,12 @@ def make(monkeypatch):
     """Returns an executor that has not captured anything yet."""
     monkeypatch.setattr(cuda_graphs, "GraphPool", Pool)
     monkeypatch.setattr(cuda_graphs, "use_write_kernel", lambda: None)
-    monkeypatch.setattr(cuda_graphs, "KernelOptions", SimpleNamespace(for_layer=lambda *_: None))
-    monkeypatch.setattr(cuda_graphs, "GpuFlexAttention", lambda **_: SimpleNamespace(compiles_each_size=False))
+    backend = SimpleNamespace(compiles_each_size=False)
+    monkeypatch.setattr(cuda_graphs, "build_gpu_attention", lambda *_, **__: backend)
 
     def make(*, is_live: bool = False, cuda_graphs: bool = True) -> Any:
         config = replace(CONFIG, cuda_graphs=cuda_graphs)
-        executor: Any = GraphExecutor(Binding(is_live=is_live), config, None)  # type: ignore[arg-type]
+        executor: Any = GraphExecutor(Binding(is_live=is_live), config, None, POOLS)  # type: ignore[arg-type]
         executor._attention_step = lambda shape: ()
         executor._draw_inputs = SimpleNamespace(sample_rows=torch.arange(8))
         return executor

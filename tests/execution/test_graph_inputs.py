@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.flex_chunks import fill_tiles
 from nanovllm.attention.flex_decodes import fill_decodes
-from nanovllm.attention.flex_gpu import _fill_tiles
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import ScheduledSequence
@@ -249,7 +249,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                 fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_blocks,
                              inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
             if shape.num_tiles:
-                _fill_tiles(
+                fill_tiles(
                     tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
                     chunk_tables[3].shape[3],
                 )  # fmt: skip

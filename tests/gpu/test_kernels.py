@@ -3,93 +3,29 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
-from nanovllm.attention.flex_gpu import GpuFlexAttention
-from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.attention.tiles import Tiles
 from nanovllm.batch import NON_FINITE
 from nanovllm.batch_layout import build_layout
-from nanovllm.config import EngineConfig
 from nanovllm.device import find_kernel
-from nanovllm.execution.buckets import Buckets
-from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.kv_writes import store_states
-from nanovllm.kernels.paged_decode import PagedDecode
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
 from tests.support.dense_rotary import dense_rotate
-from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, PagedCase
+from tests.support.gpu_steps import run
+from tests.support.paged_cases import MIXED_STEPS, PagedCase
 
 rotate_and_store: Any = find_kernel("rotary", "rotate_and_store")  # by name, since its file needs Triton
-_backends: dict[tuple, tuple[GpuFlexAttention, Buckets]] = {}
-
-
-def backend_of(
-    case: PagedCase, *, uses_flash: bool = False, by_kernel: bool = False
-) -> tuple[GpuFlexAttention, Buckets]:
-    """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
-    num_heads, head_dim = case.queries[0].shape[1:]
-    key = (case.block_size, num_heads, case.num_kv_heads, head_dim, case.dtype, uses_flash, by_kernel)
-    if key not in _backends:
-        config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
-        heads = case.num_kv_heads, num_heads // case.num_kv_heads, head_dim * case.dtype.itemsize
-        options = KernelOptions(Gpu.from_device(torch.device("cuda")), *heads, case.block_size)
-        if by_kernel:
-            options = replace(options, paged_decode=PagedDecode)
-        buckets = Buckets(config)
-        backend = GpuFlexAttention(
-            options=options,
-            max_decodes=buckets.max_decodes,
-            max_tiles=buckets.max_tiles,
-            max_blocks=NUM_BLOCKS - 1,
-            num_blocks=NUM_BLOCKS,
-            uses_flash=uses_flash,
-            device=torch.device("cuda"),
-        )
-        _backends[key] = backend, buckets
-    return _backends[key]
-
-
-def run(case: PagedCase, *, uses_flash: bool = False, by_kernel: bool = False) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim] in the layout's order, computed as an engine's step is, padding included."""
-    backend, buckets = backend_of(case, uses_flash=uses_flash, by_kernel=by_kernel)
-    layout, block_size = case.layout, case.block_size
-    tiles = Tiles.from_layout(layout, block_size)
-    shape = buckets.shape(layout, len(tiles.blocks))
-    packing = StepPacking(shape, block_size, buckets.max_decodes)
-    packed = np.empty(packing.num_words + int(layout.table_lengths.sum()), np.int32)
-    packing.pack(layout, tiles, None, packed)
-    inputs = packing.views(torch.from_numpy(packed).cuda())
-
-    rows = torch.arange(layout.num_tokens)
-    rows[layout.num_decodes :] += shape.num_decodes - layout.num_decodes
-    states = []
-    for real in case.inputs():
-        padded = torch.zeros(*real.shape[:2], shape.num_rows, real.shape[3], dtype=real.dtype, device="cuda")
-        padded[:, :, rows.cuda()] = real
-        states.append(padded)
-    blocks = torch.from_numpy(layout.blocks_to_clear).cuda()
-    for cache in case.caches:
-        cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
-    store_states(states[1], states[2], case.caches, inputs.slot_mapping)
-    with torch.no_grad():
-        plan = backend.fill(tables_of(inputs, shape))
-        output = plan.attend(states[0][0].transpose(0, 1).contiguous(), *case.caches, case.scaling)
-    assert output.isfinite().all()  # in the padding too: it goes through the rest of the layers
-    return output[rows.cuda()]
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.config import EngineConfig
 from nanovllm.kernels.cpp import load_kernels
 from nanovllm.model import experts
-from nanovllm.model.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, refuse_compiled_experts
+from nanovllm.model.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_classes import HIDDEN_SIZE, VOCAB_SIZE, tiny_class_model
 
@@ -100,10 +102,17 @@ def test_a_live_module_runs_our_experts_within_steps_and_its_own_outside(monkeyp
     assert_untouched(model, before)
 
 
-def test_experts_that_a_cuda_graph_cannot_capture_are_refused_with_the_remedy(monkeypatch):
+def test_experts_that_no_cuda_graph_can_capture_run_without_one(monkeypatch, caplog):
     weight = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
     monkeypatch.setattr(experts, "experts_of", lambda model: [SimpleNamespace(down_proj=weight)])
-    with pytest.raises(UnsupportedModelError) as caught:
-        refuse_compiled_experts(torch.nn.Identity())
-    for part in ("torch.float16", "dtype='bfloat16'", "enforce_eager=True"):
-        assert part in str(caught.value)
+    reason = why_not_captured(torch.nn.Identity())
+    assert reason is not None and "torch.float16" in reason and "dtype='bfloat16'" in reason
+    choice = AttentionChoice("flex", True, True, ())
+    with caplog.at_level("WARNING", "nanovllm"):
+        assert not choice.captures(EngineConfig(), weight.device, reason)
+    assert reason in caplog.text
+    assert not choice.captures(EngineConfig(cuda_graphs=False), weight.device, reason)
+    with pytest.raises(ValueError, match=r"cuda_graphs=True is unavailable.*torch.float16"):
+        choice.captures(EngineConfig(cuda_graphs=True), weight.device, reason)
+    weight.dtype = torch.bfloat16
+    assert why_not_captured(torch.nn.Identity()) is None

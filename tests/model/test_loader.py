@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from nanovllm import LLM, ModelLoadError, SamplingParams
+from nanovllm import LLM, ModelLoadError, SamplingParams, UnsupportedModelError
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
@@ -76,6 +76,18 @@ def test_a_folder_is_looked_up_before_any_hub_id(saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
     with LLM("tiny", **OPTIONS) as llm:
         assert len(answers(llm)) == 3
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "one of a later release"])
+def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tmp_path, monkeypatch, method):
+    folder = tmp_path / "quantised"
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM has quantised weights.*{method}.*dequantise"):
+        LLM(folder)
 
 
 def test_weights_in_shards_load(tmp_path):

@@ -54,7 +54,7 @@ class DenseDecodes:
     def __init__(self) -> None:
         self.step: Any = None
 
-    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend_decodes(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, *_: Any) -> Tensor:
         output = torch.zeros_like(query)
         for row, count in enumerate(self.step.decode_blocks.tolist()):
             table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()

@@ -38,16 +38,16 @@ layers, the experts or the rotary embeddings of its default configuration ask fo
 - **soft-cap, sinks**: scores are capped; a learned score joins the softmax.
 - **K wider than V**: multi-head latent attention, expanded: its cache holds K and V of every head, not the latents.
 - **shared K, V**: layers read an earlier layer's cache.
-- **experts**: routed, through the library's experts interface: `grouped_mm` on a GPU, where compiled layers need
-  bfloat16; packed products on a CPU for a model that the engine loaded. *Own experts* run in the model's own code,
+- **experts**: routed, through the library's experts interface: `grouped_mm` on a GPU, in CUDA graphs if in bfloat16;
+  packed products on a CPU for a model that the engine loaded. *Own experts* run in the model's own code,
   which may loop over the experts on the host and then needs `enforce_eager=True` on a GPU.
 - **long rope**: the long factors if `max_model_len` is beyond the original length, else the short ones, for every
   request of the engine; a log line says which. "dynamic" frequencies are served up to the length from which they
   follow the batch.
 
-On a CPU the backends `cpp`, `flex` and `sdpa` serve every class. On a GPU a class with windows, chunks, a soft-cap,
-sinks, K wider than V or layers of several shapes runs on `sdpa`, without CUDA graphs; a log line says so. A window or
-chunk that holds `max_model_len` does not count.
+The backends `cpp`, `flex` and `sdpa` serve every class on a CPU, `flex` and `sdpa` on a GPU, there with `flex` in CUDA
+graphs. A class whose forward pass a graph cannot capture runs without one, and a log line says why: experts in another
+dtype than bfloat16, or a number copied from the host. A window or chunk that holds `max_model_len` does not count.
 
 | class | since | what is special |
 |---|---|---|

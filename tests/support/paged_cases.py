@@ -44,11 +44,13 @@ class PagedCase:
         dtype=torch.float32,
         seed=0,
         shared=0,
+        keeps_for_boundary=False,
         **traits,
     ):
         """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all.
 
-        traits: of `LayerTraits`, beyond the sizes. Blocks that no row of a sequence sees are poisoned.
+        traits: of `LayerTraits`, beyond the sizes. Blocks that no row of a sequence sees are poisoned, but with
+        `keeps_for_boundary`, as in a cache group, not those that a row at the block boundary before its start sees.
         """
         value_dim = traits.pop("value_dim", head_dim)
         self.traits = LayerTraits(num_kv_heads * groups, num_kv_heads, head_dim, value_dim, **traits)
@@ -77,7 +79,8 @@ class PagedCase:
                     own[: shared * block_size] = first[: shared * block_size]
             self.dense.append((keys, values))
             self.queries.append(torch.randn(count, num_kv_heads * groups, head_dim, generator=generator).to(dtype))
-            first = int(self.traits.sight.first_seen(np.array([start]))[0]) // block_size * block_size
+            viewer = start // block_size * block_size if keeps_for_boundary else start
+            first = int(self.traits.sight.first_seen(np.array([viewer]))[0]) // block_size * block_size
             for position in range(first, start):
                 slot = self.slot(table, position)
                 self.caches[0][slot], self.caches[1][slot] = keys[position], values[position]
@@ -190,4 +193,17 @@ MIXED_STEPS = {
     "a chunk behind computed blocks": [(32, 40)],
     "a chunk that starts within a block": [(21, 30)],
     "chunks and decodes": [(33, 1), (0, 17), (48, 50), (7, 1), (16, 16), (0, 2)],
+}
+SPANS = [(33, 1), (0, 17), (48, 50), (7, 1), (100, 1), (21, 30), (0, 2)]
+TRAITS = {
+    "window": {"window": 20},
+    "a window of one block": {"window": 16},
+    "a window of one token": {"window": 1},
+    "chunks of whole blocks": {"chunk": 32},
+    "chunks that end within blocks": {"chunk": 10},
+    "soft-cap": {"softcap": 0.6},
+    "sinks": {"has_sinks": True},
+    "narrow values": {"value_dim": 32},
+    "wide values": {"value_dim": 96},
+    "all at once": {"window": 23, "softcap": 0.9, "has_sinks": True, "value_dim": 32},
 }

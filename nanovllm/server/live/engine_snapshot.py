@@ -32,7 +32,7 @@ MAX_ID_CHARS = 64
 # Columns of the feed's rows, in order. Times are microseconds, for steps since the feed's zero.
 STEP_VALUES = (
     "step", "time", "start", "sequences", "decode", "prefill", "cached", "running", "waiting", "used_blocks",
-    "schedule_us", "execute_us", "update_us", "ttfts_us",
+    "schedule_us", "execute_us", "update_us", "ttfts_us", "groups",
 )  # fmt: skip
 REQUEST_VALUES = ("id", "sample", "state", "computed", "known", "prompt", "cached", "age_us", "preemptions")
 
@@ -173,6 +173,7 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         record.num_used_blocks,
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
+        record.words_of_groups,
     )
 
 

@@ -1,0 +1,59 @@
+"""What no CUDA graph can capture is found in a pass of a few rows, before any step; layers compile for any number."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.execution.capturable import HostTransfers, why_not_captured
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.compiled_layers import _call_compiled
+from tests.support.tiny_models import tiny_model
+
+DEVICE = torch.device("meta")  # stands for a GPU: not the host
+
+
+def test_copies_from_the_host_and_to_it_are_found():
+    with HostTransfers() as transfers:
+        torch.maximum(torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE) + 1e-5)
+        torch.tensor(1e-5)
+    assert transfers.found is None
+    for copy in (lambda: torch.tensor(1e-5).to(DEVICE), lambda: torch.ones(2, device=DEVICE).copy_(torch.ones(2))):
+        with HostTransfers() as transfers:
+            copy()
+        assert transfers.found is not None and "between cpu and meta" in transfers.found
+
+
+def test_a_model_that_stays_on_its_device_can_be_captured():
+    binding = ModelBinding(tiny_model(), is_live=True)
+    assert why_not_captured(binding, 16) is None
+    assert not binding.caches.of_layers
+
+
+def test_a_model_that_makes_a_tensor_on_the_host_is_named():
+    model = tiny_model()
+    norm = model.model.norm
+    norm.forward = lambda states, forward=norm.forward: (torch.tensor(1e-5).to(DEVICE), forward(states))[1]
+    reason = why_not_captured(ModelBinding(model, is_live=True), 16)
+    assert reason is not None and reason.startswith("the forward pass of LlamaForCausalLM copies a tensor")
+
+
+@pytest.mark.parametrize("streams", [(), (2,)])
+def test_layers_of_several_streams_compile_once_for_any_number_of_rows(streams):
+    """Gemma 3n passes [num_streams, 1, num_rows, hidden_size] from layer to layer."""
+    compiled: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    layer, numbers = torch.nn.Linear(8, 8), torch.arange(40)
+    call = torch.compile(lambda layer, states, rows: layer(states) + rows[:, None], backend=backend, dynamic=False)
+    run = partial(_call_compiled, call, call, layer)
+    for num_rows in range(5, 12):
+        states = torch.randn(*streams, 1, num_rows, 8)
+        torch.testing.assert_close(run(states, numbers[:num_rows]), layer(states) + numbers[:num_rows, None])
+    assert len(compiled) == 1

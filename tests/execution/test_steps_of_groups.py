@@ -1,0 +1,64 @@
+"""The executor of CUDA graphs without a GPU, for models of several cache groups: greedy tokens are transformers' own.
+
+Nothing is compiled or captured, and FlexAttention is a function that reads what the block masks list, so it is the
+packed inputs, tables and masks of each group that are tried; tests/gpu has the kernels and the graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, build
+from nanovllm.attention import flex_gpu_options
+from nanovllm.attention.backends import AttentionChoice
+from nanovllm.attention.flex_gpu import GpuFlexAttention
+from nanovllm.attention.flex_gpu_kinds import GpuFlexKinds
+from nanovllm.execution import cuda_graphs
+from nanovllm.model.binding import ModelBinding
+from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.layer_kinds import expected, model, prompts
+
+NUM_NEW_TOKENS = 18
+OPTIONS: dict[str, Any] = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    compute_without_kernels(monkeypatch)
+    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
+    monkeypatch.setattr(flex_gpu_options, "find_kernel", lambda *_: None)
+    choice = AttentionChoice("flex", compiles=False, uses_graphs=True, kernels=())
+    monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
+    monkeypatch.setattr(AttentionChoice, "captures", lambda *_: False)
+    monkeypatch.setattr(build, "compile_ahead", lambda *_: None)
+    for name in ("merge_linears", "fuse_rotary"):
+        monkeypatch.setattr(ModelBinding, name, lambda _: None)
+    monkeypatch.setattr(cuda_graphs, "GraphPool", lambda _: None)
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_groups", "options"),
+    [
+        ("Mistral", 1, {"num_kv_blocks": 6, "max_num_batched_tokens": 22}),
+        ("GptOss", 2, {"num_kv_blocks": 14, "max_num_batched_tokens": 22}),
+        ("Gemma4Text", 2, {"num_kv_blocks": 80, "max_num_batched_tokens": 50}),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(on_a_cpu, family, num_groups, options):
+    """In chunks beside decodes, with prompts beyond their windows, a cache cold and warm, and preemption."""
+    with LLM(model(family), **OPTIONS, **options) as llm:
+        runner = llm._engine.model_runner
+        assert isinstance(runner.backend, GpuFlexAttention if family == "Mistral" else GpuFlexKinds)
+        assert len(runner.pools.groups) == num_groups
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+        for _ in range(2):
+            found = [o.outputs[0].token_ids for o in llm.generate(prompts(), greedy, use_tqdm=False)]
+            assert found == expected(family, NUM_NEW_TOKENS)
+        llm._engine.check_integrity()
+        assert (llm.stats().num_preemptions > 0) == (family == "GptOss")

@@ -1,0 +1,149 @@
+"""Steps of `PagedCase` by a GPU's `flex` backend, from entries to the attention of one layer, padding included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention import flex_chunks, flex_decodes
+from nanovllm.attention.flex_gpu import GpuFlexAttention
+from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
+from nanovllm.attention.kv_writes import write_states
+from nanovllm.attention.tiles import Tiles
+from nanovllm.config import EngineConfig
+from nanovllm.execution.buckets import Buckets, GraphShape
+from nanovllm.execution.graph_inputs import StepPacking, tables_of
+from nanovllm.kernels.paged_decode import PagedDecode
+from tests.support.paged_cases import NUM_BLOCKS, PagedCase
+
+SMALL_GPU = Gpu(4, 232_448)  # for which a CPU computes in its place
+
+
+class GpuStep:
+    """One packed step of a case on a device; its tensors keep their addresses."""
+
+    def __init__(self, case: PagedCase, device: str, buckets: Buckets, shape: GraphShape | None = None) -> None:
+        self.case, layout, block_size = case, case.layout, case.block_size
+        tiles = Tiles.from_layout(layout, block_size)
+        self.shape = shape or buckets.shape(layout, len(tiles.blocks))
+        self.packing = StepPacking(self.shape, block_size, buckets.max_decodes)
+        packed = np.empty(self.packing.num_words_for(layout), np.int32)
+        self.packing.pack(layout, tiles, None, packed)
+        self.packed = torch.from_numpy(packed).to(device)
+        self.inputs = self.packing.views(self.packed)
+        self.rows = torch.arange(layout.num_tokens)
+        self.rows[layout.num_decodes :] += self.shape.num_decodes - layout.num_decodes
+        self.rows = self.rows.to(device)
+        self.states = []
+        for real in case.inputs():
+            padded = torch.zeros(*real.shape[:2], self.shape.num_rows, real.shape[3], dtype=real.dtype, device=device)
+            padded[:, :, self.rows] = real.to(device)
+            self.states.append(padded)
+        self.sinks = None if case.sinks is None else case.sinks.to(device)
+
+    def write(self) -> None:
+        blocks = torch.from_numpy(self.case.layout.blocks_to_clear).to(self.case.caches[0].device)
+        for cache in self.case.caches:
+            cache.view(NUM_BLOCKS, -1).index_fill_(0, blocks, 0)
+        write_states(self.states[1], self.states[2], self.case.caches, self.inputs.slot_mapping)
+
+    def attend(self, backend: GpuFlexAttention) -> Tensor:
+        """[num_rows, num_heads, value_dim]."""
+        plan = backend.fill(tables_of(self.inputs, self.shape))
+        query = self.states[0][0].transpose(0, 1).contiguous()
+        return plan.attend(query, *self.case.caches, self.case.scaling, 0, self.sinks)
+
+
+_backends: dict[Any, tuple[GpuFlexAttention, Buckets]] = {}
+
+
+def backend_of(
+    case: PagedCase, device: str, *, uses_flash: bool = False, by_kernel: bool = False
+) -> tuple[GpuFlexAttention, Buckets]:
+    """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
+    key = case.block_size, case.traits, case.dtype, device, uses_flash, by_kernel
+    if key not in _backends:
+        config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
+        traits, gpu = case.traits, SMALL_GPU if device == "cpu" else Gpu.from_device(torch.device(device))
+        head_bytes = max(traits.head_dim, traits.value_dim) * case.dtype.itemsize
+        options = KernelOptions(gpu, traits.num_kv_heads, traits.num_groups, head_bytes, case.block_size)
+        options = replace(
+            options, paged_decode=PagedDecode if by_kernel else None, traits=None if traits.is_plain else traits
+        )
+        buckets = Buckets(config)
+        backend = GpuFlexAttention(
+            options=options,
+            max_decodes=buckets.max_decodes,
+            max_tiles=buckets.max_tiles,
+            max_blocks=NUM_BLOCKS - 1,
+            num_blocks=NUM_BLOCKS,
+            uses_flash=uses_flash,
+            device=torch.device(device),
+        )
+        _backends[key] = backend, buckets
+    return _backends[key]
+
+
+def run(case: PagedCase, device: str = "cuda", *, uses_flash: bool = False, by_kernel: bool = False) -> Tensor:
+    """[num_tokens, num_heads, value_dim] in the layout's order, computed as an engine's step is, padding included."""
+    backend, buckets = backend_of(case, device, uses_flash=uses_flash, by_kernel=by_kernel)
+    step = GpuStep(case, device, buckets)
+    step.write()
+    with torch.no_grad():
+        output = step.attend(backend)
+    assert output.isfinite().all()  # in the padding too: it goes through the rest of the layers
+    return output[step.rows]
+
+
+def flex_attention_by_lists(
+    query: Tensor, keys: Tensor, values: Tensor, *, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool,
+    kernel_options: Any, return_aux: Any,
+) -> Any:  # fmt: skip
+    """What FlexAttention's kernels compute: a tile of rows reads the blocks that are listed for it, and no other.
+
+    PyTorch's own uncompiled form knows the mask's function alone.
+    """
+    assert enable_gqa
+    num_batches, num_heads, num_rows, _ = query.shape
+    groups, (tile, width) = num_heads // keys.shape[1], block_mask.BLOCK_SIZE
+    output = query.new_zeros(*query.shape[:3], values.shape[3], dtype=torch.float32)
+    log_sums = torch.full(query.shape[:3], float("-inf"))
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, True)]
+    if block_mask.full_kv_num_blocks is not None:
+        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, False))
+    for batch in range(num_batches):
+        for number in range(-(-num_rows // tile)):
+            rows = torch.arange(number * tile, min(num_rows, (number + 1) * tile))
+            slots, is_partial = [], []
+            for counts, blocks, partial in lists:
+                listed = blocks[batch, 0, number, : int(counts[batch, 0, number])].long()
+                assert listed.numel() == listed.unique().numel(), "no block is listed twice"
+                slots.append((listed[:, None] * width + torch.arange(width)).flatten())
+                is_partial.append(torch.full((len(slots[-1]),), partial))
+            slot, partial = torch.cat(slots), torch.cat(is_partial)
+            if not len(slot):
+                continue
+            for head in range(num_heads):
+                at = torch.tensor(batch), torch.tensor(head), rows[:, None], slot[None]
+                scores = query[batch, head, rows].float() @ keys[0, head // groups, slot].float().T * scale
+                if score_mod is not None:
+                    scores = score_mod(scores, *at)
+                is_seen = block_mask.mask_mod(*at) | ~partial
+                scores = torch.where(is_seen, scores, float("-inf"))
+                log_sums[batch, head, rows] = scores.logsumexp(-1)
+                weights = scores.softmax(-1).nan_to_num()  # NaN for a row that sees nothing
+                output[batch, head, rows] = weights @ values[0, head // groups, slot].float()
+    output = output.to(query.dtype)
+    return output if return_aux is None else (output, type("Aux", (), {"lse": log_sums}))
+
+
+def compute_without_kernels(monkeypatch: Any) -> None:
+    """Compile nothing, and let FlexAttention be the function above: no GPU is needed then."""
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function)
+    for module in (flex_chunks, flex_decodes):
+        monkeypatch.setattr(module, "flex_attention", flex_attention_by_lists)
+    _backends.clear()
