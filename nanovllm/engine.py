@@ -22,6 +22,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.block_checks import check_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.interrupts import interrupts_put_off
 from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
@@ -217,7 +218,7 @@ class Engine:
     def _draw_for_other_ranks(self) -> None:
         """Draw what nobody will read: several ranks draw together, and the others wait for this one."""
         if self.when_failed is not None:
-            with suppress(BaseException):  # a rank that failed is told of by the next step
+            with suppress(Exception), interrupts_put_off():  # a rank that failed is told of by the next step
                 self._draw_in_flight()
 
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:

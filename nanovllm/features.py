@@ -39,16 +39,13 @@ FEATURES: dict[str, Refusals] = {
     "generate": WORKS,
     "chat": WORKS,
     "embed": {
-        REPLICAS: "hidden states do not cross between processes yet. Embed with one engine.",
         TENSOR_PARALLEL: "hidden states are taken on one rank alone. Embed with one GPU.",
     },
-    "score": {
-        REPLICAS: "it reads hidden states, or logits by a function of this process. Score with one engine.",
-    },
+    "score": WORKS,  # by "cosine" where `embed` does
     "stream": WORKS,
     "submit": WORKS,
     "submit_chat": WORKS,
-    "plan_scores": WORKS,  # where `score` does
+    "plan_scores": WORKS,
     "query": WORKS,  # of `score`, and so are the next four
     "documents": WORKS,
     "method": WORKS,
@@ -168,7 +165,7 @@ def check_sampling_params(params: Any, mode: str) -> None:
 
 
 # Features that sampling parameters ask for, each with the attribute that tells it.
-REFUSED_PARAMS = {REPLICAS: {"logits_processors": "logits_processors", "embed": "embeds"}}
+REFUSED_PARAMS = {REPLICAS: {"logits_processors": "logits_processors"}}
 
 
 def check_on_ray(options: Mapping[str, Any]) -> None:

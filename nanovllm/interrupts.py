@@ -89,3 +89,15 @@ def interrupts_let_through() -> Iterator[None]:
         yield
     finally:
         holder._lets_through = False
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Around a part of a change that may hang: Ctrl-C ends it, and is raised once the change is whole."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        holder = InterruptsHeld._holder if threading.current_thread() is threading.main_thread() else None
+        if holder is None:
+            raise
+        holder.noted = holder.noted or (signal.SIGINT, None)

@@ -177,9 +177,9 @@ class SamplingParams:
         )
 
     @property
-    def only_penalises(self) -> bool:
-        """Whether penalties are all that changes the logits."""
-        return not (self.allowed_token_ids or self.bad_words or self.logit_bias or self.needs_host_tokens)
+    def needs_host_sampler(self) -> bool:
+        """Whether more changes the logits than penalties and a structured output's masks."""
+        return bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.logits_processors)
 
     @property
     def forbids(self) -> bool:

@@ -39,7 +39,7 @@ class Scoring:
             use_tqdm, **options: as in `generate`.
 
         Returns one `EmbeddingOutput` each, in their order. Raises what `generate` does, and ValueError for a model
-        whose head is not apart, and with replicas or tensor parallelism.
+        whose head is not apart, and with tensor parallelism.
         """
         check_one_process("embed", asdict(self.config))
         params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)

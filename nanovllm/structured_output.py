@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +31,8 @@ class Matcher(Protocol):
     def fill(self, mask: NDArray[np.int32]) -> None: ...
 
     def consume(self, token_id: int) -> None: ...
+
+    def follow(self, token_ids: Iterable[int], address: int) -> None: ...
 
     def copy(self) -> Matcher: ...
 
@@ -142,7 +144,11 @@ def _choices(values: Any) -> tuple[str, ...]:
 def _check_size(field: str, *values: str) -> None:
     size = sum(len(text(f"structured_output.{field}", value).encode()) for value in values)
     if size > MAX_FORM_BYTES:
-        raise ValueError(f"structured_output.{field} has {size} bytes in UTF-8; at most {MAX_FORM_BYTES}. Shorten it.")
+        raise _too_large(field, str(size))
+
+
+def _too_large(field: str, size: str) -> ValueError:
+    return ValueError(f"structured_output.{field} has {size} bytes in UTF-8; at most {MAX_FORM_BYTES}. Shorten it.")
 
 
 def _too_deep() -> ValueError:
@@ -172,18 +178,30 @@ def _check_text_depth(schema: str) -> None:
 
 
 def _check_depth(schema: Any) -> None:
-    level = [schema]
+    """Raise ValueError for too many levels, or for a schema whose parts, each met wherever it stands, are too many."""
+    level = [] if isinstance(schema, bool) else [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
-        level = (
-            [
-                inner
-                for value in level
-                for inner in (value.values() if isinstance(value, Mapping) else value)
-                if isinstance(inner, Mapping | list | tuple)
-            ]
-            if not isinstance(schema, bool)
-            else []
-        )
+        found = {
+            id(inner): inner for value in level for inner in _containers(value)
+        }  # each once, however often it is met
+        level = list(found.values())
         if not level:
-            return
-    raise _too_deep()
+            break
+    else:
+        raise _too_deep()
+    size = 0 if isinstance(schema, bool) else 2 * _num_containers(schema, {})
+    if size > MAX_FORM_BYTES:  # written out, it might fill the memory
+        raise _too_large("json_schema", f"more than {MAX_FORM_BYTES}")
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    for inner in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(inner, Mapping | list | tuple):
+            yield inner
+
+
+def _num_containers(value: Any, known: dict[int, int]) -> int:
+    """Objects and arrays of the JSON text, which repeats what several parts share; `known` has those that were met."""
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(_num_containers(inner, known) for inner in _containers(value))
+    return known[id(value)]

@@ -73,11 +73,17 @@ class HeadShape(NamedTuple):
     has_filters: bool = False
     penalises: bool = False
     num_top: int | None = None
+    has_masks: bool = False
+
+    @property
+    def copies_logits(self) -> bool:
+        """Whether it takes memory for logits beside those of the model."""
+        return self.penalises or self.has_masks
 
     @property
     def is_rare(self) -> bool:
         """Whether it is none of `Buckets.heads`."""
-        return self.penalises or self.num_top is not None
+        return self.penalises or self.num_top is not None or self.has_masks
 
 
 def spread(sizes: list[int], factor: float) -> set[int]:

@@ -6,6 +6,7 @@ would compile them one by one. A kernel that is missing here is compiled when it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -91,8 +92,15 @@ def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[
 
 def _draw_calls(binding: ModelBinding, inputs: StepInputs) -> list[Callable[[], Any]]:
     logits = torch.zeros(MIN_ROWS, binding.vocab_size, dtype=binding.dtype, device=binding.device)
+    kinds: list[dict[str, Any]] = [{}]
+    if (token_masks := find_kernel("bit_masks", "TokenMasks")) is not None:
+        words = torch.zeros(MIN_ROWS, -(-binding.vocab_size // 32), dtype=torch.int32, device=binding.device)
+        kinds.append({"masks": token_masks(words.new_zeros(MIN_ROWS), words)})
     draw = Sampler(compiles=True).draw
-    return [partial(draw, logits, inputs.draws, has_filters=has_filters) for has_filters in (False, True)]
+    return [
+        partial(draw, logits, inputs.draws, has_filters=has_filters, **kind)
+        for has_filters, kind in itertools.product((False, True), kinds)
+    ]
 
 
 def _on_device(device: torch.device, call: Callable[[], Any]) -> None:

@@ -115,7 +115,7 @@ class GraphExecutor:
 
         def draw() -> Tensor:
             latest = partial(LatestTokens.from_layout, layout, sequences, self._sampled)
-            if head.penalises and self._extras.upload(head, sequences, positions, latest()):
+            if head.is_rare and self._extras.upload(head, sequences, positions, latest, report.errors):
                 self._drop_heads(lambda head: head.penalises)
             if is_whole:
                 self._run_whole(shape, head, report)
@@ -208,7 +208,7 @@ class GraphExecutor:
             if head.draws:
                 inputs = DrawTensors(*(values[:count] for values in self._draw_inputs.draws))
                 changed = self._extras.penalised(logits, self._sampled) if head.penalises else logits
-                self._sampled[:count] = self._sampler.draw(changed, inputs, has_filters=head.has_filters)
+                self._sampled[:count] = self._sampler.draw(changed, inputs, **self._extras.draw_options(head))
                 if head.num_top is not None:
                     self._extras.measure(logits, self._sampled[:count], head.num_top)
                 return
@@ -249,7 +249,7 @@ class GraphExecutor:
     def _captured_head(self, head: HeadShape) -> torch.cuda.CUDAGraph | None:
         if self._captures and head not in self._heads:
             sampled = self._sampled.clone()  # by the step before, for the one that waits for this head
-            self._heads[head] = self._pool.capture(partial(self._head, head), frees_trial=head.penalises)
+            self._heads[head] = self._pool.capture(partial(self._head, head), frees_trial=head.copies_logits)
             self._sampled.copy_(sampled)
             logger.debug("captured %s", head)
         return self._heads.get(head)

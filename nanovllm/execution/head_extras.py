@@ -1,14 +1,17 @@
-"""Penalties and log-probabilities within a captured head: what they read and what they leave, at fixed addresses."""
+"""Penalties, masks and log-probabilities within a captured head: what they read and leave, at fixed addresses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.device import find_kernel
 from nanovllm.execution.buckets import HeadShape, round_up
+from nanovllm.execution.mask_buffer import build_mask_buffer
 from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
 from nanovllm.sampling.penalties import PENALTY_FIELDS, LatestTokens, penalises, penalty_entries, write_tokens
@@ -26,14 +29,22 @@ class HeadExtras:
         self._device = device
         self._penalise = find_kernel("penalties", "penalise")
         self._measure = find_kernel("logprobs", "measure")
+        self._masks = build_mask_buffer(max_samples, device)
         self._entries: Tensor | None = None  # one for each sample, then the tokens, int32
         self._words: Tensor | None = None  # of `Measured`
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-        """What the head computes for these rows beside the draw; None if they need the host's sampler."""
+        """What the head computes for these rows beside the draw; None if they need the host's sampler.
+
+        Before the step's forward pass is launched.
+        """
         extras = draw_extras(sequences, positions)
         if extras is None or (extras.penalises and self._penalise is None):
             return None
+        if extras.has_masks:
+            if self._masks is None:
+                return None
+            self._masks.begin_step()
         if extras.num_top is None:
             return extras
         if extras.num_top > MOST_BY_KERNEL or self._measure is None:
@@ -41,9 +52,26 @@ class HeadExtras:
         return extras._replace(num_top=round_up(_NUM_TOPS, extras.num_top))
 
     def upload(
+        self,
+        head: HeadShape,
+        sequences: SequenceABC[Sequence],
+        positions: SequenceABC[int],
+        latest: Callable[[], LatestTokens],
+        errors: dict[Sequence, str],
+    ) -> bool:
+        """Send what the head reads; returns whether captured heads with penalties read another buffer by now.
+
+        Args:
+            errors: takes what went wrong in following a grammar.
+        """
+        if head.has_masks:
+            assert self._masks is not None
+            self._masks.upload(sequences, positions, errors)
+        return head.penalises and self._upload_penalties(head, sequences, positions, latest())
+
+    def _upload_penalties(
         self, head: HeadShape, sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens
     ) -> bool:
-        """Send the tokens of rows with penalties; returns whether captured heads read another buffer by now."""
         rows = [row for row, sequence in enumerate(sequences) if penalises(sequence)]
         own, num_tokens = penalty_entries(rows, sequences, positions, latest)
         first = PENALTY_FIELDS * self._max_samples
@@ -77,6 +105,13 @@ class HeadExtras:
         entries = self._entries[: PENALTY_FIELDS * len(logits)].view(-1, PENALTY_FIELDS)
         self._penalise(changed, entries, self._entries[first:], previous)
         return changed
+
+    def draw_options(self, head: HeadShape) -> dict[str, Any]:
+        """What `Sampler.draw` takes besides logits and inputs."""
+        if not head.has_masks:
+            return {"has_filters": head.has_filters}
+        assert self._masks is not None
+        return {"has_filters": head.has_filters, "masks": self._masks.views(head.num_samples)}
 
     def measure(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
         """Leave the log-probabilities of drawn tokens [num_samples] for `measured`."""

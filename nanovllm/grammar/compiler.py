@@ -96,6 +96,19 @@ def _compile(form: StructuredOutput, vocabulary: Any) -> Matcher:
     return matcher
 
 
+def schema_problem(name: str, schema: Any) -> ValueError | None:
+    """What is wrong with a schema, of whatever vocabulary; None if nothing is found.
+
+    Args:
+        name: for the error.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    return _refusal(name, message) if message and not message.startswith("WARNING") else None
+
+
 def _grammar(form: StructuredOutput) -> str:
     from llguidance import LLMatcher
 

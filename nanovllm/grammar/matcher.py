@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,13 @@ class Matcher:
         Raises GrammarError if that takes more work than llguidance's limits for one token.
         """
         self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+
+    def follow(self, token_ids: Iterable[int], address: int) -> None:
+        """Consume tokens of the output, and write the mask behind them to this address; raises GrammarError."""
+        for token_id in token_ids:
+            self.consume(token_id)
+        self._state.unsafe_compute_mask_ptr(address, 4 * self.num_words)
         self._check()
 
     def consume(self, token_id: int) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from nanovllm.kernels.bit_masks import TokenMasks, masked, with_mask
 from nanovllm.kernels.filter_floors import filter_floors
 
 _BLOCK = 2048  # tokens that a program looks at in one go
@@ -41,13 +42,19 @@ def noise_of(tokens, key, gamma):
     return -libdevice.fast_logf(exponential)
 
 
-@triton.jit(do_not_specialize_on_alignment=["noise_keys", "inverse_temperatures", "noise_scales"])
+@triton.jit(
+    do_not_specialize=["num_words"],
+    do_not_specialize_on_alignment=["noise_keys", "inverse_temperatures", "noise_scales", "mask_rows", "masks"],
+)
 def best_of_parts(
-    logits, noise_keys, inverse_temperatures, noise_scales, offsets, floors, scores, tokens,
-    stride, vocab_size, part_size, first_token, gamma,
-    BLOCK: tl.constexpr,
+    logits, noise_keys, inverse_temperatures, noise_scales, offsets, floors, mask_rows, masks, scores, tokens,
+    stride, num_words, vocab_size, part_size, first_token, gamma,
+    HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the best score of each part of each row, and its token; the first logit is that of first_token."""
+    """Write the best score of each part of each row, and its token; the first logit is that of first_token.
+
+    The token is -1 where a mask forbids all that the logits leave.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * part_size
     lanes = tl.arange(0, BLOCK)
@@ -55,14 +62,22 @@ def best_of_parts(
     places = tl.full((BLOCK,), 0, tl.int32)
     key, has_noise = tl.load(noise_keys + row), tl.load(noise_scales + row) > 0
     inverse, offset, floor = tl.load(inverse_temperatures + row), tl.load(offsets + row), tl.load(floors + row)
+    own_mask = tl.full([], -1, tl.int32)
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of the logits as they come
+    if HAS_MASKS:
+        own_mask = tl.load(mask_rows + row)
     for first in range(start, tl.minimum(start + part_size, vocab_size), BLOCK):
         token = first + lanes
         score = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        if HAS_MASKS:  # noqa: SIM102 (decided when compiled)
+            if own_mask >= 0:
+                highest = tl.maximum(highest, score)
+                score = with_mask(score, masks + own_mask.to(tl.int64) * num_words, token, vocab_size)
         if has_noise:
             score = (score - offset) * inverse
             score = tl.where(score < floor, float("-inf"), score)
-            is_left = floor == float("-inf")
-            if floor > float("-inf"):
+            is_left = (floor == float("-inf")) & (own_mask < 0)
+            if (floor > float("-inf")) | (own_mask >= 0):
                 is_left = tl.max(score, axis=0) > float("-inf")
             if is_left:  # noise takes longer than reading the logits
                 score += noise_of(first_token + token, key, gamma)
@@ -73,14 +88,18 @@ def best_of_parts(
     top = tl.max(best, axis=0)
     tl.store(scores + row * tl.num_programs(1) + part, top)
     place = tl.min(tl.where(best == top, places, vocab_size), axis=0)
+    if HAS_MASKS:
+        is_emptied = (top == float("-inf")) & (tl.max(highest, axis=0) > float("-inf"))
+        place = tl.where(is_emptied, -1 - first_token, place)
     tl.store(tokens + row * tl.num_programs(1) + part, first_token + place)
 
 
 @triton.jit(do_not_specialize=["num_parts", "row_stride", "part_stride"])
 def best_of_rows(
-    scores, tokens, output, num_parts, row_stride, part_stride, non_finite, AS_PAIRS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Write the token of each row's best part, or `non_finite`; as pairs, the score's bits and the token."""
+    scores, tokens, output, num_parts, row_stride, part_stride, non_finite, nothing_left,
+    AS_PAIRS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the token of each row's best part, `non_finite` or `nothing_left`; as pairs, score bits and token."""
     row = tl.program_id(0)
     parts = tl.arange(0, WIDTH)
     places = row * row_stride + parts * part_stride
@@ -93,10 +112,14 @@ def best_of_rows(
         tl.store(output + 2 * row + 1, place)
     else:
         is_finite = (top > float("-inf")) & (top < float("inf"))
-        tl.store(output + row, tl.where(is_finite, place.to(tl.int64), non_finite))
+        none = tl.where(place < 0, nothing_left, non_finite)
+        tl.store(output + row, tl.where(is_finite, place, none).to(tl.int64))
 
 
-def draw_on_gpu(logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, has_filters: bool = True) -> Tensor:
+def draw_on_gpu(
+    logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, nothing_left: int, has_filters: bool = True,
+    masks: TokenMasks | None = None,
+) -> Tensor:  # fmt: skip
     """See `draw.draw`.
 
     Args:
@@ -104,20 +127,23 @@ def draw_on_gpu(logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, has
         inputs: `draw.DrawTensors`.
         has_filters: False where no row has any, and none is cold.
         gamma: what counters are apart, as a signed number of 32 bits.
+        masks: tokens that may be drawn; of rows that have none, all.
 
-    Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity.
+    Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity; `nothing_left`
+    where its mask forbids all tokens.
     """
     output = logits.new_empty(len(logits), dtype=torch.int64)
     with torch.cuda.device(logits.device):
         if has_filters:
-            offsets, floors = filter_floors(logits, inputs)
+            offsets, floors = filter_floors(logits if masks is None else masked(logits, masks), inputs)
         else:
             offsets, floors = _no_filters(inputs)
-        scores, tokens = _best_of_parts(logits, inputs, offsets, floors, gamma=gamma)
+        scores, tokens = _best_of_parts(logits, inputs, offsets, floors, gamma=gamma, masks=masks)
         num_parts = scores.shape[1]
         best_of_rows[len(logits),](
-            scores, tokens, output, num_parts, num_parts, 1, non_finite, AS_PAIRS=False, WIDTH=_MAX_PARTS, num_warps=1
-        )
+            scores, tokens, output, num_parts, num_parts, 1, non_finite, nothing_left,
+            AS_PAIRS=False, WIDTH=_MAX_PARTS, num_warps=1,
+        )  # fmt: skip
     return output
 
 
@@ -136,7 +162,7 @@ def best_of_shard(logits: Tensor, inputs: Any, *, gamma: int, first_token: int, 
         )
         num_parts = scores.shape[1]
         best_of_rows[len(logits),](
-            scores, tokens, pairs, num_parts, num_parts, 1, 0, AS_PAIRS=True, WIDTH=_MAX_PARTS, num_warps=1
+            scores, tokens, pairs, num_parts, num_parts, 1, 0, 0, AS_PAIRS=True, WIDTH=_MAX_PARTS, num_warps=1
         )
     return pairs
 
@@ -148,7 +174,7 @@ def best_of_pairs(pairs: Tensor, *, non_finite: int) -> Tensor:
     flat = pairs.view(-1)
     with torch.cuda.device(pairs.device):
         best_of_rows[num_rows,](
-            flat.view(torch.float32), flat[1:], output, num_parts, 2, 2 * num_rows, non_finite,
+            flat.view(torch.float32), flat[1:], output, num_parts, 2, 2 * num_rows, non_finite, non_finite,
             AS_PAIRS=False, WIDTH=_MAX_PARTS, num_warps=1,
         )  # fmt: skip
     return output
@@ -160,7 +186,7 @@ def _no_filters(inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _best_of_parts(
     logits: Tensor, inputs: Any, offsets: Tensor, floors: Tensor, *, gamma: int, first_token: int = 0,
-    num_tokens: int | None = None,
+    num_tokens: int | None = None, masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scores [num_rows, num_parts] float32 and tokens int32."""
     num_rows, vocab_size = len(logits), logits.shape[1] if num_tokens is None else num_tokens
@@ -172,8 +198,10 @@ def _best_of_parts(
     num_parts = max(1, -(-vocab_size // part_size))
     scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
     tokens = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
+    rows, words, num_words = (tokens, tokens, 0) if masks is None else (*masks, masks.words.stride(0))
     best_of_parts[num_rows, num_parts](
-        logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, offsets, floors, scores, tokens,
-        logits.stride(0), vocab_size, part_size, first_token, gamma, BLOCK=_BLOCK, num_warps=8,
+        logits, inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, offsets, floors, rows, words,
+        scores, tokens, logits.stride(0), num_words, vocab_size, part_size, first_token, gamma,
+        HAS_MASKS=masks is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return scores, tokens

@@ -21,8 +21,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.model.loader import load_tokenizer
 from nanovllm.ray.prompt import Prompt
 from nanovllm.requests.chat import ChatTemplate
+from nanovllm.server.answers.answer_format import answer_format, template_text
+from nanovllm.server.answers.template_options import template_variables
+from nanovllm.server.anthropic.protocol import MessagesRequest
+from nanovllm.server.anthropic.translation import as_chat as messages_as_chat
 from nanovllm.server.errors import ApiError, queue_full
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.openai.responses_input import as_chat as response_as_chat
+from nanovllm.server.openai.responses_protocol import ResponsesRequest
+from nanovllm.server.openai.turn import template_options
 from nanovllm.server.security import ApiKeys, BodyGate, authorization_of
 from nanovllm.server.settings import ServerSettings, request_salt
 from nanovllm.server.sse import ClientGone, compact, event, until_disconnect
@@ -32,6 +39,14 @@ logger = logging.getLogger("nanovllm")
 MAX_ATTEMPTS = 3  # replicas that a request is sent to, if each dies before its answer begins
 FORWARDED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path",
              "headers", "client", "server")  # fmt: skip
+
+
+# The endpoints of conversations, each with what makes a chat request of its body.
+_CHATS: dict[str, Callable[[bytes], ChatRequest]] = {
+    "/v1/chat/completions": ChatRequest.model_validate_json,
+    "/v1/messages": lambda body: messages_as_chat(MessagesRequest.model_validate_json(body)),
+    "/v1/responses": lambda body: response_as_chat(ResponsesRequest.model_validate_json(body)),
+}
 
 
 class PromptReader:
@@ -52,6 +67,8 @@ class PromptReader:
         self._tokenizer = load_tokenizer(model, tokenizer, config)
         self._chat = ChatTemplate(self._tokenizer, allow_control_tokens=config.allow_control_tokens_in_messages)
         self._settings = settings
+        self._format = answer_format(self._tokenizer, settings.tool_format, settings.reasoning_format)
+        self._variables = template_variables(template_text(self._tokenizer))
 
     def read(self, path: str, key: str | None, body: bytes) -> Prompt:
         """The prompt, the first of several; one without tokens if the body has none, or a replica will refuse it.
@@ -61,10 +78,11 @@ class PromptReader:
         """
         try:
             request: CompletionRequest | ChatRequest
-            if path.endswith("/v1/chat/completions"):
-                request = ChatRequest.model_validate_json(body)
-                conversation, tools = request.conversation(), request.callable_tools
-                token_ids = self._chat.apply_to(conversation, tools=tools, **request.template_options)
+            as_chat = next((read for end, read in _CHATS.items() if path.endswith(end)), None)
+            if as_chat is not None:
+                request = as_chat(body)
+                options = template_options(request, self._variables, self._format)
+                token_ids = self._chat.apply_to(request.conversation(), tools=request.callable_tools, **options)
             elif path.endswith("/v1/completions"):
                 request = CompletionRequest.model_validate_json(body)
                 first = request.prompts[0]

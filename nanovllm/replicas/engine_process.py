@@ -40,6 +40,7 @@ from nanovllm.replicas.messages import (
 )
 from nanovllm.replicas.prefix_index import encode as encode_events
 from nanovllm.requests.output_processor import Request
+from nanovllm.requests.scores import AnswerLogits
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
@@ -70,6 +71,7 @@ class Reporter(Observer):
         engine.observers.append(self)
         self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, of requests whose output is final
         self._num_prompt_logprobs: dict[str, int] = {}
+        self._answers: dict[str, AnswerLogits] = {}  # of the requests that have one
         self._last_report = self._last_progress = 0.0
 
     def prepare(self, sent: Add) -> list[NewRequest]:
@@ -80,6 +82,8 @@ class Reporter(Observer):
         self._engine.add(*requests)
         for request, new in zip(sent.requests, requests, strict=True):
             self.placements[new.request_id] = request.placement
+            if (answer := AnswerLogits.of(new.params)) is not None:
+                self._answers[new.request_id] = answer
             # A prompt's log-probabilities come with the final output alone, so such a request begins anew.
             if new.output_kind is OutputKind.FINAL and new.params.prompt_logprobs is None:
                 counts = [0] * new.params.n
@@ -129,7 +133,7 @@ class Reporter(Observer):
 
     def _sent(self, output: RequestOutput) -> SentOutput:
         request_id = output.request_id
-        sent = SentOutput.from_output(output, self.placements[request_id])
+        sent = SentOutput.from_output(output, self.placements[request_id], self._answers.get(request_id))
         if output.prompt_logprobs is not None:
             if len(output.prompt_logprobs) == self._num_prompt_logprobs.get(request_id):
                 sent.prompt_logprobs = None
@@ -163,6 +167,7 @@ class Reporter(Observer):
         del self.placements[request_id]
         self._num_sent.pop(request_id, None)
         self._num_prompt_logprobs.pop(request_id, None)
+        self._answers.pop(request_id, None)
 
 
 def main(descriptor: int, front: int) -> None:

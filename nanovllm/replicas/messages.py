@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
+from nanovllm.features import REPLICAS, check_sampling_params
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import (
     CompletionOutput,
@@ -33,8 +34,9 @@ from nanovllm.outputs import (
     TokenLogprobs,
 )
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
+from nanovllm.requests.scores import AnswerLogits
 from nanovllm.resumed import Resumed
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.sequence import NewRequest
 
 # ----------------------------------------------------------------------------------------------- to the engine process
@@ -53,7 +55,11 @@ class Start(Struct, tag=True, array_like=True):
 
 
 class SentRequest(Struct, array_like=True):
-    """A `NewRequest` without its text. params: the sampling options that are not the default."""
+    """A `NewRequest` without its text.
+
+    params: the sampling options that are not the default.
+    answer_ids: of `AnswerLogits`, the one logits processor that crosses.
+    """
 
     placement: int
     request_id: str
@@ -66,16 +72,18 @@ class SentRequest(Struct, array_like=True):
     arrival_time: float
     output_kind: OutputKind
     resumed: Resumed | None
+    embeds: bool = False
+    answer_ids: tuple[int, int] | None = None
 
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
         """A cumulative output crosses as deltas, which the front joins."""
-        is_final = new.output_kind is OutputKind.FINAL
+        is_final, answer = new.output_kind is OutputKind.FINAL, AnswerLogits.of(new.params)
         return cls(
             placement,
             new.request_id,
             new.prompt_token_ids,
-            {name: value for name, default in DEFAULTS.items() if (value := getattr(new.params, name)) != default},
+            {name: value for name, default in SENT_OPTIONS if (value := getattr(new.params, name)) != default},
             new.bad_words,
             new.priority,
             new.cache_salt,
@@ -83,11 +91,14 @@ class SentRequest(Struct, array_like=True):
             new.arrival_time,
             OutputKind.FINAL if is_final else OutputKind.DELTA,
             resumed,
+            new.params.embeds,
+            None if answer is None else answer.token_ids,
         )
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
         """The request for the engine of this process, which compiles a structured output itself."""
-        params = SamplingParams(**self.params)
+        processors = () if self.answer_ids is None else (AnswerLogits(self.answer_ids),)
+        params = EmbeddingParams() if self.embeds else SamplingParams(**self.params, logits_processors=processors)
         return NewRequest(
             self.request_id,
             self.prompt_token_ids,
@@ -101,6 +112,12 @@ class SentRequest(Struct, array_like=True):
             resumed=self.resumed,
             matcher=input_processor.matcher(params),
         )
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise ValueError for what cannot be sent."""
+    if AnswerLogits.of(params) is None:
+        check_sampling_params(params, REPLICAS)
 
 
 class Add(Struct, tag=True, array_like=True):
@@ -165,6 +182,8 @@ class SentOutput(Struct, array_like=True):
 
     metrics: the values of `RequestMetrics`.
     prompt_logprobs: None if they are those sent last.
+    embedding: the bytes of float32 numbers.
+    answer_logits: of `AnswerLogits`.
     """
 
     placement: int
@@ -176,9 +195,11 @@ class SentOutput(Struct, array_like=True):
     error: str | None = None
     error_kind: ErrorKind | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None
+    answer_logits: tuple[float, float] | None = None
 
     @classmethod
-    def from_output(cls, output: RequestOutput, placement: int) -> SentOutput:
+    def from_output(cls, output: RequestOutput, placement: int, answer: AnswerLogits | None) -> SentOutput:
         completions = [
             SentCompletion(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs)
             for c in output.outputs
@@ -193,6 +214,8 @@ class SentOutput(Struct, array_like=True):
             output.error,
             output.error_kind,
             output.prompt_logprobs,
+            None if output.embedding is None else output.embedding.tobytes(),
+            None if answer is None else answer.logits,
         )
 
 
@@ -214,7 +237,12 @@ class Died(Struct, tag=True, array_like=True):
 ToEngine = Start | Add | Abort | ResetCache
 FromEngine = Ready | LoadFailed | Report | Died
 
-DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
+# (name, default); functions are none of them.
+SENT_OPTIONS = [
+    (field.name, getattr(SamplingParams(), field.name))
+    for field in fields(SamplingParams)
+    if field.name != "logits_processors"
+]
 metric_values = attrgetter(*(field.name for field in fields(RequestMetrics)))
 encode = Encoder().encode
 decode_to_engine = Decoder(ToEngine).decode

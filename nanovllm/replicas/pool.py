@@ -27,11 +27,11 @@ from sortedcontainers import SortedList
 from nanovllm.block_hashes import PromptHashes
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.features import check_sampling_params, refuse
+from nanovllm.features import refuse
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.replicas.fleet import Fleet
-from nanovllm.replicas.messages import Abort, Add, Ready, Report, ResetCache, SentOutput, SentRequest
+from nanovllm.replicas.messages import Abort, Add, Ready, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.pool_stats import PoolStats
 from nanovllm.replicas.replica import Replica
@@ -121,7 +121,7 @@ class ReplicaPool:
             if count > 1 or request_id in self.requests:
                 raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         for new in requests:
-            check_sampling_params(new.params, "data_parallel_size")
+            check_params(new.params)
             text("request_id", new.request_id)  # what cannot be sent is refused here
             text("cache_salt", new.cache_salt or "")
         added = [PoolRequest(self._with_seed(new, next(self._numbers))) for new in requests]
@@ -145,7 +145,7 @@ class ReplicaPool:
 
     def _with_seed(self, new: NewRequest, number: int) -> NewRequest:
         """With the seed that one engine would give it, so that it draws the same in whichever replica runs it."""
-        if new.params.seed is not None:
+        if new.params.seed is not None or new.params.embeds:
             return new
         (seed,) = sample_seeds(None, 1, engine_seed=self.config.seed, request_number=number)
         return replace(new, params=replace(new.params, seed=seed))

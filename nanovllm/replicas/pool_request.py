@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.output_processor import Request
+from nanovllm.requests.scores import AnswerLogits
 from nanovllm.resumed import Resumed, ResumedSample
 from nanovllm.sequence import NewRequest
 
@@ -49,6 +53,8 @@ class PoolRequest:
         self.metrics = RequestMetrics(new.arrival_time, num_prompt_tokens=len(new.prompt_token_ids))
         self._num_cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._embedding: NDArray[np.float32] | None = None
+        self._answer = AnswerLogits.of(new.params)
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
 
@@ -59,6 +65,10 @@ class PoolRequest:
         self._error, self._error_kind = sent.error, sent.error_kind
         if sent.prompt_logprobs is not None:
             self._prompt_logprobs = sent.prompt_logprobs
+        if sent.embedding is not None:
+            self._embedding = np.frombuffer(sent.embedding, np.float32).copy()  # bytes cannot be written to
+        if self._answer is not None:
+            self._answer.logits = sent.answer_logits
         if is_final and sent.finished:
             return self._output([completion.to_output() for completion in sent.completions], is_finished=True)
         self.num_deaths = 0
@@ -135,4 +145,5 @@ class PoolRequest:
             error=self._error,
             prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs[:],
             error_kind=self._error_kind,
+            embedding=self._embedding,
         )

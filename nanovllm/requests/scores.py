@@ -49,21 +49,31 @@ def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutp
 
 
 class AnswerLogits:
-    """A logits processor that keeps the logits of two tokens, and changes nothing."""
+    """A logits processor that keeps the logits of two tokens, and changes nothing.
+
+    logits: None before the step; those of an engine of another process are put here by whom they are sent to.
+    """
 
     def __init__(self, token_ids: tuple[int, int]) -> None:
-        self._token_ids = list(token_ids)
-        self._logits: list[float] | None = None
+        self.token_ids = token_ids
+        self.logits: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> AnswerLogits | None:
+        """That of a request of `ScoringPlan`; None for any other."""
+        processors = params.logits_processors
+        return processors[0] if len(processors) == 1 and isinstance(processors[0], cls) else None
 
     def __call__(self, token_ids: list[int], logits: Any) -> Any:
-        self._logits = logits[self._token_ids].tolist()
+        first, second = logits[list(self.token_ids)].tolist()
+        self.logits = first, second
         return logits
 
     def score(self) -> float | None:
         """The share of the first token; None before the step."""
-        if self._logits is None:
+        if self.logits is None:
             return None
-        difference = self._logits[0] - self._logits[1]
+        difference = self.logits[0] - self.logits[1]
         if difference >= 0:  # so that exp does not overflow
             return 1.0 / (1.0 + math.exp(-difference))
         return math.exp(difference) / (1.0 + math.exp(difference))
@@ -85,8 +95,8 @@ class ScoringPlan:
         query, document, score = outputs[of_query], outputs[of_document], None
         failed = next((o for o in (query, document) if o.outputs[0].finish_reason not in ("stop", "length")), None)
         if failed is None and not self.params[of_document].embeds:
-            processor = self.params[of_document].logits_processors[0]
-            score = processor.score() if isinstance(processor, AnswerLogits) else None
+            answer = AnswerLogits.of(self.params[of_document])
+            score = None if answer is None else answer.score()
         elif failed is None:
             vectors = [embedding_output(output, normalize=True).embedding for output in (query, document)]
             score = float(np.dot(vectors[0], vectors[1])) if vectors[0] is not None and vectors[1] is not None else None

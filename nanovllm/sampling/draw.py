@@ -120,23 +120,26 @@ class DrawExtras(NamedTuple):
     """What some rows ask for beside `draw`.
 
     num_top: log-probabilities of the drawn token and so many of the most probable ones; None for none.
+    has_masks: of the tokens that structured outputs allow.
     """
 
     penalises: bool = False
     num_top: int | None = None
+    has_masks: bool = False
 
 
 def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
     """What these rows ask for within a captured graph; None if they need `Sampler.sample`."""
-    penalises, num_top = False, None
+    penalises, num_top, has_masks = False, None, False
     for sequence, position in zip(sequences, positions, strict=True):
         params = sequence.params
         if params.changes_logits:
-            if not params.only_penalises:
+            if params.needs_host_sampler:
                 return None
-            penalises = True
+            penalises = penalises or params.penalises
+            has_masks = has_masks or params.structured_output is not None
         if position - sequence.num_prompt_tokens < params.min_tokens:
             return None
         if params.logprobs is not None:
             num_top = max(num_top or 0, params.logprobs)
-    return DrawExtras(penalises, num_top)
+    return DrawExtras(penalises, num_top, has_masks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.device import find_kernel, to_device
-from nanovllm.sampling.structured import keep_bits, token_masks
+from nanovllm.sampling.structured import has_kernels, keep_bits, keep_bits_by_kernel, token_masks
 from nanovllm.sequence import Sequence
 
 PENALTY_FIELDS = 8  # of the kernel's description of a row
@@ -125,7 +125,7 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 def _keep_form(logits: Tensor, rows: list[int], step: _Step) -> None:
     masks = token_masks([step.sequences[row] for row in rows], [step.positions[row] for row in rows], step.errors)
-    step.keep_bits(logits, rows, masks)
+    (keep_bits_by_kernel if step.by_kernels and has_kernels() else step.keep_bits)(logits, rows, masks)
 
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:

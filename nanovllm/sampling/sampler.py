@@ -17,6 +17,7 @@ from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sampling.draw import DrawInputs, draw
 from nanovllm.sampling.draw_on_cpu import best_on_cpu
+from nanovllm.sampling.emptied_rows import emptied_rows
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import KeepBits, LatestTokens, change_logits
@@ -37,7 +38,7 @@ class Sampler:
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
-            self.draw = partial(kernel, gamma=signed_32(GAMMA_32), non_finite=NON_FINITE)
+            self.draw = partial(kernel, gamma=signed_32(GAMMA_32), non_finite=NON_FINITE, nothing_left=NOTHING_LEFT)
 
     def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
         """What `draw` takes besides logits, for rows that it can draw."""
@@ -64,7 +65,6 @@ class Sampler:
         the request's own rules leave no token.
         """
         report = report or StepLogprobs()
-        device = logits.device
         reported, early, limited = [], [], []  # rows
         for row, sequence in enumerate(sequences):
             params = sequence.params
@@ -80,17 +80,14 @@ class Sampler:
             # What changes other logits than float32 ones copies them.
             changes_in_place = logits.dtype == torch.float32 and any(s.params.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
-        is_sound = _rows_of(logits, limited).amax(dim=-1).isfinite() if limited else None
+        mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)
         if early:
             self._suppress_stop_tokens(logits, sequences, early)
         logits = self._change_logits(logits, sequences, positions, latest, report.errors)
         token_ids = self._draw(logits, sequences, positions)
-        if is_sound is not None:
-            places = to_device(limited, device)
-            chosen = token_ids[places]
-            token_ids[places] = chosen.masked_fill_(is_sound & (chosen == NON_FINITE), NOTHING_LEFT)
+        mark_emptied(token_ids)
         if raw is not None:
-            report.add_sampled([sequences[row] for row in reported], raw, token_ids[to_device(reported, device)])
+            report.add_sampled([sequences[row] for row in reported], raw, token_ids[to_device(reported, logits.device)])
         return token_ids
 
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,37 +13,50 @@ from torch import Tensor
 
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sequence import Sequence
-from nanovllm.structured_output import GrammarError, Matcher
+from nanovllm.structured_output import GrammarError
 
 
 def token_masks(
     sequences: SequenceABC[Sequence], positions: SequenceABC[int], errors: dict[Sequence, str]
 ) -> NDArray[np.int32]:
-    """Masks [num_rows, num_words] of the tokens that may stand at these positions; bits as in `Matcher.fill`.
+    """Masks [num_rows, num_words] of the tokens that may stand at these positions; see `write_masks`."""
+    masks = np.empty((len(sequences), num_mask_words(sequences)), np.int32)
+    write_masks(sequences, positions, masks, errors)
+    return masks
+
+
+def num_mask_words(sequences: SequenceABC[Sequence]) -> int:
+    """32-bit words of a mask of these sequences, of which one has a matcher."""
+    return next(matcher.num_words for sequence in sequences if (matcher := sequence.matcher) is not None)
+
+
+def write_masks(
+    sequences: SequenceABC[Sequence],
+    positions: SequenceABC[int],
+    masks: NDArray[np.int32],
+    errors: dict[Sequence, str],
+) -> None:
+    """Write the masks [num_rows, num_words] of the tokens that may stand at these positions; bits as in `Matcher.fill`.
 
     The matchers consume what the host has read since they were asked last, so preempted, repeated and undone steps need
     no care.
 
     Args:
+        masks: adjacent words, overwritten.
         errors: takes what went wrong in following a grammar; the row's mask is then empty.
     """
-    matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
-    masks = np.full((len(sequences), matchers[0].num_words), -1, np.int32)
-    for sequence, matcher, position, mask in zip(sequences, matchers, positions, masks, strict=True):
-        if sequence.is_finished:  # since the step was launched: nobody reads what it draws
+    address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view of each row takes longer than its mask
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        matcher = sequence.matcher
+        if matcher is None or sequence.is_finished:  # since the step was launched: nobody reads what it draws
+            masks[row] = -1
             continue
         try:
-            _follow(sequence, matcher, position)
-            matcher.fill(mask)
+            begin = sequence.num_prompt_tokens + matcher.num_tokens
+            matcher.follow(sequence.token_ids[begin:position], address + row * num_bytes)
         except GrammarError as error:  # the request's own, and its neighbours go on
-            mask.fill(0)
+            masks[row] = 0
             errors[sequence] = f"request {sequence.request_id!r}: {error}"
-    return masks
-
-
-def _follow(sequence: Sequence, matcher: Matcher, position: int) -> None:
-    for token_id in sequence.token_ids[sequence.num_prompt_tokens + matcher.num_tokens : position]:
-        matcher.consume(token_id)
 
 
 def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
@@ -63,16 +76,25 @@ def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None
         return
     words, indices = to_device(masks, logits.device), to_device(rows, logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = (words[:, :, None] >> shifts & 1).to(torch.int8).flatten(1)[:, : logits.shape[1]].contiguous()
-    if (kernel := _kernel()) is not None:
-        kernel(logits, indices, is_allowed)
-    else:
-        logits[indices] += logits.new_zeros(()).expand(is_allowed.shape).masked_fill(is_allowed == 0, -torch.inf)
+    is_forbidden = ((words[:, :, None] >> shifts & 1) == 0).flatten(1)[:, : logits.shape[1]]
+    logits[indices] += logits.new_zeros(()).expand(is_forbidden.shape).masked_fill(is_forbidden, -torch.inf)
+
+
+def keep_bits_by_kernel(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
+    """`keep_bits` on a GPU, by a kernel that Triton compiles at its first call; needs `kernels.bit_masks`."""
+    own = np.full(len(logits), -1, np.int32)
+    own[rows] = np.arange(len(rows))
+    token_masks, mask_in_place = _kernels()
+    mask_in_place(logits, token_masks(to_device(own, logits.device), to_device(masks, logits.device)))
 
 
 @cache
-def _kernel() -> Callable[..., None] | None:
-    return find_kernel("penalties", "keep_allowed")
+def _kernels() -> tuple[Any, Any]:
+    return find_kernel("bit_masks", "TokenMasks"), find_kernel("bit_masks", "mask_in_place")
+
+
+def has_kernels() -> bool:
+    return all(kernel is not None for kernel in _kernels())
 
 
 @cache

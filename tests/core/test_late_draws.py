@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.launched_step import LaunchedStep
 from nanovllm.sampling.logprobs import StepLogprobs
 from tests.support.structured import EOS, form, open_llm
 from tests.support.tiny_models import save_tiny
@@ -51,6 +52,34 @@ def test_a_draw_follows_the_stream_of_its_forward_pass(monkeypatch):
         monkeypatch.setattr(runner, "_follow_last_stream", lambda: calls.append("follow"))
         runner._draw(lambda: (calls.append("draw"), torch.zeros(1, dtype=torch.int64))[1], StepLogprobs())
     assert calls == ["follow", "draw"]
+
+
+def test_an_interrupt_of_a_draw_that_nobody_reads_is_raised_once_the_step_is_undone(monkeypatch):
+    """Of several ranks, where the others wait for it."""
+    with open_llm(overlap=True) as llm:
+        expected = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        stream, engine, calls = begin(llm), llm._engine, []
+        draw = LaunchedStep.draw
+
+        def fail(self: Any) -> list[int]:
+            calls.append("read")
+            raise RuntimeError("a rank is gone")
+
+        def interrupted(self: Any) -> None:
+            if calls == ["read"]:
+                calls.append("interrupted")
+                raise KeyboardInterrupt
+            draw(self)
+
+        monkeypatch.setattr(engine, "when_failed", lambda told: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(LaunchedStep, "wait", fail)
+            patch.setattr(LaunchedStep, "draw", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert calls == ["read", "interrupted"]
+        llm._engine.check_integrity()
+        assert llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
 @pytest.fixture(scope="module")

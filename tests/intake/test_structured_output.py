@@ -40,6 +40,9 @@ def nested(depth: int) -> Any:
 
 ITSELF: dict[str, Any] = {"type": "object"}
 ITSELF["properties"] = ITSELF
+SHARED: dict[str, Any] = {"type": "string"}  # as text, 2^40 times as much
+for _ in range(40):
+    SHARED = {"anyOf": [SHARED, SHARED]}
 
 
 @pytest.mark.parametrize("schema", [
@@ -78,6 +81,7 @@ def test_properties_keep_their_order():
     ({"json_schema": {"const": float("nan")}}, ValueError, "json_schema cannot be written as JSON"),
     ({"json_schema": nested(200)}, ValueError, "json_schema nests objects and arrays deeper than 100 levels"),
     ({"json_schema": "[" * 50_000}, ValueError, "json_schema nests objects and arrays deeper than 100 levels"),
+    ({"json_schema": SHARED}, ValueError, "json_schema has more than 262144 bytes in UTF-8; at most 262144"),
     ({"json_schema": ITSELF}, ValueError, r"deeper than 100 levels \(or holds itself\)"),
     ({"json_schema": {"enum": ["x" * 300_000]}}, ValueError, "json_schema has .* bytes in UTF-8; at most 262144"),
 ])  # fmt: skip

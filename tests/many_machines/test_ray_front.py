@@ -21,7 +21,7 @@ from tests.support.tiny_models import save_tiny
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
-SETTINGS = ServerSettings(api_key=("secret",), cache_salt_per_key=True, ui=False)
+SETTINGS = ServerSettings(served_model_name="tiny", api_key=("secret",), cache_salt_per_key=True, ui=False)
 STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 PLAIN = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 DATA = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
@@ -78,9 +78,12 @@ def folder(tmp_path_factory):
     ("/v1/completions", {"prompt": list(range(100)), "cache_salt": "mine"}),
     ("/v1/completions", {"prompt": TEXT, "truncate_prompt_tokens": 40}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}),
-], ids=["text", "tokens and salt", "truncated", "chat"])  # fmt: skip
+    ("/v1/messages", {"model": "tiny", "system": TEXT, "messages": [{"role": "user", "content": TEXT}]}),
+    ("/v1/responses", {"model": "tiny", "instructions": TEXT, "input": TEXT}),
+], ids=["text", "tokens and salt", "truncated", "chat", "messages", "responses"])  # fmt: skip
 def test_a_replica_reports_the_blocks_that_the_front_reads_from_the_prompt(folder, path, body):
-    encoded = json.dumps(body | {"max_tokens": 1}).encode()
+    limit = {"max_output_tokens": 16} if path == "/v1/responses" else {"max_tokens": 1}
+    encoded = json.dumps(body | limit).encode()
 
     async def answer() -> tuple[dict[str, Any], dict[str, Any]]:
         replica = Replica(folder, None, SETTINGS, OPTIONS)

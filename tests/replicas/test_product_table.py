@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
@@ -227,10 +228,6 @@ def run_options(llm: LLM, steps: list[Any]) -> None:
 
 
 def run_score(llm: LLM, steps: list[Any]) -> None:
-    if llm.config.data_parallel_size == 2:
-        with pytest.raises(ValueError, match=f"^score does not work with {REPLICAS}"):
-            llm.score(*SCORED)
-        return
     template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
     kinds = ({}, {"instruction": "is it about towns?"}, {"template": template})
     with pytest.MonkeyPatch.context() as patch:
@@ -239,8 +236,28 @@ def run_score(llm: LLM, steps: list[Any]) -> None:
         for kind, own in zip(kinds, expected, strict=True):
             assert [o.score for o in llm.score(*SCORED, use_tqdm=False, **kind)] == pytest.approx(own, abs=1e-4)
     assert len({round(score, 4) for own in expected for score in own}) == 6
+    if llm.config.data_parallel_size == 2:
+        own = [output.score for output in one().score(*SCORED, method="cosine", use_tqdm=False)]
+        found = [output.score for output in llm.score(*SCORED, method="cosine", use_tqdm=False)]
+        assert found == pytest.approx(own, abs=1e-4)
+        return
     with pytest.raises(ValueError, match=f"embed does not work with {TENSOR_PARALLEL}"):
         llm.score(*SCORED, method="cosine", use_tqdm=False)
+
+
+def run_embed(llm: LLM, steps: list[Any]) -> None:
+    if llm.config.tensor_parallel_size == 2:
+        with pytest.raises(ValueError, match=f"embed does not work with {TENSOR_PARALLEL}"):
+            llm.embed(PROMPTS)
+        return
+    for normalize in (True, False):
+        own, found = (each.embed(PROMPTS, normalize=normalize, use_tqdm=False) for each in (one(), llm))
+        for expected, output in zip(own, found, strict=True):
+            assert output.embedding.dtype == np.float32 and output.embedding.flags.writeable
+            np.testing.assert_allclose(output.embedding, expected.embedding, atol=2e-3)
+            assert output.finish_reason == expected.finish_reason and output.error is None
+    output = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)[0]
+    assert output.embedding is None and len(output.outputs[0].token_ids) == 2
 
 
 SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
@@ -250,6 +267,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_priority: {"priority"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
     run_timeout: {"timeout"},
+    run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},
     run_options: {*LIMITS, "stats", "replicas", "routing"},
 }
@@ -298,10 +316,10 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
         assert await llm.detokenize(await llm.tokenize("the cat")) == "the cat"
         assert llm.heartbeat().age >= 0.0 and (await llm.stats()).num_output_tokens > 12
         assert await llm.inspect(lambda engine: len(engine.requests)) == 0
-        if mode == TENSOR_PARALLEL:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(scores, "ANSWERS", ("y", "n"))
-                assert len((await llm.plan_scores(*SCORED)).prompts) == len(await llm.score(*SCORED)) == 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scores, "ANSWERS", ("y", "n"))
+            assert len((await llm.plan_scores(*SCORED)).prompts) == 2
+            assert None not in [output.score for output in await llm.score(*SCORED)]
         await llm.reset_prefix_cache()
         assert len(llm.replicas()) == (2 if mode == REPLICAS else 0)
 
@@ -310,7 +328,6 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
 HUB = {
     "revision": "names a commit of the hub, which tests do not reach",
     "window_pool_share": "needs a model of window layers, which tests of the pools have",
-    "normalize": "of embed, which both modes refuse",
 }
 ELSEWHERE = {
     REPLICAS: {

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from nanovllm import LLM, AsyncLLM, EmbeddingParams, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
+from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.config import ROUTING_POLICIES
 from nanovllm.features import FEATURES, REPLICAS, check_on_ray, check_sampling_params
@@ -97,12 +97,6 @@ def test_calls_and_parameters_are_refused_by_a_pool():
     for call in (lambda: llm.generate([1, 2], params, use_tqdm=False), lambda: next(llm.stream([1, 2], params))):
         with pytest.raises(ValueError, match="logits_processors does not work with data_parallel_size: a function"):
             call()
-    with pytest.raises(ValueError, match="embed does not work with data_parallel_size: hidden states do not cross"):
-        llm.embed("one")
-    with pytest.raises(ValueError, match="embed does not work with data_parallel_size"):
-        llm.generate("one", EmbeddingParams(), use_tqdm=False)
-    with pytest.raises(ValueError, match="score does not work with data_parallel_size: it reads hidden states"):
-        llm.score("one", ["two"])
     assert not llm._engine.requests
 
 
@@ -126,7 +120,7 @@ def test_the_simulator_has_replicas_of_its_own():
 
 
 def test_each_refusal_of_the_table_is_tested_here():
-    tested = {"weights_changed", "logits_processors", "embed", "score", "nanovllm simulate"}
+    tested = {"weights_changed", "logits_processors", "nanovllm simulate"}
     assert REFUSED.keys() == BAD.keys() | COMMANDS.keys() | tested
 
 

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 
 from nanovllm import OutputKind, SamplingParams
+from nanovllm.requests import scores
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
 from tests.support.serving import comes_true, raw_stream, serving
@@ -38,6 +40,20 @@ def test_answers_are_those_of_one_engine(running):
     prompts = random_prompts(4, seed=31)
     answer = running.client().completions.create(prompt=prompts, **BODY)
     assert [choice.text for choice in answer.choices] == [expected(prompt).text for prompt in prompts]
+
+
+def test_embeddings_and_scores_are_those_of_one_engine(running, monkeypatch):
+    monkeypatch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
+    texts = ["One two", "the lazy dog", "a quick fox"]
+    with running.http() as http:
+        embedded = http.post("/v1/embeddings", json={"input": texts}).json()["data"]
+        ranked = http.post("/v1/rerank", json={"query": texts[0], "documents": texts[1:]}).json()["results"]
+    own = one_engine().embed(texts, use_tqdm=False)
+    for found, output in zip(embedded, own, strict=True):
+        np.testing.assert_allclose(found["embedding"], output.embedding, atol=2e-3)
+    own = one_engine().score(texts[0], texts[1:], use_tqdm=False)
+    found = {result["index"]: result["relevance_score"] for result in ranked}
+    assert [found[0], found[1]] == pytest.approx([output.score for output in own], abs=1e-4)
 
 
 def test_a_stream_goes_on_though_its_replica_is_killed_and_health_and_metrics_tell(running):

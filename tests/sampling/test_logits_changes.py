@@ -269,6 +269,7 @@ def forbid_all(_: list[int], row: Tensor) -> Tensor:
     return torch.full_like(row, -torch.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "options",
@@ -279,8 +280,8 @@ def forbid_all(_: list[int], row: Tensor) -> Tensor:
     ],
     ids=["bad words", "logits processor", "min tokens"],
 )
-def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(options, temperature):
-    logits = random_rows(3)
+def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(options, temperature, dtype):
+    logits = random_rows(3).to(dtype)
     logits[2, 9] = torch.nan
     sequences = [
         request([1], temperature=temperature),

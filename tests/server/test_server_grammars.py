@@ -12,10 +12,13 @@ import llguidance
 import llguidance.hf
 import pytest
 
+from nanovllm.grammar.compiler import GrammarCompiler
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import Demand, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai.forms import named_by
 from nanovllm.structured_output import StructuredOutput
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -248,6 +251,23 @@ def test_a_keyword_that_is_not_supported_is_an_error_for_strict_tools_alone():
         tools = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": strict}}]
         built = build_form(Demand(tools=tools, must_call=True), setting.form, setting.tokenizer, is_open=False)
         assert llguidance.LLMatcher(setting.guide, built.grammar).is_error() == strict
+
+
+@pytest.mark.parametrize("format_", ["hermes", "qwen_xml", "glm"])
+def test_the_error_of_a_tool_names_it_and_the_keyword_and_shows_no_grammar_of_ours(format_):
+    setting = setting_of(format_)
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    odd = {"type": "object", "properties": {"a": {"type": "object", "not": {"const": "x"}}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in (("fine", good), ("odd", odd))
+    ]
+    demand = Demand(tools=tools, must_call=True)
+    compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
+    with pytest.raises(ApiError) as found, named_by("tools", demand):
+        compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
+    assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in found.value.message
+    assert "%json" not in found.value.message and "r0" not in found.value.message
 
 
 def test_arguments_by_name_need_names():

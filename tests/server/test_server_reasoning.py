@@ -12,6 +12,11 @@ from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.answers.template_options import effort_options, template_variables
 from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.server.anthropic.protocol import MessagesRequest
+from nanovllm.server.anthropic.translation import as_chat, renamed
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai.protocol import ChatRequest
+from nanovllm.server.openai.translated import translated
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -191,9 +196,21 @@ def test_an_effort_is_said_in_the_variables_of_the_template():
     assert effort_options("none", {"enable_thinking"}, can_think=True) == {"enable_thinking": False}
     assert effort_options("low", {"thinking"}, can_think=True) == {"thinking": True}
     assert effort_options("none", {"messages"}, can_think=False) == {}
-    for can_think, effort in ((True, "none"), (False, "low")):
-        with pytest.raises(ValueError, match=r"reasoning_effort is .* has no variable for it"):
-            effort_options(effort, {"messages"}, can_think=can_think)
+    with pytest.raises(ValueError, match=r"reasoning_effort is 'low', .* has no variable for it"):
+        effort_options("low", {"messages"}, can_think=False)
+    with pytest.raises(ValueError, match=r"reasoning_effort asks for no thought, .* has no switch for it"):
+        effort_options("none", {"messages"}, can_think=True)
+
+
+@pytest.mark.parametrize(("thinking", "field"), [("disabled", "thinking.type"), ("adaptive", "output_config.effort")])
+def test_a_template_without_a_switch_is_told_by_the_field_that_asks_for_one(thinking, field):
+    body = MessagesRequest(
+        model="m", max_tokens=9, messages=[{"role": "user", "content": "Hello"}], thinking={"type": thinking},
+        output_config={"effort": "high"},
+    )  # fmt: skip
+    with pytest.raises(ApiError) as found, translated(renamed(body), ChatRequest.names()):
+        effort_options(as_chat(body).reasoning_effort, {"messages"}, can_think=True)
+    assert found.value.param == field and found.value.message.startswith(field)
 
 
 def test_templates_with_tags_of_their_own_are_read():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nanovllm.outputs import CompletionOutput
 from nanovllm.server.answers.answer_format import AnswerFormat, template_text
 from nanovllm.server.answers.tool_calls import FORMATS, ToolStream, detect_format
+from nanovllm.server.anthropic.messages import EventWriter
+from nanovllm.server.openai.responses_items import Items
 from tests.support.scripted import TOOL_TEMPLATE, says
 from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -116,17 +120,44 @@ def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, co
 
 def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once():
     stream = ToolStream(FORMATS["hermes"], TOOL_SCHEMAS)
-    assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ("Now:", [])
-    content, (call,) = stream.add("}</tool_call>", is_last=False)
-    assert (content, call["function"]) == ("", {"name": "time", "arguments": "{}"})
-    assert stream.add(" It is", is_last=False) == ("  It is", [])
-    assert stream.add(" late.", is_last=True) == (" late.", [])
+    assert stream.add('Now: <tool_call>{"name": "time"', is_last=False) == ["Now:"]
+    (call,) = stream.add("}</tool_call>", is_last=False)
+    assert call["function"] == {"name": "time", "arguments": "{}"}
+    assert stream.add(" It is", is_last=False) == ["  It is"]
+    assert stream.add(" late.", is_last=True) == [" late."]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", 'One <tool_call>{"name": "time", "arguments": {}}</tool_call> two'),
+        ("harmony", "<|channel|>commentary<|message|>One<|end|><|channel|>commentary to=functions.time<|message|>{}"
+                    "<|call|><|channel|>final<|message|> two"),
+    ],
+)  # fmt: skip
+def test_a_delta_of_text_around_a_call_keeps_their_order_in_every_protocol(form, text):
+    def delta():
+        return AnswerFormat(None, FORMATS[form]).stream(TOOL_SCHEMAS, is_open=False).add(text, is_last=True)
+
+    assert ["text" if isinstance(part, str) else "call" for part in delta().parts] == ["text", "call", "text"]
+    items = Items(seals=False)
+    list(items.add(delta(), end="completed"))
+    assert [item["type"] for item in items.output] == ["message", "function_call", "message"]
+    completion = CompletionOutput(0, text, [1], "stop", None, None)
+    answer = SimpleNamespace(read=lambda *_, **__: delta(), num_calls=1)
+    job = SimpleNamespace(turn=SimpleNamespace(answer=lambda *_: answer), head=lambda state: {})
+    writer, details = EventWriter(job, None), {"cached_tokens": 0}
+    tally = SimpleNamespace(
+        usage=lambda: {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": details}
+    )
+    events = b"".join(writer.add(None, completion, tally)).decode()
+    assert re.findall('"content_block":{"type":"([a-z_]+)"', events) == ["text", "tool_use", "text"]
 
 
 def test_text_that_cannot_become_a_marker_is_shown_at_once():
     stream = ToolStream(FORMATS["hermes"], TOOL_SCHEMAS)
-    assert stream.add("Hello <", is_last=False) == ("Hello", [])
-    assert stream.add("b> you", is_last=False) == (" <b> you", [])
+    assert stream.add("Hello <", is_last=False) == ["Hello"]
+    assert stream.add("b> you", is_last=False) == [" <b> you"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +225,7 @@ def stop_id(running, monkeypatch, request) -> int:
 
 
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
-    found = ("", [{"arguments": "\ud800"}])
+    found = [{"arguments": "\ud800"}]
     monkeypatch.setattr("nanovllm.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
     with running.http() as http:
         body = {"messages": [{"role": "user", "content": "Hello"}], "tools": TOOLS, "max_tokens": 2}

@@ -15,6 +15,10 @@ extern "C" void keep_bits(float* logits, const int64_t* rows, const uint32_t* ma
       const uint32_t word = mask[first / 32];
       if (word == ~0u) continue;
       const int64_t count = vocab_size - first < 32 ? vocab_size - first : 32;
+      if (count == 32 && word == 0) {  // most of a schema's words
+        for (int64_t bit = 0; bit < 32; ++bit) row[first + bit] += -std::numeric_limits<float>::infinity();
+        continue;
+      }
       for (int64_t bit = 0; bit < count; ++bit)
         row[first + bit] += word >> bit & 1 ? 0.0f : -std::numeric_limits<float>::infinity();
     }

@@ -91,11 +91,14 @@ class AnswerStream:
         """Add text; returns what is new."""
         if self._dropped is not None:
             text = self._dropped.sub("", text)
-        delta = AnswerDelta(content=text)
+        thought = ""
         if self._reasoning is not None:
-            delta.reasoning, delta.content = self._reasoning.add(text, is_last=is_last)
+            thought, text = self._reasoning.add(text, is_last=is_last)
+        delta = AnswerDelta(thought)
         if self._tools is not None:
-            delta.content, delta.calls = self._tools.add(delta.content, is_last=is_last)
+            delta.parts = self._tools.add(text, is_last=is_last)
+        else:
+            delta.add_text(text)
         return delta
 
 

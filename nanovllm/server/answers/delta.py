@@ -7,17 +7,33 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+Part = str | dict[str, Any]  # a piece of the content, or a tool call in OpenAI's form
+
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """New parts of an answer; `calls` are tool calls in OpenAI's form, each whole."""
+    """New parts of an answer, thought first.
+
+    parts: pieces of the content and whole tool calls, in their order.
+    """
 
     reasoning: str = ""
-    content: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    def add_text(self, text: str) -> None:
+        if text:
+            self.parts.append(text)
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.reasoning or self.parts)
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:

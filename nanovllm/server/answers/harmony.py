@@ -103,11 +103,11 @@ class HarmonyStream:
         if name is not None:
             call = as_call(name, body) if name in self._names and is_whole else None
             if call is None:
-                delta.content += body
+                delta.add_text(body)
             else:
-                delta.calls.append(call)
+                delta.parts.append(call)
                 self.num_calls += 1
         elif self._channel == "analysis":
             delta.reasoning += body
         else:
-            delta.content += body
+            delta.add_text(body)

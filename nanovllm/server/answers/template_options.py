@@ -59,6 +59,11 @@ def effort_options(effort: str, variables: Collection[str] | None, *, can_think:
         return options
     if effort == "none" and not can_think:
         return {}
+    if effort == "none":
+        raise ValueError(
+            "reasoning_effort asks for no thought, but the model's chat template has no switch for it "
+            f"({' or '.join(_SWITCHES)}). Leave it out, or limit thought by a budget."
+        )
     raise ValueError(
         f"reasoning_effort is {effort!r}, but the model's chat template has no variable for it (reasoning_effort, "
         f"{' or '.join(_SWITCHES)}). Leave it out."

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from nanovllm.server.answers.delta import new_call
+from nanovllm.server.answers.delta import Part, new_call
 from nanovllm.server.answers.reasoning import partial_marker
 from nanovllm.server.answers.tagged_calls import NO_CALL, Call, GlmReader, QwenReader, Tools
 
@@ -198,14 +198,14 @@ class ToolStream:
         self._reader: CallReader | None = None  # at a marker
         self.num_calls = 0
 
-    def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; returns new content and new calls, in OpenAI's form."""
+    def add(self, text: str, *, is_last: bool) -> list[Part]:
+        """Add text; returns new content and new calls, in their order."""
         self._text += text
-        content, made = "", []
+        parts: list[Part] = []
         while self._text:
             if self._reader is None:
                 start, is_marker = self._next_marker()
-                content += self._take_content(len(self._text) if is_last and not is_marker else start)
+                parts.append(self._take_content(len(self._text) if is_last and not is_marker else start))
                 if not is_marker:
                     break
                 self._reader = self._form.reader(self._tools)
@@ -216,13 +216,13 @@ class ToolStream:
             calls = self._as_calls(found[0])
             if calls:
                 self._text = self._text[found[1] :]
-                made += calls
+                parts += calls
                 self.num_calls += len(calls)
             else:
-                content += self._take_content(found[1])
+                parts.append(self._take_content(found[1]))
         if is_last and not self.num_calls:
-            content += self._space
-        return content, made
+            parts.append(self._space)
+        return [part for part in parts if part]
 
     def _take_content(self, end: int) -> str:
         taken, self._text = self._space + self._text[:end], self._text[end:]

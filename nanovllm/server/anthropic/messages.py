@@ -12,9 +12,9 @@ from starlette.responses import Response
 from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from nanovllm.server.anthropic.translation import (
-    RENAMED,
     as_chat,
     conversation_fields,
+    renamed,
     signature,
     stop_fields,
     tool_use,
@@ -40,12 +40,13 @@ class MessagesJob:
     def __init__(self, state: ServerState, request: Request, given: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self.request_ids = [self.id]
-        with translated(RENAMED, ChatRequest.names()):
+        self._renamed = renamed(given)
+        with translated(self._renamed, ChatRequest.names()):
             self.body = as_chat(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        with translated(RENAMED, ChatRequest.names()):
+        with translated(self._renamed, ChatRequest.names()):
             return await self.turn.start(kind)
 
     def read(self, output: RequestOutput) -> None:
@@ -83,13 +84,14 @@ class EventWriter:
             yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._thought += new.reasoning
             yield self._delta({"type": "thinking_delta", "thinking": new.reasoning})
-        if new.content:
-            yield from self._begin("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": new.content})
-        for call in new.calls:
-            yield from self._end_block()
-            yield from self._begin("tool_use", tool_use(call) | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+        for part in new.parts:
+            if isinstance(part, str):
+                yield from self._begin("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part})
+            else:
+                yield from self._end_block()
+                yield from self._begin("tool_use", tool_use(part) | {"input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": part["function"]["arguments"]})
         if completion.finish_reason is not None:
             yield from self._end_block()
             stop = stop_fields(completion, has_calls=answer.num_calls > 0)
@@ -142,9 +144,13 @@ def _message(
     content: list[dict[str, Any]] = []
     if new.reasoning:
         content.append({"type": "thinking", "thinking": new.reasoning, "signature": signature(new.reasoning)})
-    if new.content:
-        content.append({"type": "text", "text": new.content})
-    content += map(tool_use, new.calls)
+    for part in new.parts:
+        if not isinstance(part, str):
+            content.append(tool_use(part))
+        elif content and content[-1]["type"] == "text":  # pieces of one text
+            content[-1]["text"] += part
+        else:
+            content.append({"type": "text", "text": part})
     return job.head(state) | {"content": content} | stop_fields(completion, has_calls=bool(new.calls))
 
 
@@ -174,7 +180,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     limits: BodyLimits = request.app.state.body_limits
 
     def turn() -> ChatTurn:
-        with translated(RENAMED, ChatRequest.names()):
+        with translated(renamed(body), ChatRequest.names()):
             chat = ChatRequest.model_validate(conversation_fields(body))
             return ChatTurn(state, request, chat, "")
 

@@ -19,6 +19,12 @@ RENAMED = {
 }
 
 
+def renamed(body: protocol.ConversationFields) -> dict[str, str]:
+    """`RENAMED` for this request: an effort of none may be `thinking` that is disabled."""
+    is_off = body.thinking is not None and body.thinking.type == "disabled"
+    return RENAMED | {"reasoning_effort": "thinking.type"} if is_off else RENAMED
+
+
 def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
     """Translate a request; raises pydantic's ValidationError and ValueError for what a chat refuses."""
     given = conversation_fields(body) | {

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nanovllm.grammar.compiler import schema_problem
+from nanovllm.server.answers.call_grammars import parameters_of
 from nanovllm.server.answers.grammar import Demand
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.constraints import Shape
@@ -19,15 +21,33 @@ WHITE_SPACE = r"\n?[ \t]{0,24}"
 
 
 @contextmanager
-def named_by(field: str | None) -> Iterator[None]:
-    """Name the request's field in errors of its structured output."""
+def named_by(field: str | None, demand: Demand | None = None) -> Iterator[None]:
+    """Name the request's field in errors of its structured output.
+
+    Args:
+        demand: of an answer's grammar, which nobody but us wrote: the error is that of the part that is to blame.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
         message = str(error)
         if field is None or not message.startswith("structured_output"):
             raise
+        if demand is not None and demand.tools:
+            message = _to_blame(demand, field)
         raise ApiError(400, f"{field}: {message}", param=field) from error
+
+
+def _to_blame(demand: Demand, field: str) -> str:
+    for tool in demand.tools:
+        name = f"the parameters of {tool['function']['name']!r}"
+        if (problem := schema_problem(name, parameters_of(tool))) is not None:
+            return str(problem).replace(" has keywords", " have keywords")
+    if demand.shape is not None and demand.shape.kind == "json_schema":
+        problem = schema_problem("response_format", json.loads(demand.shape.json_schema))
+        if problem is not None:
+            return str(problem)
+    return "the schemas together make a grammar that cannot be compiled, or is too large. Shorten them, or send fewer."
 
 
 def output_form(shape: Shape | None) -> StructuredOutput | None:

@@ -37,11 +37,12 @@ class Items:
         """
         if new.reasoning:
             yield from self._write("reasoning", new.reasoning)
-        if new.content:
-            yield from self._write("message", new.content)
-        for call in new.calls:
-            yield from self._end("completed")
-            yield from self._call(call)
+        for part in new.parts:
+            if isinstance(part, str):
+                yield from self._write("message", part)
+            else:
+                yield from self._end("completed")
+                yield from self._call(part)
         if end is not None:
             yield from self._end(end)
 

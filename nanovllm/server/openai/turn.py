@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ class ChatTurn:
         check_size(state, body, 1, self.num_logprobs)
         self._conversation, self.tools = body.conversation(), body.callable_tools
         state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
-        self._template_options = template_options(state, body)
+        self._template_options = template_options(body, state.template_variables, state.answer_format)
         self._form = state.answer_format
         if body.must_call and self._form.tools is None:  # the grammar alone makes the calls: any format will do
             self._form = replace(self._form, tools=FORMATS["hermes"])
@@ -71,7 +72,7 @@ class ChatTurn:
         token_ids = await self.prompt_token_ids()
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
-        with named_by(field_of(self.body, self._demand)):
+        with named_by(field_of(self.body, self._demand), self._demand):
             form = build_form(self._demand, self._form, engine.tokenizer, is_open=is_open)
             params = replace(self._params, structured_output=form)
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
@@ -142,7 +143,7 @@ class Answer:
             is_whole: whether nothing follows, whatever its finish_reason.
         """
         if self._stream is None:
-            return AnswerDelta(content=completion.text)
+            return AnswerDelta(parts=[completion.text] if completion.text else [])
         if self._form.reasoning is not None:
             self._token_ids += completion.token_ids
         delta = self._stream.add(completion.text, is_last=is_whole or completion.finish_reason is not None)
@@ -150,15 +151,20 @@ class Answer:
         return delta
 
 
-def template_options(state: ServerState, body: ChatRequest) -> dict[str, Any]:
-    """Variables for the chat template; raises ValueError for one that it does not have."""
+def template_options(
+    body: ChatRequest, variables: Collection[str] | None, answer_format: AnswerFormat
+) -> dict[str, Any]:
+    """What a request sets for the chat template; raises ValueError for what that does not have.
+
+    Args:
+        variables: that the template reads; None if they are not known.
+    """
     options = body.template_options
     given = body.chat_template_kwargs or {}
-    check_variables(given, state.template_variables, NOT_FOR_TEMPLATES)
+    check_variables(given, variables, NOT_FOR_TEMPLATES)
     if body.reasoning_effort is None:
         return options
-    can_think = state.answer_format.reasoning is not None
-    effort = effort_options(body.reasoning_effort, state.template_variables, can_think=can_think)
+    effort = effort_options(body.reasoning_effort, variables, can_think=answer_format.reasoning is not None)
     for name in effort.keys() & given.keys():
         raise ValueError(f"reasoning_effort and chat_template_kwargs.{name} say the same to the template; give one.")
     return options | effort
