@@ -170,7 +170,7 @@ def resolve_options(
         binding.merge_linears()
     if choice.uses_graphs:
         compile_ahead(binding, config)
-    if choice.uses_graphs and not binding.is_live and binding.ranks is None:  # not tried with a part of the heads
+    if choice.uses_graphs and not binding.is_live:
         binding.fuse_rotary()
     memory = memory_for_cache(binding, config, choice)
     resolved, pools = resolve_pools(

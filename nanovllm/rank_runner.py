@@ -127,6 +127,8 @@ class RankRunner(ModelRunner):
         refuse("weights_changed", TENSOR_PARALLEL)
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-        super().close()
+        try:
+            super().close()  # first: NCCL frees its memory once the graphs that use it are gone
+        finally:
+            if self._workers is not None:
+                self._workers.close()

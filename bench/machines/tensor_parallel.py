@@ -4,6 +4,7 @@
 
 Each stage prints its figures as it goes. Speed is that of Qwen3-8B's shape on one GPU and on two: one request, 64
 requests and W1. Its weights are drawn on the GPUs themselves, since writing and reading 16 GB takes minutes.
+Without GPUs every stage runs with processes on a CPU: `speed --shape tiny --requests 4` tries the script itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from random_models import SHAPES, NoText  # beside this file
+from random_models import SHAPES, NoText, device  # beside this file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -46,17 +47,18 @@ def note(*words: Any) -> None:
 
 def draw_weights(source: str, config: Any, ranks: Ranks | None = None) -> LoadedModel:
     """In place of `loader.load_weights`: random weights of the folder's config, the same on every rank."""
-    device = torch.device("cuda", 0) if ranks is None else ranks.device
+    own_device = torch.device(device()) if ranks is None else ranks.device
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(device), torch.inference_mode(False):
+        with torch.device(own_device), torch.inference_mode(False):
             model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(source)).eval()
     finally:
         torch.set_default_dtype(before)
     head = None if ranks is None else shard_model(model, ranks)
-    torch.cuda.empty_cache()
+    if own_device.type == "cuda":
+        torch.cuda.empty_cache()
     return LoadedModel(model, None, is_live=False, identity=source, head=head)
 
 
@@ -81,7 +83,12 @@ def folder_of(shape: str) -> str:
 
 
 def microseconds(run: Any, *, count: int = 100) -> float:
-    """Of one of many in a CUDA graph."""
+    """Of one of many in a CUDA graph; on a CPU of one of many."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        for _ in range(count):
+            run()
+        return 1e6 * (time.perf_counter() - begin) / count
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -104,26 +111,30 @@ def microseconds(run: Any, *, count: int = 100) -> float:
 
 def run_collectives(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, False)
-    ranks = Ranks(rank, 2, torch.device("cuda", rank), store)
+    ranks = Ranks(rank, 2, torch.device("cuda", rank) if device() == "cuda" else torch.device("cpu"), store)
     one_shot = ranks._one_shot
     if rank == 0:
-        note("one-shot kernel:", "there" if one_shot is not None else "missing")
+        note("all-reduces by number of values:", "NCCL's" if one_shot is None else one_shot.choice)
+    ways = [("nccl", ranks._reduce, 1 << 30)]
+    if one_shot is not None:
+        ways += [("push", one_shot.push, 1 << 16), ("pull", one_shot.pull, 1 << 20)]
     for num_rows in (1, 4, 16, 64, 256, 512, 1024):
         states = torch.randn(num_rows, 4096, device=ranks.device, dtype=torch.bfloat16)
         everyone = ranks.all_gather(states).float().sum(0).to(torch.bfloat16)
         figures = {}
-        for name, shot in (("nccl", None), ("one shot", one_shot)):
-            if name == "one shot" and (shot is None or not shot.suits(states)):
+        for name, way, most in ways:
+            if states.numel() > most:
                 continue
-            ranks._one_shot = shot
-            right = bool(torch.equal(ranks.all_reduce(states), everyone))
+            right = bool(torch.equal(way(states), everyone))
             ranks.barrier()
-            figures[name] = f"{microseconds(partial(ranks.all_reduce, states)):.1f} us" + ("" if right else " WRONG")
+            figures[name] = f"{microseconds(partial(way, states)):.1f} us" + ("" if right else " WRONG")
         pairs = torch.zeros(num_rows, 2, dtype=torch.int32, device=ranks.device)
         figures["gather of pairs"] = f"{microseconds(partial(ranks.all_gather, pairs)):.1f} us"
         if rank == 0:
             note(f"all-reduce of {num_rows} rows:", figures)
     ranks.barrier()
+    ranks.abort()
+    os._exit(0)  # the group's own end takes half a minute
 
 
 def stage_collectives() -> None:
@@ -147,7 +158,7 @@ def stage_equality() -> None:
 
     folder = Path(tempfile.mkdtemp())
     save_tiny(folder, "qwen3")
-    module = tiny_model("qwen3").cuda()
+    module = tiny_model("qwen3").to(device())
     some = prompts()[:12]
     expected = [reference(module, prompt) for prompt in some]
     sampled = SamplingParams(seed=5, temperature=0.9, max_tokens=16)
@@ -204,36 +215,77 @@ def seconds_of(llm: LLM, workload: Workload) -> float:
         for request in workload.requests
     ]
     llm.reset_prefix_cache()
-    torch.cuda.synchronize()
     begin = time.perf_counter()
     llm.generate([request.prompt_token_ids for request in workload.requests], params, use_tqdm=False)
     return time.perf_counter() - begin
 
 
-def stage_speed(shape: str, sizes: tuple[int, ...] = (1, 2)) -> None:
+def capture_all(llm: LLM) -> int:
+    """Capture what a server captures while it is idle; returns how many graphs."""
+    count = 0
+    while llm._engine.model_runner.capture_ahead():  # type: ignore[union-attr]
+        count += 1
+    return count
+
+
+def print_kernels(llm: LLM, name: str, workload: Workload, num_steps: int) -> None:
+    """What rank 0's GPU spends a step's time on, by kernel."""
+    if not torch.cuda.is_available():
+        return
+    seconds_of(llm, workload)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        seconds_of(llm, workload)
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    note(f"{name}: us a step of {sum(row.self_device_time_total for row in rows) / num_steps:.0f}, by kernel")
+    for row in rows[:14]:
+        print(f"    {row.self_device_time_total / num_steps:8.1f} us, {row.count / num_steps:6.1f} x  {row.key[:90]}")
+
+
+def measure_speed(
+    shape: str, size: int, num_requests: int, *, rounds: int = 2, profiles: bool = False
+) -> dict[str, float]:
+    """Of the shape on so many GPUs: ms a token of one request, seconds of 64 requests, tokens per second of W1."""
     draw_weights_everywhere()
-    folder = folder_of(shape)
-    for size in sizes:
-        options = {"max_model_len": 4096, "max_num_seqs": 256}
-        with LLM(folder, tokenizer=NoText(), tensor_parallel_size=size, dtype="bfloat16", **options) as llm:
-            note(f"{size} GPUs: built, {llm.config.num_kv_blocks} blocks, {llm.config.attention_backend}")
-            one, short = (random_requests(requests=1, prompt=128, output=count) for count in (257, 1))
-            times = [seconds_of(llm, one) - seconds_of(llm, short) for _ in range(3)]
-            note(f"{size} GPUs: one request, ms a token:", [round(1e3 * t / 256, 3) for t in times])
-            many = random_requests(requests=64, prompt=512, output=256)
-            note(f"{size} GPUs: 64 requests, s:", [round(seconds_of(llm, many), 3) for _ in range(3)])
-            note(f"{size} GPUs: W1, s:", [round(seconds_of(llm, w1()), 2) for _ in range(2)])
+    within = {"vocab": SHAPES[shape]["vocab_size"]}
+    options = {"max_model_len": min(4096, SHAPES[shape]["max_position_embeddings"]), "max_num_seqs": 256}
+    figures: dict[str, float] = {}
+    with LLM(folder_of(shape), tokenizer=NoText(), tensor_parallel_size=size, dtype="bfloat16", **options) as llm:
+        note(f"{size} GPUs: built, {llm.config.num_kv_blocks} blocks, {llm.config.attention_backend}")
+        note(f"{size} GPUs: captured {capture_all(llm)} graphs while idle")
+        one, short = (random_requests(requests=1, prompt=128, output=count, **within) for count in (257, 1))
+        times = [1e3 * (seconds_of(llm, one) - seconds_of(llm, short)) / 256 for _ in range(3)]
+        figures["ms a token"] = statistics.median(times)
+        note(f"{size} GPUs: one request, ms a token:", [round(t, 3) for t in times])
+        whole = w1().first(num_requests)
+        if within["vocab"] < 10_000:
+            whole = random_requests(requests=num_requests, prompt=(100, 1024), output=(100, 1024), **within)
+        for _ in range(rounds):
+            seconds = seconds_of(llm, whole)
+            figures["W1, tokens/s"] = whole.num_output_tokens / seconds
+            note(f"{size} GPUs: {whole.name}, {seconds:.2f} s, {whole.num_output_tokens / seconds:.0f} tokens/s")
+        many = random_requests(requests=min(64, num_requests), prompt=512, output=256, **within)
+        times = [seconds_of(llm, many) for _ in range(rounds)]
+        figures["64 requests, s"] = statistics.median(times)
+        note(f"{size} GPUs: {len(many.requests)} requests, s:", [round(t, 3) for t in times])
+        if profiles:
+            print_kernels(llm, "one request", random_requests(requests=1, prompt=128, output=65, **within), 64)
+            print_kernels(llm, "64 requests", random_requests(requests=64, prompt=128, output=65, **within), 64)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=("collectives", "equality", "death", "speed", "speed1", "speed2"))
     parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
+    parser.add_argument("--requests", type=int, default=256, help="of W1")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print what steps spend their time on, by kernel")
     options = parser.parse_args()
     for stage in options.stages:
         note(stage)
         if stage.startswith("speed"):
-            stage_speed(options.shape, (int(stage[5:]),) if stage[5:] else (1, 2))
+            for size in (int(stage[5:]),) if stage[5:] else (1, 2):
+                measure_speed(options.shape, size, options.requests, rounds=options.rounds, profiles=options.profile)
         else:
             globals()[f"stage_{stage}"]()
 

@@ -83,8 +83,7 @@ def _decode_calls(
 def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[Callable[[], Any]]:
     """Kernels of merged linears, fused attention and stacked layers; few rows are `num_rows`."""
     calls: list[Callable[[], Any]] = [*kernel_calls(binding.model, num_rows)]
-    if binding.ranks is None:
-        calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
+    calls += rotary_calls(binding.layers[0], find_kernel("rotary", "rotate_and_store"), num_rows)
     if binding.may_stack_layers:
         calls += compile_calls_of(binding.layer_modules, binding.layers, binding.device, block_size)
     return calls

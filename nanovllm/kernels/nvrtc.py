@@ -33,7 +33,8 @@ def _compiler() -> Any:
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The driver's library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -55,7 +56,7 @@ def compile_source(source: str, architecture: str, definitions: Mapping[str, Any
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in definitions.items()]
     program = ctypes.c_void_p()
-    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None), "create")
+    check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None), "create")
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
@@ -73,7 +74,8 @@ def _text(library: Any, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-def _check(result: int, action: str) -> None:
+def check(result: int, action: str) -> None:
+    """Raise CudaError for a result of the compiler or the driver that is no success."""
     if result:
         raise CudaError(f"CUDA answers {result} to: {action}.")
 
@@ -89,10 +91,10 @@ class CudaFunction:
         torch.cuda.current_stream().synchronize()  # there is a context now
         self._num_threads, self._shared_bytes = num_threads, shared_bytes
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "load code")
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"find {name}")
-        set_attribute = _driver().cuFuncSetAttribute
-        _check(set_attribute(self._function, _MAX_SHARED_BYTES, shared_bytes), f"take {shared_bytes} shared bytes")
+        check(driver().cuModuleLoadData(ctypes.byref(self._module), code), "load code")
+        check(driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"find {name}")
+        set_attribute = driver().cuFuncSetAttribute
+        check(set_attribute(self._function, _MAX_SHARED_BYTES, shared_bytes), f"take {shared_bytes} shared bytes")
 
     def launch_at_once(self, num_blocks: int, *arguments: Any) -> None:
         """Launch on the current stream; all blocks run at the same time. The arguments are of ctypes."""
@@ -100,8 +102,8 @@ class CudaFunction:
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)
         )
-        launch = _driver().cuLaunchCooperativeKernel
-        _check(
+        launch = driver().cuLaunchCooperativeKernel
+        check(
             launch(
                 self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, pointers
             ),

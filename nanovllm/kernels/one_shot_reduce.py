@@ -1,17 +1,22 @@
-"""An all-reduce of few rows in one kernel: each GPU reads its peers' memory and adds for itself.
+"""All-reduces in one kernel, by memory that every GPU reads and writes; which way suits how many values is measured.
+
+Two kernels, each faster than NCCL up to some size::
+
+    push    each rank writes its values into every peer's memory, each with a number that says it is there
+    pull    each rank writes its values into its own memory, says so to its peers, and reads theirs
 
 A program is a channel: it sums one piece of the states, and waits for the same program of every peer alone. Pieces lie
 at fixed places and use two halves of the buffer in turn, so that no second wait is needed: a peer that has signalled
-the next use of a channel is done with the last one. The number of a use is counted on the device, so the kernel can be
+the next use of a channel is done with the last one. The number of a use is counted on the device, so the kernels can be
 captured and replayed.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,28 +24,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.peer_memory import PeerMemory
+
 logger = logging.getLogger("nanovllm")
 
+Reduce = Callable[[Tensor], Tensor]
+
+# Of the pull kernel.
 _BLOCK = 2048  # values of a channel
-_CHANNELS = 1024  # all of them run at once, as waiting asks for
+_CHANNELS = 512  # all of them run at once, as waiting asks for
 _WORD_BYTES = 4  # of a value at most
 _HALF_BYTES = _CHANNELS * _BLOCK * _WORD_BYTES
 _FLAGS_AT = 2 * _HALF_BYTES  # behind the halves: [channels, ranks] int32, written by the peers
-_MOST_BYTES_READ = 4 * 2**20  # from all peers together; NCCL is as fast from there on
+# Of the push kernel.
+_PUSH_BLOCK = 512
+_PUSH_CHANNELS = 128
+_PUSH_VALUES = _PUSH_BLOCK * _PUSH_CHANNELS
+_PUSH_BYTES = 8  # of a value: its number, and itself as float32
+
+_TRIAL_SECONDS = 20.0  # which a first trial may take, most of it compilation
+_TIMED_VALUES = tuple(2**power for power in range(11, 21))  # sizes for which the ways are timed
+_CALLS = 20  # of each, in one CUDA graph
 
 
 @triton.jit
-def sum_over_ranks(
-    states, output, buffers, uses, is_aborted, num_values, half_bytes, flags_at,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WORD_BYTES: tl.constexpr,
+def push_sum(
+    states, output, buffers, uses, is_aborted, num_values, start, half_bytes, rank_bytes,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the sum over all ranks of a channel's states.
 
     Args:
-        buffers: [SIZE] int64, addresses of every rank's buffer.
+        buffers: [SIZE] int64, addresses of every rank's buffer, in which two halves of [SIZE, values] words begin at
+            `start`.
         uses: [channels] int32, of each channel so far.
         is_aborted: [1] int32, set by the host when a peer is gone.
     """
+    channel = tl.program_id(0)
+    lanes = channel * BLOCK + tl.arange(0, BLOCK)
+    is_used = lanes < num_values
+    use = tl.load(uses + channel) + 1
+    own = tl.load(states + lanes, mask=is_used, other=0.0).to(tl.float32)
+    number = use.to(tl.int64) << 32
+    words = number | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    half = start + (use & 1).to(tl.int64) * half_bytes
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            there = (tl.load(buffers + peer) + half + RANK * rank_bytes).to(tl.pointer_type(tl.int64))
+            tl.store(tl.multiple_of(there, 16) + lanes, words, mask=is_used)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(SIZE):  # in the same order on every rank: all have the same sum
+        if peer == RANK:
+            total += own
+        else:
+            here = (tl.load(buffers + RANK) + half + peer * rank_bytes).to(tl.pointer_type(tl.int64))
+            here = tl.multiple_of(here, 16) + lanes
+            words = tl.load(here, mask=is_used, other=0, volatile=True)
+            missing = tl.max((is_used & ((words >> 32) != use)).to(tl.int32), 0)
+            while (missing != 0) & (tl.load(is_aborted, volatile=True) == 0):
+                words = tl.load(here, mask=is_used, other=0, volatile=True)
+                missing = tl.max((is_used & ((words >> 32) != use)).to(tl.int32), 0)
+            total += words.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(output + lanes, total.to(output.dtype.element_ty), mask=is_used)
+    tl.store(uses + channel, use)
+
+
+@triton.jit
+def pull_sum(
+    states, output, buffers, uses, is_aborted, num_values, half_bytes, flags_at,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WORD_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Write the sum over all ranks of a channel's states; arguments as for `push_sum`."""
     channel = tl.program_id(0)
     dtype = states.dtype.element_ty
     lanes = channel * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +102,7 @@ def sum_over_ranks(
     use = tl.load(uses + channel) + 1
     start = (use & 1).to(tl.int64) * half_bytes + channel * (BLOCK * WORD_BYTES)
     places = tl.arange(0, BLOCK)
-    own = (tl.load(buffers + RANK) + start).to(tl.pointer_type(dtype))
+    own = tl.multiple_of((tl.load(buffers + RANK) + start).to(tl.pointer_type(dtype)), 16)
     tl.store(own + places, tl.load(states + lanes, mask=is_used, other=0.0), mask=is_used)
     tl.debug_barrier()  # every thread's values are there before one thread says so
     for peer in tl.static_range(SIZE):
@@ -62,51 +116,94 @@ def sum_over_ranks(
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):  # in the same order on every rank: all have the same sum
-        values = (tl.load(buffers + peer) + start).to(tl.pointer_type(dtype))
-        total += tl.load(values + places, mask=is_used, other=0.0, volatile=True).to(tl.float32)
+        there = tl.multiple_of((tl.load(buffers + peer) + start).to(tl.pointer_type(dtype)), 16)
+        # Past the first cache, which knows nothing of what peers write.
+        total += tl.load(there + places, mask=is_used, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(output + lanes, total.to(dtype), mask=is_used)
     tl.store(uses + channel, use)
 
 
 class OneShotReduce:
-    """All-reduces of one rank through memory that every peer has mapped."""
+    """All-reduces of one rank through memory that every peer has mapped.
+
+    Args:
+        store: of all ranks, for this alone.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        group = f"nanovllm-{os.getpid()}-{id(self)}" if rank == 0 else ""
-        if rank == 0:
-            store.set("group", group)
-        group = store.get("group").decode()
-        _SymmetricMemory.set_group_info(group, rank, size, store)
-        num_bytes = _FLAGS_AT + _CHANNELS * size * 4
-        self._memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, group)
-        self._memory.zero_()
-        torch.cuda.synchronize(device)
-        self._handle = _SymmetricMemory.rendezvous(self._memory, group)
-        addresses = list(self._handle.buffer_ptrs)
-        self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)  # there is a context now
+        self._push_start = _FLAGS_AT + _CHANNELS * size * 4
+        self._rank_bytes = _PUSH_VALUES * _PUSH_BYTES
+        num_bytes = self._push_start + 2 * size * self._rank_bytes
+        self._buffers = torch.tensor(PeerMemory(rank, size, num_bytes, store).addresses, device=device)
         self._uses = torch.zeros(_CHANNELS, dtype=torch.int32, device=device)
+        self._push_uses = torch.zeros(_PUSH_CHANNELS, dtype=torch.int32, device=device)
         self._is_aborted = torch.zeros(1, dtype=torch.int32, device=device)
         self._abort_stream = torch.cuda.Stream(device)
         self._rank, self._size = rank, size
+        self._ways: list[Reduce | None] = []  # for each of `_TIMED_VALUES`; None: NCCL's
+        self.choice: dict[int, str] = {}  # the same by name
 
-    def suits(self, states: Tensor) -> bool:
-        """Whether it is the faster way for these states, by their number."""
-        num_bytes = states.numel() * states.element_size()
-        return num_bytes * (self._size - 1) <= _MOST_BYTES_READ and states.numel() <= _CHANNELS * _BLOCK
+    def way(self, num_values: int) -> Reduce | None:
+        """The fastest way to sum so many values; None is NCCL's."""
+        index = max(0, (num_values - 1).bit_length() - _TIMED_VALUES[0].bit_length() + 1)
+        return self._ways[index] if index < len(self._ways) else None
 
-    def __call__(self, states: Tensor) -> Tensor:
-        """The sum over all ranks, as a new tensor."""
+    def pull(self, states: Tensor) -> Tensor:
+        """The sum over all ranks of `_CHANNELS` * `_BLOCK` values at most, as a new tensor."""
         states = states.contiguous()
-        output = torch.empty_like(states)
-        num_values = math.prod(states.shape)
+        output, num_values = torch.empty_like(states), states.numel()
         if num_values:
-            sum_over_ranks[(-(-num_values // _BLOCK),)](
+            pull_sum[(-(-num_values // _BLOCK),)](
                 states, output, self._buffers, self._uses, self._is_aborted, num_values, _HALF_BYTES, _FLAGS_AT,
                 RANK=self._rank, SIZE=self._size, BLOCK=_BLOCK, WORD_BYTES=_WORD_BYTES, num_warps=8,
             )  # fmt: skip
         return output
+
+    def push(self, states: Tensor) -> Tensor:
+        """The same of `_PUSH_VALUES` values at most."""
+        states = states.contiguous()
+        output, num_values = torch.empty_like(states), states.numel()
+        if num_values:
+            push_sum[(-(-num_values // _PUSH_BLOCK),)](
+                states, output, self._buffers, self._push_uses, self._is_aborted, num_values, self._push_start,
+                self._size * self._rank_bytes, self._rank_bytes,
+                RANK=self._rank, SIZE=self._size, BLOCK=_PUSH_BLOCK, num_warps=4,
+            )  # fmt: skip
+        return output
+
+    def adds_up(self, device: torch.device) -> bool:
+        """Whether both kernels were seen to; for a peer that they do not see they wait for some seconds only."""
+        is_right = torch.ones((), dtype=torch.bool, device=device)
+        total = self._size * (self._size - 1) // 2
+        for number in (1, 5, _PUSH_BLOCK + 3, _BLOCK + 3, 2 * _BLOCK):  # each half, and more than one channel
+            values = torch.arange(number, device=device, dtype=torch.float32)
+            for reduce in (self.push, self.pull):
+                is_right &= (reduce(values + self._rank) == values * self._size + total).all()
+        done = torch.cuda.Event()
+        done.record()
+        end = time.monotonic() + _TRIAL_SECONDS
+        while not done.query():
+            if time.monotonic() > end:
+                self.abort()
+                return False
+            time.sleep(0.001)
+        return bool(is_right)
+
+    def choose(self, device: torch.device, reduce: Reduce) -> None:
+        """Time every way in a CUDA graph, and take the fastest for each size; of all ranks the same."""
+        most_values = _CHANNELS * _BLOCK
+        ways = ((most_values, None), (_PUSH_VALUES, self.push), (most_values, self.pull))
+        times = torch.full((len(_TIMED_VALUES), len(ways)), torch.inf, device=device)
+        for row, num_values in enumerate(_TIMED_VALUES):
+            states = torch.zeros(num_values, dtype=torch.bfloat16, device=device)
+            for column, (most, way) in enumerate(ways):
+                if num_values <= most:
+                    times[row, column] = _milliseconds(partial(way or reduce, states), device)
+        fastest = reduce(times).argmin(dim=1).tolist()
+        self._ways = [ways[column][1] for column in fastest]
+        names = ("nccl", "push", "pull")
+        self.choice = {most: names[column] for most, column in zip(_TIMED_VALUES, fastest, strict=True)}
 
     def abort(self) -> None:
         """Let no kernel wait any more."""
@@ -114,29 +211,49 @@ class OneShotReduce:
             self._is_aborted.fill_(1)
 
 
-def build_one_shot(
-    rank: int, size: int, device: torch.device, store: Any, agree: Callable[[bool], bool]
-) -> OneShotReduce | None:
-    """The all-reduce of few rows, once it was seen to add up; None where these GPUs cannot read each other's memory.
+def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of `_CALLS` calls in a CUDA graph; the fastest of a few."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    times = []
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize(device)
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(_CALLS):
+            run()
+        graph.capture_end()
+        for _ in range(4):  # the first finds the ranks apart
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+def build_one_shot(rank: int, size: int, device: torch.device, store: Any, reduce: Reduce) -> OneShotReduce | None:
+    """The all-reduces in one kernel, once they were seen to add up; None where GPUs cannot share memory.
 
     Args:
         store: of all ranks.
-        agree: whether something holds on all of them.
+        reduce: NCCL's all-reduce.
     """
+
+    def agree(holds: bool) -> bool:
+        return int(reduce(torch.tensor([int(holds)], device=device))) == size
+
     built, failure = None, None
     try:
         built = OneShotReduce(rank, size, device, store)
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+    except (RuntimeError, OSError) as error:
         failure = error
     if not agree(built is not None) or built is None:
-        logger.warning("all-reduces of few rows are NCCL's: GPUs do not share memory (%s)", failure)
+        logger.warning("all-reduces are NCCL's: GPUs do not share memory (%s)", failure or "a peer's error")
         return None
-    adds_up = True
-    for number in (1, 5, _BLOCK + 3, 2 * _BLOCK):  # each half, and more than one channel
-        values = torch.arange(number, device=device, dtype=torch.float32)
-        expected = values * size + sum(range(size))
-        adds_up &= bool(torch.equal(built(values + rank), expected))
-    if agree(adds_up):
-        return built
-    logger.warning("all-reduces of few rows are NCCL's: a trial of reading peers' memory gave other sums")
-    return None
+    if not agree(built.adds_up(device)):
+        logger.warning("all-reduces are NCCL's: a trial of writing to peers' memory gave other sums, or none")
+        return None
+    built.choose(device, reduce)
+    logger.info("all-reduces by number of values: %s", built.choice)
+    return built

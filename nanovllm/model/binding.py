@@ -38,7 +38,7 @@ from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.redirections import redirected_to
-from nanovllm.model.rotary_attention import fuse_rotary
+from nanovllm.model.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.sharding import ShardedHead
 from nanovllm.model.stacked_layers import stacked_calls
 from nanovllm.sampling.logprobs import StepLogprobs
@@ -169,10 +169,12 @@ class ModelBinding:
         """Let one kernel compute norms of q and k, rotary embedding and KV write; after `merge_linears`."""
         if (rotate := find_kernel("rotary", "rotate_and_store")) is None:
             return
+        fused: dict[nn.Module, RotaryAttention] = {}
         try:
             fused = fuse_rotary(self.layers, rotate, self._probing, partial(self._passes.logits, sample_rows=0))
         except NotFusedError as error:
             logger.info("attention modules run as they are: %s", error)
+        if self.ranks is not None and not self.ranks.agree(bool(fused)):
             return
         for parent in list(self.model.modules()):
             children = parent._modules

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.probe import positions_of
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
+from nanovllm.model.source import find
 from nanovllm.unsupported import unsupported
-
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +183,6 @@ def _lookup_options(source: str, config: EngineConfig, name: str | None = None) 
             raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
         options["revision"] = config.revision
     return options
-
-
-def find(name: str, *, needs_tokenizer: bool) -> str:
-    """The folder or hub id behind a name; a folder is checked for what it must hold."""
-    if name == DEFAULT_MODEL:
-        return str(ensure_default_model())
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"the folder {folder} has no config.json, so it does not hold a transformers model.")
-        if not any(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)):
-            raise ModelLoadError(f"the folder {folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
-        if needs_tokenizer and not any((folder / file).is_file() for file in TOKENIZER_FILES):
-            raise ModelLoadError(
-                f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..."
-            )
-        return str(folder)
-    if folder.exists():
-        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelLoadError(f"there is no folder {folder}.")
-    return name
 
 
 def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:

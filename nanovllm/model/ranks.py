@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,15 +69,17 @@ class Ranks:
             self.barrier()  # communicators are made in the first call, which must not be one that is captured
             build: Callable[..., Any] | None = find_kernel("one_shot_reduce", "build_one_shot")
             if build is not None:
-                self._one_shot = build(rank, size, device, dist.PrefixStore("one_shot", store), self.agree)
+                self._one_shot = build(rank, size, device, dist.PrefixStore("one_shot", store), self._reduce)
 
     # ------------------------------------------------------------------------------------------------ collectives
 
     def all_reduce(self, states: Tensor) -> Tensor:
         """The sum over all ranks, the same on each, as a new tensor."""
-        if self._one_shot is not None and self._one_shot.suits(states):
-            reduced: Tensor = self._one_shot(states)
-            return reduced
+        way = None if self._one_shot is None else self._one_shot.way(states.numel())
+        reduced: Tensor = (way or self._reduce)(states)
+        return reduced
+
+    def _reduce(self, states: Tensor) -> Tensor:
         reduced = states.clone(memory_format=torch.contiguous_format)
         self._wait(self._group.allreduce([reduced], self._options["allreduce"]))
         return reduced
@@ -115,13 +118,14 @@ class Ranks:
     def abort(self) -> None:
         """End the collectives in progress, of any thread, and all later ones; may be called again.
 
-        On a CPU they end by themselves once a peer's process has.
+        On a CPU they end by themselves once a peer's process has. On a GPU the kernels end soon after; NCCL frees the
+        communicator once no CUDA graph uses it, and nobody waits for that.
         """
         if self.device.type == "cuda" and not self._is_aborted:
             self._is_aborted = True
             if self._one_shot is not None:
                 self._one_shot.abort()
-            self._group.abort()
+            threading.Thread(target=self._group.abort, name="nanovllm-abort", daemon=True).start()
 
 
 @contextmanager

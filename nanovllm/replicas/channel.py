@@ -109,5 +109,11 @@ class Channel:
 
 
 def inherited(descriptor: int) -> Channel:
-    """The end that a process was started with."""
-    return Channel(socket.socket(fileno=os.dup(descriptor)))
+    """The end that a process was started with, under the lowest number that is free.
+
+    A process that dies closes its files in the order of their numbers: its peer knows before a GPU's are closed, which
+    takes long.
+    """
+    lowest = os.dup(descriptor)
+    os.close(descriptor)
+    return Channel(socket.socket(fileno=lowest))

@@ -1,4 +1,7 @@
-"""From options to a pool of replicas that are up: what each may use of the host, and all of them started at once."""
+"""From options to a pool of replicas that are up: what each may use of the host, and all of them started at once.
+
+What takes long to import, transformers above all, is imported once the replicas are started, which import it too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.features import REPLICAS, refuse
-from nanovllm.model.loader import check_shards, find, load_tokenizer
+from nanovllm.model.source import find
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
@@ -55,6 +58,8 @@ def open_pool(
     shares = shares_of_host(config, gpus_each=config.tensor_parallel_size)
     source = find(setup["model"], needs_tokenizer=tokenizer is None)
     if config.tensor_parallel_size > 1:
+        from nanovllm.model.loader import check_shards
+
         check_shards(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
@@ -64,6 +69,8 @@ def open_pool(
     try:
         for replica in fleet.replicas:
             fleet.launch(replica)
+        from nanovllm.model.loader import load_tokenizer
+
         own_tokenizer = load_tokenizer(model, tokenizer, config)  # while they load theirs
         ready = _wait_until_up(fleet)
     except BaseException:

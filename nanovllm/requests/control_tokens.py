@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 # Digits, since templates trim, change case, and escape what is not ASCII; random, so that no message can contain them.
 MARKER_DIGITS = 20
@@ -96,6 +95,8 @@ class ChatEncoder:
     @cached_property
     def _added(self) -> list[AddedToken]:
         """The control tokens."""
+        from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast  # which the tokenizer has imported
+
         if not isinstance(self._tokenizer, (PreTrainedTokenizer, PreTrainedTokenizerFast)):
             return []
         named = set(self._tokenizer.all_special_tokens)  # Python's tokenizers do not mark all of these
@@ -124,6 +125,8 @@ class ChatEncoder:
 
         A copy, since other threads use the tokenizer meanwhile.
         """
+        from transformers import PreTrainedTokenizerFast
+
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             return None
         copy = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())

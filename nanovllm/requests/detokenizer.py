@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
 # A character has at most four bytes, hence at most three byte tokens while it is unfinished. What still ends in a
 # replacement character after more tokens than these begins with invalid bytes, which need not be waited for.
 MAX_UNFINISHED = 3
@@ -88,6 +86,9 @@ def decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[l
     For a few tokens most of the time of transformers' `decode` goes into looking at what kind of argument it was given.
     What it calls in the end is called at once here, unless a subclass or an owner decodes in a way of its own.
     """
+    # Imported with the tokenizer, and not before: a front starts its replicas first.
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     own = type(tokenizer)
     is_plain = (
         isinstance(tokenizer, PreTrainedTokenizerFast)

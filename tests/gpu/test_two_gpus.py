@@ -36,7 +36,7 @@ def test_tokens_equal_those_of_transformers_and_of_one_gpu(folder, options):
         found = [generate(llm, params) for params in sampled]
         llm._engine.model_runner.capture_ahead()
         assert generate(llm, GREEDY) == expected, "after a capture while idle"
-    with LLM(folder, **SMALL | {"tensor_parallel_size": 1}, **options) as llm:
+    with LLM(folder, **SMALL | {"tensor_parallel_size": 1}, enforce_eager=True) as llm:  # compiles nothing
         assert found == [generate(llm, params) for params in sampled]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.nn.functional as F
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.rotary_attention import RotaryAttention
+from nanovllm.model.sharding import shard_model
 from tests.support.dense_rotary import dense_rotate
 from tests.support.other_models import small
+from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import tiny_model
 
 NUM_TOKENS = 24
@@ -34,9 +38,12 @@ class DenseCausal:
 
 @pytest.fixture
 def fuse(monkeypatch):
-    def fused(model, *, kernel=dense_rotate):
-        monkeypatch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: kernel)
-        binding = ModelBinding(model, is_live=False)
+    kernels = threading.local()  # of each rank, which is a thread
+    monkeypatch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: kernels.own)
+
+    def fused(model, *, kernel=dense_rotate, **sharded):
+        kernels.own = kernel
+        binding = ModelBinding(model, is_live=False, **sharded)
         binding.merge_linears()
         binding.fuse_rotary()
         binding.caches.allocate(2 * NUM_TOKENS)
@@ -70,6 +77,41 @@ def test_a_fused_model_computes_what_its_own_modules_do(fuse, family, dtype, tol
     assert is_fused(binding)
     difference = logits_of(binding, tokens).float() - expected
     assert difference.norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_ranks_fuse_their_own_heads(fuse, family):
+    model, tokens = tiny_model(family), torch.randint(512, (NUM_TOKENS,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+
+    def run(ranks):
+        own = copy.deepcopy(model)
+        binding = fuse(own, ranks=ranks, head=shard_model(own, ranks))
+        logits = logits_of(binding, tokens)
+        return is_fused(binding), binding.layers[0].traits.num_heads, binding.head_shards.whole(logits)
+
+    num_heads = model.config.num_attention_heads // 2
+    for has_fused, own_heads, logits in run_on_ranks(2, run):
+        assert has_fused
+        assert own_heads == num_heads
+        assert (logits - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_what_differs_on_one_rank_is_fused_on_none(fuse):
+    """And none waits for another: all go through the trial to its end."""
+    model = tiny_model("qwen3")
+
+    def run(ranks):
+        own = copy.deepcopy(model)
+        head = shard_model(own, ranks)
+
+        def rotate(*args):
+            return dense_rotate(*args) * (1.5 if ranks.rank == 1 else 1.0)
+
+        return is_fused(fuse(own, kernel=rotate, ranks=ranks, head=head))
+
+    assert run_on_ranks(2, run) == [False, False]
 
 
 def test_the_modules_are_replaced_only_while_the_model_is_installed(fuse):

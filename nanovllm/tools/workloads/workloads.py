@@ -108,11 +108,11 @@ def single() -> Workload:
     return at_once("single", [[r.randint(17, 49151) for _ in range(128)]], [128])
 
 
-def w1() -> Workload:
-    """256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out."""
-    r = random.Random(0)
+def w1(seed: int = 0) -> Workload:
+    """256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out, with seed 0."""
+    r = random.Random(seed)
     prompts = [[r.randint(0, 10_000) for _ in range(r.randint(100, 1024))] for _ in range(256)]
-    return at_once("W1", prompts, [r.randint(100, 1024) for _ in range(256)])
+    return at_once("W1" if seed == 0 else f"W1:seed={seed}", prompts, [r.randint(100, 1024) for _ in range(256)])
 
 
 def w2() -> Workload:

@@ -1,0 +1,167 @@
+"""What the simulator says of N replicas, beside N replicas: Poisson arrivals at a share of what they can take.
+
+    python bench/machines/replica_forecast.py --replicas 2
+
+Calibrates one engine, measures how many requests a second the replicas finish when all come at once, then serves the
+same requests with Poisson arrivals at 0.6 of that rate, and simulates these. Random weights in the shape of Qwen3-0.6B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from random_models import SHAPES, NoText, checkpoint  # beside this file
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import RequestMetrics
+from nanovllm.replicas.routing import POLICIES
+from nanovllm.tools.simulate.calibrate import calibrate
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.simulator import figures, simulate
+from nanovllm.tools.workloads.workloads import Workload, poisson, random_requests
+
+LOAD = 0.6
+IDLE_SECONDS = 4.0  # for captures
+LEAD_SECONDS = 0.2  # to make the tasks in, before the first request is due
+COMPARED = (("output_tokens_per_second", None), ("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"))
+
+
+async def _play(llm: AsyncLLM, workload: Workload, kind: str) -> tuple[dict[str, Any], list[float]]:
+    start = time.monotonic() + LEAD_SECONDS
+
+    async def ask(number: int) -> tuple[RequestMetrics, float]:
+        request, seen = workload.requests[number], 0.0
+        params = SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
+        await asyncio.sleep(start + request.arrival - time.monotonic())
+        metrics = error = None
+        async for output in llm.generate(request.prompt_token_ids, params, output_kind=kind):
+            seen = seen or time.monotonic() - start - request.arrival
+            metrics, error = output.metrics, output.error
+        if metrics is None or error or metrics.num_output_tokens != request.num_output_tokens:
+            raise RuntimeError(f"request {number} ended early: {metrics}, {error}")
+        return replace(metrics, arrival_time=start + request.arrival), seen
+
+    answers = await asyncio.gather(*map(ask, range(len(workload.requests))))
+    return figures([metrics for metrics, _ in answers], []), sorted(seen for _, seen in answers)
+
+
+async def served(llm: AsyncLLM, workload: Workload, *, kind: str = "delta") -> dict[str, Any]:
+    """Send a workload without `after`, each request when it is due, to empty caches; its figures by `figures`.
+
+    Beside the times of the engines' own clocks, "seen p99" is the reader's: from when a request was due to its first
+    output.
+    """
+    await llm.reset_prefix_cache()
+    await asyncio.sleep(0.5)
+    cpu, begin = time.process_time(), time.monotonic()
+    result, seen = await _play(llm, workload, kind)
+    share = (time.process_time() - cpu) / (time.monotonic() - begin)
+    return result | {"seen p99": seen[int(0.99 * (len(seen) - 1))], "front CPU share": share}
+
+
+def forecast(calibration: Calibration, workload: Workload, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The simulator's figures for so many replicas with these engine options."""
+    config = calibration.resolve(EngineConfig.from_options(**options))
+    return simulate(
+        workload,
+        config,
+        calibration.cost_model,
+        num_replicas=count,
+        route=POLICIES["prefix-aware"](),
+        pools=calibration.pools(config),
+    ).figures()
+
+
+def requests_of(count: int, shape: str) -> Workload:
+    """Prompts of 64 to 512 tokens, answers of 64 to 256; of the tiny shape a quarter of that."""
+    scale = 0.25 if shape == "tiny" else 1.0
+    prompt, output = ((round(scale * low), round(scale * high)) for low, high in ((64, 512), (64, 256)))
+    return random_requests(requests=count, prompt=prompt, output=output, vocab=min(10_000, SHAPES[shape]["vocab_size"]))
+
+
+async def compare(
+    llm: AsyncLLM,
+    calibration: Calibration,
+    count: int,
+    workload: Workload,
+    options: dict[str, Any],
+    kinds: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """Print forecast and measurement of so many replicas; returns a row for each kind of output."""
+    whole = await served(llm, workload, kind="final")
+    rate = LOAD * len(workload.requests) / whole["seconds"]
+    timed, rows = poisson(workload, rate, seed=0), []
+    predicted, at_once = (forecast(calibration, each, count, options) for each in (timed, workload))
+    print(
+        f"{count} replicas: {whole['output_tokens_per_second']:.0f} tokens/s at once, forecast "
+        f"{at_once['output_tokens_per_second']:.0f}; now {rate:.1f}/s",
+        flush=True,
+    )
+    for kind in kinds:
+        measured = await served(llm, timed, kind=kind)
+        row: dict[str, Any] = {"replicas": count, "kind": kind}
+        for name, key in COMPARED:
+            said, found = (each[name] if key is None else each[name][key] for each in (predicted, measured))
+            row[f"{name} {key or ''}".strip()] = (said, found)
+            print(
+                f"{count} replicas, {kind}: {name} {key or '':<4} forecast {said:.5g}, measured {found:.5g}, "
+                f"{said / found - 1:+.1%}",
+                flush=True,
+            )
+        print(
+            f"{count} replicas, {kind}: first output as its reader saw it, p99 {measured['seen p99']:.4f} s; the "
+            f"calling process takes {measured['front CPU share']:.0%} of a core",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def open_replicas(model: str, count: int, options: dict[str, Any]) -> AsyncLLM:
+    """As a server opens them: they capture CUDA graphs while they are idle."""
+    return AsyncLLM(
+        model, tokenizer=NoText(), data_parallel_size=count, prepares_when_idle=True, record_itl=True, **options
+    )
+
+
+def calibrated(model: str, options: dict[str, Any], repeats: int) -> Calibration:
+    begin = time.perf_counter()
+    calibration = calibrate(model, tokenizer=NoText(), repeats=repeats, **options)
+    print(f"calibrated in {time.perf_counter() - begin:.1f} s; errors of the fit: {calibration.residuals}", flush=True)
+    print(calibration.cost_model, flush=True)
+    return calibration
+
+
+async def measure(model: str, given: argparse.Namespace, calibration: Calibration, options: dict[str, Any]) -> None:
+    workload = requests_of(given.requests, given.shape)
+    for count in given.replicas:
+        llm = await asyncio.to_thread(open_replicas, model, count, options)
+        async with llm:
+            await served(llm, workload.first(given.requests // 4), kind="final")  # the warm-up
+            await asyncio.sleep(IDLE_SECONDS)
+            await compare(llm, calibration, count, workload, options, ("delta", "final"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES))
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2])
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=3, help="of the calibration")
+    parser.add_argument("--save", metavar="FILE", help="calibrate and write it, and do nothing else")
+    given = parser.parse_args()
+    model, options = str(checkpoint(given.shape)), {"max_model_len": 2048, "max_num_seqs": 256}
+    calibration = calibrated(model, options, given.repeats)
+    if given.save:
+        calibration.save(given.save)
+    else:
+        asyncio.run(measure(model, given, calibration, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""The scaling curve: replicas and ranks on 1, 2, 4 and 8 GPUs, what the simulator says of them, and a kill.
+
+    python bench/machines/scaling.py --sizes 1 2 4 8 --json scaling.json
+    python bench/machines/scaling.py --plot docs/images/scaling.svg --from scaling.json
+    python bench/machines/scaling.py --shape tiny --ranks-shapes tiny --requests 4      tries it on a CPU
+
+replicas: tokens per second of N x W1 (256 requests a replica, seeds 0 to N-1) and of plain W1, the first token's p99,
+    hit rate on conversations, and the front's share of a core, with N replicas of Qwen3-0.6B's shape.
+forecast: `replica_forecast.py` with these replicas; kill: of one of them, the seconds to the next token of its streams.
+ranks: one request, 64 requests and W1 of the 8B and 32B shapes, as in `tensor_parallel.py speed`.
+
+Each part prints as it goes, and a part that fails does not end the others. NVLink multicast stays off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import replica_forecast  # beside this file, as are the next three
+import replicas as replica_bench
+import tensor_parallel
+import torch
+from random_models import SHAPES, checkpoint
+
+from nanovllm import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.observability.percentiles import percentiles
+from nanovllm.replicas import opening
+from nanovllm.replicas.replica import Share
+from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.workloads.workloads import TimedRequest, w1
+
+PARTS = ("replicas", "forecast", "kill", "ranks")
+MIN_GPUS = {"8b": 1, "32b": 2, "0.6b": 1, "tiny": 1}
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def share_all_cores() -> None:
+    """On a CPU: let each replica run on any core, so that more of them than cores can be tried."""
+    cores = frozenset(os.sched_getaffinity(0))
+    share = Share(cores, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    opening.shares_of_host = lambda config, *, gpus_each=1: [share] * config.data_parallel_size  # type: ignore[assignment]
+
+
+def requests_of(seeds: range, options: argparse.Namespace) -> list[TimedRequest]:
+    """N x W1, or as much of each as --requests says; of the tiny shape a quarter as long, with ids that it has."""
+    requests = [request for seed in seeds for request in w1(seed).requests[: options.requests]]
+    if options.shape != "tiny":
+        return requests
+    vocab = SHAPES["tiny"]["vocab_size"]
+    return [
+        TimedRequest(0.0, [token % vocab for token in request.prompt_token_ids[::4]], request.num_output_tokens // 4)
+        for request in requests
+    ]
+
+
+async def ask_all(llm: AsyncLLM, requests: list[TimedRequest], **sampling: Any) -> list[RequestOutput]:
+    """The outputs of requests that come all at once."""
+
+    async def ask(request: TimedRequest) -> RequestOutput:
+        params = SamplingParams(ignore_eos=True, max_tokens=request.num_output_tokens, **sampling)
+        outputs = llm.generate(request.prompt_token_ids, params, output_kind="final")
+        return [output async for output in outputs][-1]
+
+    return await asyncio.gather(*map(ask, requests))
+
+
+async def run_once(llm: AsyncLLM, requests: list[TimedRequest]) -> dict[str, float]:
+    await llm.reset_prefix_cache()
+    cpu, begin = time.process_time(), time.perf_counter()
+    outputs = await ask_all(llm, requests, temperature=0.6)
+    seconds = time.perf_counter() - begin
+    cpu_share = (time.process_time() - cpu) / seconds
+    first = percentiles(output.metrics.ttft for output in outputs if output.metrics.ttft is not None)
+    return {
+        "tokens/s": sum(request.num_output_tokens for request in requests) / seconds,
+        "ttft p99": 0.0 if first is None else first["p99"],
+        "CPU share": cpu_share,
+    }
+
+
+async def hit_rate(llm: AsyncLLM, num_conversations: int) -> float:
+    """Of conversations of four turns, all at once: a prompt is what was said before, and 60 tokens more."""
+    await llm.reset_prefix_cache()
+    await asyncio.sleep(0.5)
+    before = await llm.stats()
+    said = replica_bench.prompts(num_conversations, 77, 400)
+    for turn in range(4):
+        outputs = await ask_all(llm, [TimedRequest(0.0, prompt, 64) for prompt in said], seed=1)
+        more = replica_bench.prompts(num_conversations, 78 + turn, 60)
+        said = [
+            [*asked, *output.outputs[0].token_ids, *new] for asked, output, new in zip(said, outputs, more, strict=True)
+        ]
+    await asyncio.sleep(0.5)  # for the last report
+    stats = await llm.stats()
+    return (stats.prefix_cache_hits - before.prefix_cache_hits) / (
+        stats.prefix_cache_queries - before.prefix_cache_queries
+    )
+
+
+async def kill_one(llm: AsyncLLM, num_requests: int) -> list[float]:
+    """Seconds from a kill -9 of the first replica to the next token of each stream that moves."""
+    shown: Counter[str] = Counter()
+    gaps: dict[str, float] = {}
+    moved: dict[str, int] = {}
+    killed_at = 0.0
+
+    async def read(request_id: str, prompt: list[int]) -> None:
+        params = SamplingParams(seed=1, max_tokens=1024, ignore_eos=True)
+        async for output in llm.generate(prompt, params, request_id=request_id, output_kind="delta"):
+            shown[request_id] += 1
+            if killed_at and output.metrics.num_preemptions:  # its first token in the other replica
+                gaps.setdefault(request_id, time.monotonic() - killed_at)
+
+    prompts = replica_bench.prompts(num_requests, 5, 200)
+    tasks = [asyncio.create_task(read(f"kill-{number}", prompt)) for number, prompt in enumerate(prompts)]
+    while len(shown) < num_requests or min(shown.values()) < 8:
+        await asyncio.sleep(0.005)
+    moved |= await llm.inspect(
+        lambda pool: {
+            request.new.request_id: len(request.new.prompt_token_ids) + len(request.samples[0].token_ids)
+            for request in pool.replicas[0].requests.values()
+        }
+    )
+    killed_at = time.monotonic()
+    os.kill(llm.replicas()[0].process_id or 0, signal.SIGKILL)
+    while not gaps.keys() >= moved.keys() and time.monotonic() < killed_at + 30.0:
+        await asyncio.sleep(0.005)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    found = sorted(gaps.values())
+    print(
+        f"kill: {len(found)} of {len(moved)} moved streams, seconds to their next token: median "
+        f"{statistics.median(found):.3f}, p99 {found[int(0.99 * (len(found) - 1))]:.3f}; {sum(moved.values())} tokens "
+        "to recompute",
+        flush=True,
+    )
+    return found
+
+
+async def measure_size(count: int, options: argparse.Namespace, wait_for_calibration: Any) -> dict[str, Any]:
+    """Everything about so many replicas, which are opened once."""
+    limits = {"max_model_len": 2048, "max_num_seqs": 256}
+    begin = time.perf_counter()
+    llm = await asyncio.to_thread(replica_forecast.open_replicas, options.model, count, limits)
+    row: dict[str, Any] = {"replicas": count, "start": time.perf_counter() - begin}
+    async with llm:
+        for name, seeds in (("N x W1", range(count)), ("W1", range(1))):
+            if count == 1 and name == "W1":
+                row[name] = row["N x W1"]
+                continue
+            requests = requests_of(seeds, options)
+            if name == "N x W1":
+                await run_once(llm, requests)  # the warm-up
+                await asyncio.sleep(replica_forecast.IDLE_SECONDS if torch.cuda.is_available() else 0.0)
+            runs = [await run_once(llm, requests) for _ in range(options.rounds)]
+            row[name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            print(f"{count} replicas, {name}:", *(f"{run['tokens/s']:.0f}" for run in runs), "tokens/s", flush=True)
+        row["hit rate"] = await hit_rate(llm, min(options.requests, 64))
+        print(
+            f"{count} replicas: first token p99 {row['N x W1']['ttft p99']:.3f} s, the calling process "
+            f"{row['N x W1']['CPU share']:.0%} of a core, hit rate {row['hit rate']:.3f}, built in "
+            f"{row['start']:.1f} s",
+            flush=True,
+        )
+        if "forecast" in options.parts and count >= options.forecast_from:
+            calibration = await asyncio.to_thread(wait_for_calibration)
+            workload = replica_forecast.requests_of(options.forecast_requests * count, options.shape)
+            row["forecast"] = await replica_forecast.compare(
+                llm, calibration, count, workload, limits, tuple(options.kinds)
+            )
+        if "kill" in options.parts and count > 1:
+            row["kill"] = await kill_one(llm, 32 * count)
+    return row
+
+
+def start_calibration(options: argparse.Namespace) -> Callable[[], Calibration]:
+    """Calibrate in a process of its own, on the last GPU where there are several; returns what waits for the result."""
+    file = Path(tempfile.mkdtemp()) / "calibration.json"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    command = [sys.executable, replica_forecast.__file__, "--shape", options.shape, "--save", str(file)]
+    command += ["--repeats", str(options.repeats)]
+    process = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": visible.split(",")[-1]})
+
+    def wait() -> Calibration:
+        if process.wait():
+            raise RuntimeError(f"the calibration ended with exit code {process.returncode}")
+        return Calibration.load(file)
+
+    if torch.cuda.device_count() < 2:  # nothing else is measured meanwhile
+        process.wait()
+    return wait
+
+
+def measure_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
+    wait_for_calibration = start_calibration(options) if "forecast" in options.parts else None
+    rows: list[dict[str, Any]] = []
+    for count in options.sizes:
+        if count > 1 and wait_for_calibration is not None:
+            wait_for_calibration()  # the GPU is a replica's from here on
+        rows.append(asyncio.run(measure_size(count, options, wait_for_calibration)))
+        first, last = (row["N x W1"]["tokens/s"] / row["replicas"] for row in (rows[0], rows[-1]))
+        print(f"{count} replicas: {last / first:.3f} of linear", flush=True)
+    return rows
+
+
+def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for shape in options.ranks_shapes:
+        for size in options.sizes:
+            if size < MIN_GPUS[shape]:
+                continue
+            try:
+                figures = tensor_parallel.measure_speed(shape, size, options.requests)
+            except Exception:  # of another size there may be figures yet
+                traceback.print_exc()
+                continue
+            rows.append({"shape": shape, "ranks": size} | figures)
+            first = next(row for row in rows if row["shape"] == shape)
+            gains = [first[name] / figures[name] for name in ("ms a token", "64 requests, s")]
+            gains.append(figures["W1, tokens/s"] / first["W1, tokens/s"])
+            print(f"{shape} on {size}: " + ", ".join(f"{gain:.2f} x" for gain in gains) + f" of {first['ranks']} (one "
+                  "request, 64 requests, W1)", flush=True)  # fmt: skip
+    return rows
+
+
+def plot(found: dict[str, Any], path: str) -> None:
+    """Throughput of replicas and gains of ranks over the number of GPUs (needs the extra `plot`)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "nanovllm"  # the same bytes each time
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    rows = found.get("replicas") or []
+    sizes = [row["replicas"] for row in rows]
+    for name in ("N x W1", "W1"):
+        axes[0].plot(sizes, [row[name]["tokens/s"] for row in rows], marker="o", label=name)
+    if rows:
+        axes[0].plot(sizes, [rows[0]["N x W1"]["tokens/s"] * size / sizes[0] for size in sizes], "k:", label="linear")
+    axes[0].set_title("replicas: output tokens per second", fontsize=9)
+    for shape in dict.fromkeys(row["shape"] for row in found.get("ranks") or []):
+        of_shape = [row for row in found["ranks"] if row["shape"] == shape]
+        first, sizes = of_shape[0], [row["ranks"] for row in of_shape]
+        axes[1].plot(sizes, [first["ms a token"] / row["ms a token"] for row in of_shape], "o-", label=f"{shape}, one")
+        axes[1].plot(
+            sizes, [row["W1, tokens/s"] / first["W1, tokens/s"] for row in of_shape], "s--", label=f"{shape}, W1"
+        )
+    axes[1].set_title("ranks: times as fast as on the fewest GPUs", fontsize=9)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("GPUs")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    os.environ.update({name: value for name, value in MULTICAST.items() if name not in os.environ})
+    if not torch.cuda.is_available():
+        share_all_cores()
+    options.model = str(checkpoint(options.shape))
+    runs: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "replicas": measure_replicas, "ranks": measure_ranks,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for part in (name for name in runs if name in options.parts):
+        begin = time.perf_counter()
+        try:
+            found[part] = runs[part](options)
+        except Exception:  # one part that fails must not lose the others
+            traceback.print_exc()
+        print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES), help="of the replicas' model")
+    parser.add_argument("--ranks-shapes", nargs="+", default=["8b", "32b"], choices=tuple(SHAPES))
+    parser.add_argument("--requests", type=int, default=256, help="of each W1")
+    parser.add_argument("--forecast-requests", type=int, default=1000, help="for each replica")
+    parser.add_argument("--forecast-from", type=int, default=1, metavar="N", help="replicas")
+    parser.add_argument("--kinds", nargs="+", default=["delta", "final"], help="of output, under Poisson arrivals")
+    parser.add_argument("--repeats", type=int, default=3, help="of the calibration")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write the figures, after each part")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="draw these figures instead of measuring")
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures")
+    options = parser.parse_args()
+    found = json.loads(Path(options.source).read_text(encoding="utf-8")) if options.source else measure(options)
+    if options.plot:
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
