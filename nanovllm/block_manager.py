@@ -17,41 +17,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from nanovllm import block_hashes
 from nanovllm.batch import ScheduledSequence
 from nanovllm.cache_group import HasBlockTable
+from nanovllm.prefix_entry import BlockObserver, PrefixEntry
 from nanovllm.sequence import Sequence
-
-
-@dataclass(slots=True)
-class PrefixEntry:
-    """One findable content: a block's tokens behind a given prefix, and every block that holds it.
-
-    `parent` is the prefix id of the block before, or the request's cache salt for a first block (a string, so that it
-    equals no prefix id). `blocks` is used as an ordered set.
-    """
-
-    prefix_id: int
-    block_hash: bytes
-    parent: int | str
-    tokens: bytes
-    blocks: dict[int, None] = field(default_factory=dict)
-
-
-class BlockObserver(Protocol):
-    """Follows which contents are findable. One that several blocks hold is forgotten with the last of them."""
-
-    def findable(self, entry: PrefixEntry, parent_hash: bytes | None) -> None:
-        """A content became findable; `parent_hash` is that of the block before, None for a first block."""
-
-    def forgotten(self, block_hash: bytes) -> None:
-        """A content is no longer findable: evicted, withdrawn, or not to be trusted."""
-
-    def all_forgotten(self) -> None:
-        """Nothing is findable any longer."""
 
 
 class BlockManager:

@@ -24,12 +24,13 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.batch import ScheduledSequence
-from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.block_manager import BlockManager
 from nanovllm.cache_group import CacheGroup, GroupTable, GroupTables, HasBlockTable
 from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.group_blocks import GroupBlocks
 from nanovllm.outputs import CacheGroupStats
+from nanovllm.prefix_entry import PrefixEntry
 from nanovllm.prefix_tree import PrefixNode, PrefixTree
 from nanovllm.sequence import Sequence
 

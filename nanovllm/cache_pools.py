@@ -64,6 +64,41 @@ def cache_groups_of(
     return tuple(groups)
 
 
+def resolve_pool(
+    config: EngineConfig, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool
+) -> EngineConfig:
+    """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
+
+    Args:
+        block_bytes: bytes of one block over all layers.
+        memory_bytes: memory that the device has left.
+        max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
+
+    Raises ValueError if the pool cannot hold one sequence of max_model_len.
+    """
+    per_sequence = -(-config.max_model_len // config.block_size)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+    else:  # at most max_num_seqs sequences of max_model_len: further blocks could never be used
+        num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * config.max_num_seqs + 1)
+    fitting = max(0, num_blocks - 1) * config.block_size
+    max_model_len = config.max_model_len
+    if fitting < max_model_len:
+        if max_model_len_is_set or fitting < 2:
+            smaller = f"Set max_model_len to at most {fitting}, or give" if fitting >= 2 else "Give"
+            raise ValueError(
+                f"the KV cache of {num_blocks} blocks of {config.block_size} tokens ({num_blocks * block_bytes:,} "
+                f"bytes; block 0 is reserved) holds sequences of at most {fitting} tokens, but max_model_len is "
+                f"{max_model_len}. {smaller} the cache at least {per_sequence + 1} blocks "
+                f"({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, kv_cache_memory_bytes or "
+                "gpu_memory_utilization."
+            )
+        max_model_len = fitting
+    return replace(config, num_kv_blocks=num_blocks, max_model_len=max_model_len)
+
+
 def resolve_pools(
     config: EngineConfig, groups: Sequence[CacheGroup], memory_bytes: int, *, max_model_len_is_set: bool
 ) -> tuple[EngineConfig, CachePools]:
@@ -73,7 +108,7 @@ def resolve_pools(
     attention, a window in the others, the same for running sequences and for cached ones. `window_pool_share` sets it.
 
     Args:
-        memory_bytes, max_model_len_is_set: as of `EngineConfig.resolve_pool`.
+        memory_bytes, max_model_len_is_set: as of `resolve_pool`.
 
     Raises ValueError if a pool cannot hold what one sequence of max_model_len needs of it.
     """
@@ -85,7 +120,9 @@ def resolve_pools(
                 "they see the same positions. Leave window_pool_share out."
             )
         if groups[0].is_full:
-            config = config.resolve_pool(groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set)
+            config = resolve_pool(
+                config, groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set
+            )
             return config, CachePools(groups, (config.num_kv_blocks,))
     pools = CachePools(groups, _split(config, groups, memory_bytes))
     longest = config.max_model_len

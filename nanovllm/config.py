@@ -225,35 +225,3 @@ class EngineConfig:
                 f"lower max_num_seqs or block_size (smallest: {BLOCK_SIZES[0]})."
             )
         return budget, num_seqs, block_size
-
-    def resolve_pool(self, block_bytes: int, memory_bytes: int, *, max_model_len_is_set: bool) -> EngineConfig:
-        """Resolve num_kv_blocks from `num_kv_blocks`, `kv_cache_memory_bytes` or `memory_bytes`, in this order.
-
-        Args:
-            block_bytes: bytes of one block over all layers.
-            memory_bytes: memory that the device has left.
-            max_model_len_is_set: whether the user set max_model_len; otherwise it is lowered to fit the pool.
-
-        Raises ValueError if the pool cannot hold one sequence of max_model_len.
-        """
-        per_sequence = -(-self.max_model_len // self.block_size)
-        if self.num_kv_blocks is not None:
-            num_blocks = self.num_kv_blocks
-        elif self.kv_cache_memory_bytes is not None:
-            num_blocks = self.kv_cache_memory_bytes // block_bytes
-        else:  # at most max_num_seqs sequences of max_model_len: further blocks could never be used
-            num_blocks = min(max(0, memory_bytes) // block_bytes, per_sequence * self.max_num_seqs + 1)
-        fitting = max(0, num_blocks - 1) * self.block_size
-        max_model_len = self.max_model_len
-        if fitting < max_model_len:
-            if max_model_len_is_set or fitting < 2:
-                smaller = f"Set max_model_len to at most {fitting}, or give" if fitting >= 2 else "Give"
-                raise ValueError(
-                    f"the KV cache of {num_blocks} blocks of {self.block_size} tokens ({num_blocks * block_bytes:,} "
-                    f"bytes; block 0 is reserved) holds sequences of at most {fitting} tokens, but max_model_len is "
-                    f"{max_model_len}. {smaller} the cache at least {per_sequence + 1} blocks "
-                    f"({(per_sequence + 1) * block_bytes:,} bytes) through num_kv_blocks, kv_cache_memory_bytes or "
-                    "gpu_memory_utilization."
-                )
-            max_model_len = fitting
-        return replace(self, num_kv_blocks=num_blocks, max_model_len=max_model_len)

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.batch import NULL_BLOCK
-from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.block_manager import BlockManager
 from nanovllm.cache_group import CacheGroup, HasBlockTable
+from nanovllm.prefix_entry import PrefixEntry
 from nanovllm.prefix_tree import PrefixNode, PrefixTree
 
 

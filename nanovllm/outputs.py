@@ -221,6 +221,19 @@ class CacheGroupStats:
         return self.num_used_blocks / max(1, self.num_blocks)
 
 
+@dataclass(slots=True)
+class SchedulerStats:
+    """A scheduler's counters since construction. Prefix-cache figures are tokens, counted once per admitted request."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_failed_steps: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Snapshot of queues and block pool, and counters since construction.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from nanovllm.block_manager import PrefixEntry
+from nanovllm.prefix_entry import PrefixEntry
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm.structured_output import StructuredOutput, structured_output
 from nanovllm.validation import biases, functions, integer, real, strings, token_ids, truth
@@ -95,6 +95,8 @@ class SamplingParams:
     Raises TypeError or ValueError naming the parameter, its value and its limits.
     """
 
+    embeds: ClassVar[bool] = False  # whether the hidden state of the prompt's last token is wanted in place of tokens
+
     n: int = 1
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
@@ -150,11 +152,6 @@ class SamplingParams:
             raise ValueError(
                 f"n is {self.n} and temperature 0: all samples would be the same. Use n=1, or a temperature above 0."
             )
-
-    @property
-    def embeds(self) -> bool:
-        """Whether the hidden state of the prompt's last token is wanted in place of tokens."""
-        return False
 
     @property
     def is_greedy(self) -> bool:
@@ -214,10 +211,7 @@ class EmbeddingParams(SamplingParams):
     """
 
     __slots__ = ()
+    embeds = True
 
     def __init__(self, *, truncate_prompt_tokens: int | None = None) -> None:
         SamplingParams.__init__(self, truncate_prompt_tokens=truncate_prompt_tokens, temperature=0.0, max_tokens=1)
-
-    @property
-    def embeds(self) -> bool:
-        return True

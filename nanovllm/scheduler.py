@@ -17,24 +17,12 @@ from sortedcontainers import SortedKeyList
 from nanovllm.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EngineConfig
+from nanovllm.outputs import SchedulerStats
 from nanovllm.sequence import Sequence
 
 _KEY = attrgetter("key")  # the order of scheduling
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing
 MAX_LOOK_PAST = 64  # requests that cannot start and are skipped in one step
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since construction. Prefix-cache figures are tokens, counted once per admitted request."""
-
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_failed_steps: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
 
 
 @dataclass(slots=True)

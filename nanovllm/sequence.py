@@ -119,24 +119,6 @@ class Sequence:
             self.logprobs = []
         if params.prompt_logprobs is not None and self.index == 0:  # all samples have the same prompt
             self.prompt_logprobs = [None] * max(1, params.prompt_logprobs_start)
-        if request.resumed is not None:
-            self._resume(request.resumed)
-
-    def _resume(self, resumed: Resumed) -> None:
-        """Like a sequence that was preempted: all of its tokens are known, none is computed."""
-        sample, before = resumed.samples[self.index], resumed.metrics
-        self.token_ids.extend(sample.token_ids)
-        self.num_known_tokens = self.num_counted_tokens = len(self.token_ids)
-        if sample.logprobs is not None:
-            self.logprobs = list(sample.logprobs)
-        if self.prompt_logprobs is not None and resumed.prompt_logprobs is not None:
-            self.prompt_logprobs = list(resumed.prompt_logprobs)
-        self.finish_reason, self.stop_reason = sample.finish_reason, sample.stop_reason
-        self.is_finished = sample.finish_reason is not None
-        if sample.finish_reason == "error":
-            self.error, self.error_kind = resumed.error, resumed.error_kind
-        self.scheduled_time, self.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
-        self.num_preemptions = 0 if self.index else before.num_preemptions  # outputs have the sum
 
     @property
     def num_in_flight_tokens(self) -> int:

@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 import torch
+from gpu_timing import replayed_micros  # beside this file
 
 from nanovllm.kernels import nvrtc
 from nanovllm.kernels.layer_stack import source_text
@@ -170,23 +171,6 @@ def shared_bytes(rows, slots):
     return 8 * slots * (2048 + 16) + rows * INNER * 2 + 2 * 8 * (DIM + 2) * 4
 
 
-def timed(run, times=30):
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    took = []
-    for _ in range(times):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        took.append(start.elapsed_time(end) * 1000)
-    return sorted(took)[times // 2]
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=28)
@@ -238,10 +222,11 @@ def main():
     held = inputs(1, 256)
     weight_bytes = sum(layers[0][name].nbytes for name in SIZES) * len(layers)
     function, took = compiled(1, 6, "barriers")
-    print(f"compiled in {took:.2f} s; a barrier {timed(partial(launch, function, held), 5) / 1000:.3f} µs", flush=True)
+    barrier = replayed_micros(partial(launch, function, held), rounds=5) / 1000
+    print(f"compiled in {took:.2f} s; a barrier {barrier:.3f} µs", flush=True)
     for slots in (2, 6):
         function, _ = compiled(1, slots, "read_weights")
-        us = timed(partial(launch, function, held))
+        us = replayed_micros(partial(launch, function, held))
         print(
             f"reading {len(layers)} layers, {slots} slots: {us:.1f} µs, {weight_bytes / us / 1e6:.2f} TB/s", flush=True
         )
@@ -253,7 +238,7 @@ def main():
             for context in (128, 384, 2048, 32768):
                 if active * context <= 64 * (longest - 1):
                     held = inputs(rows, context, active)
-                    line.append(f"{context}: {timed(partial(launch, function, held)):.1f}")
+                    line.append(f"{context}: {replayed_micros(partial(launch, function, held)):.1f}")
             print(f"  {active} decodes, µs of {len(layers)} layers by context: {', '.join(line)}", flush=True)
             for context in (9, 300, 1500):
                 errors = []
@@ -264,7 +249,7 @@ def main():
                 print(f"  {active} decodes of {context}: errors {errors[0]:.5f}, {errors[1]:.5f}", flush=True)
     for options in VARIANTS:
         function, _ = compiled(1, options.get("SLOTS", 6), **options)
-        times = [timed(partial(launch, function, inputs(1, context))) for context in (128, 384, 2048, 32768)]
+        times = [replayed_micros(partial(launch, function, inputs(1, context))) for context in (128, 384, 2048, 32768)]
         print(f"{options}: {', '.join(f'{us:.1f}' for us in times)}", flush=True)
 
 

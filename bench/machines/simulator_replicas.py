@@ -14,6 +14,7 @@ import random
 import time
 from typing import Any
 
+from nanovllm.cache_pools import resolve_pool
 from nanovllm.config import EngineConfig
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
@@ -56,7 +57,7 @@ def p1_like(
 
 def default_config() -> EngineConfig:
     limits = EngineConfig(**OPTIONS).resolve_limits("cuda", OPTIONS["max_model_len"])
-    return limits.resolve_pool(1, 0, max_model_len_is_set=True)
+    return resolve_pool(limits, 1, 0, max_model_len_is_set=True)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

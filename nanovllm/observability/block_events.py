@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm.batch import ScheduledBatch
-from nanovllm.block_manager import BlockManager, PrefixEntry
+from nanovllm.block_manager import BlockManager
 from nanovllm.cache_groups import known_prefixes
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
+from nanovllm.prefix_entry import PrefixEntry
 from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")

@@ -10,6 +10,7 @@ from typing import Any, cast
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
+from nanovllm.requests.resumption import restore
 from nanovllm.seeds import sample_seeds
 from nanovllm.sequence import NewRequest, Sequence
 
@@ -221,6 +222,9 @@ class Request:
             )
             for index, seed in enumerate(seeds)
         ]
+        if new.resumed is not None:
+            for sequence in self.sequences:
+                restore(sequence, new.resumed)
         self.samples = [Sample(new, sequence, tokenizer, record_itl=config.record_itl) for sequence in self.sequences]
 
     def metrics(self) -> RequestMetrics:

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
+from nanovllm import cache_pools
 from nanovllm.config import BLOCK_SIZES, DEVICE_DEFAULTS, EngineConfig
 
 POSITIONS = 8192
@@ -252,7 +253,7 @@ BLOCK_BYTES = 1000
 
 def resolve_pool(memory_bytes: int = 0, *, max_model_len_is_set: bool = True, **options: object) -> EngineConfig:
     config = resolve(block_size=16, max_num_seqs=4, **options)
-    return config.resolve_pool(BLOCK_BYTES, memory_bytes, max_model_len_is_set=max_model_len_is_set)
+    return cache_pools.resolve_pool(config, BLOCK_BYTES, memory_bytes, max_model_len_is_set=max_model_len_is_set)
 
 
 def test_the_number_of_blocks_goes_before_bytes_and_bytes_before_what_the_device_has():

@@ -32,6 +32,7 @@ def generate(llm, batch):
 
 
 EAGER = {"attention_backend": "sdpa", "enforce_eager": True}
+TIGHT = {"num_kv_blocks": 16, "block_size": 16, "max_model_len": 230, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 SETTINGS = {
     "defaults, eager": {},
     "smallest budget": {"max_num_batched_tokens": 20, "max_num_seqs": 4, "block_size": 16},
@@ -43,9 +44,18 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(family, setting):
+# What a setting changes is the same for every family: the others run with those that cut prompts most.
+ALWAYS = ("defaults, eager", "smallest budget", "forced preemption")
+CELLS = [
+    pytest.param(family, name, marks=[] if family == "llama" or name in ALWAYS else pytest.mark.slow)
+    for family in FAMILIES
+    for name in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CELLS)
+def test_greedy_tokens_equal_those_of_transformers(family, name):
+    setting = SETTINGS[name]
     with LLM(model=model(family), **(EAGER | setting)) as llm:
         assert generate(llm, prompts()) == expected(family)
         if "num_kv_blocks" in setting:
@@ -65,10 +75,16 @@ def test_neither_order_nor_neighbours_change_a_token(family):
         assert [generate(llm, [prompt])[0] for prompt in prompts()] == expected(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# FlexAttention takes 15 s of a compiler for each geometry and size of the cache: two families, the smallest and the
+# largest group, are part of every run, and what else computes with it here has the sizes of the first.
+FLEX_FAMILIES = [
+    family if family in ("llama", "mistral") else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", FLEX_FAMILIES)
 def test_compiled_layers_with_flex_attention_compute_the_same(family):
-    options = {"attention_backend": "flex", "num_kv_blocks": 60, "max_model_len": 300, "max_num_batched_tokens": 200}
-    with LLM(model=model(family), **options) as llm:
+    with LLM(model=model(family), attention_backend="flex", **TIGHT) as llm:
         assert generate(llm, prompts()) == expected(family)
 
 
@@ -105,8 +121,7 @@ def test_the_number_of_compiled_graphs_is_bounded_over_a_varied_run(backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     choice = random.Random(2)
-    limits = {"num_kv_blocks": 60, "max_model_len": 300, "max_num_seqs": 16}
-    with LLM(model=model("llama"), attention_backend=backend, max_num_batched_tokens=128, **limits) as llm:
+    with LLM(model=model("llama"), attention_backend=backend, **TIGHT) as llm:
         for count in (1, 2, 3, 7, 16, 25):
             batch = [[choice.randrange(VOCAB_SIZE) for _ in range(choice.randint(1, 150))] for _ in range(count)]
             generate(llm, batch)
@@ -170,9 +185,6 @@ def poisoned_model():
 
 def poisoned_prompt(length=90):
     return [BAD if position == length // 2 else 300 + position for position in range(length)]
-
-
-TIGHT = {"num_kv_blocks": 16, "block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"] if torch.cuda.is_available() else ["sdpa", "flex", "cpp"])

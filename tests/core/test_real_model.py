@@ -77,7 +77,8 @@ def test_forced_preemption():
 
 
 def test_compiled_flex_attention():
-    check_tokens(SUBSET[:9], attention_backend="flex", num_kv_blocks=200, max_num_batched_tokens=256)
+    # What FlexAttention takes on a CPU grows with the cache, not with what is in use.
+    check_tokens(SUBSET[:9], attention_backend="flex", num_kv_blocks=34, max_num_batched_tokens=256)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -114,8 +114,23 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("cell", CELLS)
+# What a request alone draws, without overlap, is what all must draw: these cells are then seen with overlap.
+ONLY_OPTIONS = ("penalties", "bias", "bad words", "seeds", "filters", "minimum")
+
+
+@pytest.mark.parametrize(
+    ("cell", "overlap"),
+    [
+        pytest.param(
+            cell,
+            overlap,
+            id=f"{cell}-{'overlap' if overlap else 'one by one'}",
+            marks=[] if overlap or cell not in ONLY_OPTIONS else pytest.mark.slow,
+        )
+        for cell in CELLS
+        for overlap in (False, True)
+    ],
+)
 def test_beside_anything_else_a_request_draws_what_it_draws_alone(cell, overlap):
     engine, options = CELLS[cell]
     with open_llm(overlap=overlap, **engine) as llm:

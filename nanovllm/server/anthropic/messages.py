@@ -70,7 +70,6 @@ class EventWriter:
         self._open: str | None = None  # type of the block that is open
         self._thought = ""
         self._has_begun = False
-        self._last: CompletionOutput | None = None
 
     def add(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
         if not self._has_begun:

@@ -121,7 +121,7 @@ class CompletionJob:
     ) -> dict[str, Any] | None:
         if reports is None or self.body.logprobs is None:
             return None
-        legacy = self._logprobs.setdefault(choice, CompletionLogprobs(self._state.token_text, self.body.logprobs))
+        legacy = self._logprobs.setdefault(choice, CompletionLogprobs(self._state.token_text))
         return legacy.report(token_ids, reports)
 
 

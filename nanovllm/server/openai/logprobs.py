@@ -31,8 +31,8 @@ def format_chat_logprobs(
 class CompletionLogprobs:
     """Logprobs of /v1/completions for one choice; text_offset continues over the chunks of a stream."""
 
-    def __init__(self, token_text: TokenText, num_top: int) -> None:
-        self._token_text, self._num_top = token_text, num_top
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
         self._offset = 0
 
     def report(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
