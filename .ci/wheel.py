@@ -1,4 +1,4 @@
-"""Builds the wheel, installs it outside of the checkout, and runs it there: generate, serve and a kernel build.
+"""Builds sdist and wheel, installs the wheel outside of the checkout, and runs it: help, generate, serve, kernels.
 
     python .ci/wheel.py
 
@@ -15,9 +15,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import threading
 import time
+import tomllib
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -34,11 +36,13 @@ LAST_LINES = 20  # of a server that failed
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        wheel = build_wheel(work / "wheel")
+        wheel, sdist = build(work)
         check_contents(wheel)
+        check_sdist(sdist, wheel, work)
         scripts = install(wheel, work / "environment")
         model = save_model(work / "model")
         environ = clean_environ(work / "cache")
+        check_help(scripts, work, environ)
         text = generate(scripts, model, work, environ)
         libraries = list((work / "cache").glob("nanovllm/kernels/*.so"))
         if len(libraries) != 1:
@@ -46,13 +50,23 @@ def main() -> None:
         served = serve(scripts, model, work, environ)
     if served != text:
         raise SystemExit(f"the server answers {served!r} where generate prints {text!r}.")
-    print(f"wheel: {wheel.name} installed, built its kernels, generated and served the same {MAX_TOKENS} tokens")
+    print(
+        f"{sdist.name} builds {wheel.name}, which built its kernels, generated and served the same {MAX_TOKENS} tokens"
+    )
 
 
-def build_wheel(folder: Path) -> Path:
-    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
-    (wheel,) = folder.glob("nanovllm-*.whl")
-    return wheel
+def build(work: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist, by the build system that pyproject.toml names, installed into a folder of its own."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(work / "tools"), *requires])
+    run_build(work, ROOT, work / "dist")
+    (wheel,), (sdist,) = (work / "dist").glob("nanovllm-*.whl"), (work / "dist").glob("nanovllm-*.tar.gz")
+    return wheel, sdist
+
+
+def run_build(work: Path, source: Path, folder: Path) -> None:
+    environ = dict(os.environ) | {"PYTHONPATH": str(work / "tools")}
+    run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=source, environ=environ)
 
 
 def check_contents(wheel: Path) -> None:
@@ -66,6 +80,34 @@ def check_contents(wheel: Path) -> None:
     for pattern in ("nanovllm/py.typed", "nanovllm/pages/", "nanovllm/kernels/csrc/"):
         if not any(name.startswith(pattern) for name in packed):
             raise SystemExit(f"{wheel.name} has nothing under {pattern}.")
+
+
+def check_sdist(sdist: Path, wheel: Path, work: Path) -> None:
+    """It holds what tests and documentation need, and builds the same wheel, byte for byte of each file."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work / "source", filter="data")
+    (source,) = (work / "source").iterdir()
+    needed = ("README.md", "LICENSE", "CHANGELOG.md", "mkdocs.yml", "tests/conftest.py", "docs/index.md", ".ci/run")
+    examples = [str(path.relative_to(ROOT)) for path in (ROOT / "examples").iterdir() if path.is_file()]
+    missing = [name for name in (*needed, *examples) if not (source / name).is_file()]
+    if missing:
+        raise SystemExit(f"{sdist.name} lacks {', '.join(missing)}.")
+    run_build(work, source, work / "again")
+    if contents(work / "again" / wheel.name) != contents(wheel):
+        raise SystemExit(f"{sdist.name} builds another wheel than the checkout does.")
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def check_help(scripts: Path, work: Path, environ: dict[str, str]) -> None:
+    """The command names its commands and its version, which is the wheel's."""
+    text = run([str(scripts / "nanovllm"), "--help"], cwd=work, environ=environ)
+    version = run([str(scripts / "nanovllm"), "--version"], cwd=work, environ=environ).split()[1]
+    if "generate" not in text or not list((work / "dist").glob(f"nanovllm-{version}-*.whl")):
+        raise SystemExit(f"nanovllm {version} says of itself: {text}")
 
 
 def install(wheel: Path, environment: Path) -> Path:
@@ -101,7 +143,16 @@ def save_model(folder: Path) -> Path:
 
 def generate(scripts: Path, model: Path, work: Path, environ: dict[str, str]) -> str:
     """The text that `nanovllm generate` prints, on the C++ kernels."""
-    command = [str(scripts / "nanovllm"), "generate", PROMPT, "--model", str(model), "--max-tokens", str(MAX_TOKENS)]
+    command = [
+        str(scripts / "nanovllm"),
+        "generate",
+        "--raw",
+        PROMPT,
+        "--model",
+        str(model),
+        "--max-tokens",
+        str(MAX_TOKENS),
+    ]
     printed = run([*command, "--attention-backend", "cpp", "--device", "cpu", "--json"], cwd=work, environ=environ)
     answer = json.loads(printed)
     if len(answer["token_ids"]) != MAX_TOKENS or answer["finish_reason"] != "length":
@@ -167,7 +218,9 @@ def fetch(url: str, body: object = None) -> bytes:
 
 def run(command: list[str], *, cwd: Path | None = None, environ: dict[str, str] | None = None) -> str:
     """Standard output of a command that must succeed."""
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr}")
     return done.stdout

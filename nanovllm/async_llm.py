@@ -66,7 +66,9 @@ class AsyncLLM(AsyncScoring):
         self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time
         self._input_processor = engine.input_processor
+        self.default_sampling_params = engine.input_processor.default_params  # of requests without any
         self._router = OutputRouter()
+        self.on_request_end = self._router.on_end  # called in the engine's thread; others may be appended at any time
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._look_at_queue = engine.check_queue
@@ -89,13 +91,12 @@ class AsyncLLM(AsyncScoring):
 
         Args:
             prompt: a string or a list of token ids.
-            sampling_params: None samples at temperature 1.
+            sampling_params: None takes `default_sampling_params`.
             request_id: its name in outputs and for `abort`; None makes a unique one.
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
             timeout: seconds from its arrival after which it ends with finish_reason "timeout" and its output so far.
-            output_kind: "cumulative", "delta" or "final", see `OutputKind`. A slow reader gets the newest cumulative
-                output, or one delta of several tokens.
+            output_kind: "cumulative", "delta" or "final", see `OutputKind`; a slow reader gets several tokens at once.
 
         Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
         RuntimeError once it is closed.
@@ -218,10 +219,10 @@ class AsyncLLM(AsyncScoring):
 
         def add(engine: AnyEngine) -> None:
             engine.add(*requests)
-            for request_id in request_ids:
-                self._router.open(request_id, stream)
-                if self._preparing.get(request_id):
-                    self._abort_in(engine, request_id)
+            for request in requests:
+                self._router.open(request, stream)
+                if self._preparing.get(request.request_id):
+                    self._abort_in(engine, request.request_id)
 
         self._preparing |= dict.fromkeys(request_ids, False)
         try:
@@ -264,7 +265,7 @@ class AsyncLLM(AsyncScoring):
         def abort(engine: AnyEngine) -> None:
             for request_id in request_ids:
                 if self._router.close(request_id, stream):
-                    engine.abort(request_id)
+                    self._router.record_end(request_id, engine.abort(request_id))
 
         try:
             self._engine_thread.submit(abort)

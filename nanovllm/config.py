@@ -15,6 +15,7 @@ from nanovllm.validation import integer, truth
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
+GENERATION_CONFIGS = ("auto", "none")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0, "kv_events_rank": 0}  # of the other whole numbers: 1
@@ -85,6 +86,9 @@ class EngineConfig:
         cores. Limits hold for each of them, except max_queue.
     routing: how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is
         overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".
+    generation_config: "auto" takes the temperature, top_k, top_p, min_p and repetition_penalty of the model's own
+        generation_config.json for requests that leave them out; "none" takes those of `SamplingParams`. An explicit
+        `SamplingParams` is used as it is.
     revision: branch, tag or commit of a hub model.
     trust_remote_code: run code that comes with a hub model.
     tensor_parallel_size: processes, of one GPU each, that share the model: each holds a part of the weights and of the
@@ -120,6 +124,7 @@ class EngineConfig:
     kv_events_rank: int = 0
     data_parallel_size: int = 1
     routing: str | None = None
+    generation_config: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
@@ -148,6 +153,7 @@ class EngineConfig:
         for name, choices in (
             ("dtype", DTYPES),
             ("attention_backend", ATTENTION_BACKENDS),
+            ("generation_config", GENERATION_CONFIGS),
             ("routing", (None, *ROUTING_POLICIES)),
         ):
             if (value := getattr(self, name)) not in choices:

@@ -37,6 +37,8 @@ FEATURES: dict[str, Refusals] = {
     "nanovllm simulate": {REPLICAS: "set --replicas instead (num_replicas of `simulate`)."},
     # Calls.
     "generate": WORKS,
+    "as_completed": WORKS,
+    "default_sampling_params": WORKS,
     "chat": WORKS,
     "embed": {
         TENSOR_PARALLEL: "hidden states are taken on one rank alone. Embed with one GPU.",
@@ -139,6 +141,7 @@ FEATURES: dict[str, Refusals] = {
     "kv_events_replay": WORKS,
     "kv_events_topic": WORKS,
     "kv_events_rank": WORKS,  # of the first replica; the others follow
+    "generation_config": WORKS,  # read by every replica, the same everywhere
     "record_itl": WORKS,  # of a request that moved, the gaps since then
     "revision": WORKS,
     "trust_remote_code": WORKS,

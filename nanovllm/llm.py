@@ -87,7 +87,7 @@ class LLM(Scoring):
 
         Args:
             prompts: a string, a list of token ids, or a list that mixes both.
-            sampling_params: None samples at temperature 1.
+            sampling_params: None takes `default_sampling_params`.
             priority: lower runs first.
             cache_salt: prompts share cached prefixes only within one salt.
             timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
@@ -115,6 +115,25 @@ class LLM(Scoring):
                 outputs[output.request_id] = output
                 bar.update()
         return [outputs[request.request_id] for request in requests]
+
+    def as_completed(
+        self,
+        prompts: Prompt | SequenceABC[Prompt],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete prompts as `generate` does, yielding the index of each and its `RequestOutput` when it has ended.
+
+        Args:
+            **options: priority, cache_salt and timeout, as in `generate`.
+
+        Bad input raises here, before any work starts. Closing the iterator ends the prompts that are left.
+        """
+        processor = self._open_engine().input_processor
+        requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
+        indices = {request.request_id: index for index, request in enumerate(requests)}
+        interrupts = InterruptsHeld()
+        return interrupts.held_in((indices[out.request_id], out) for out in self._run(requests, interrupts))
 
     def chat(
         self,
@@ -254,6 +273,11 @@ class LLM(Scoring):
     def config(self) -> EngineConfig:
         """The resolved options."""
         return self._open_engine().config
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters use; for others: `dataclasses.replace(llm.default_sampling_params, ...)`."""
+        return self._open_engine().input_processor.default_params
 
     def stats(self) -> EngineStats:
         with InterruptsHeld(), self._turn() as engine:

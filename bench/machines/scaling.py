@@ -8,6 +8,7 @@ replicas: tokens per second of N x W1 (256 requests a replica, seeds 0 to N-1) a
     hit rate on conversations, and the front's share of a core, with N replicas of Qwen3-0.6B's shape.
 forecast: `replica_forecast.py` with these replicas; kill: of one of them, the seconds to the next token of its streams.
 ranks: one request, 64 requests and W1 of the 8B and 32B shapes, as in `tensor_parallel.py speed`.
+simulated: throughput of the replicas by the simulator alone, with the costs of `simulator_replicas.py`; needs no GPU.
 
 Each part prints as it goes, and a part that fails does not end the others. NVLink multicast stays off.
 """
@@ -30,20 +31,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import replica_forecast  # beside this file, as are the next three
+import replica_forecast  # beside this file, as are the next five
 import replicas as replica_bench
 import tensor_parallel
 import torch
 from random_models import SHAPES, checkpoint
+from simulator_replicas import COSTS
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import Share
+from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.workloads.workloads import TimedRequest, w1
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
 
-PARTS = ("replicas", "forecast", "kill", "ranks")
+PARTS = ("replicas", "forecast", "kill", "ranks", "simulated")
 MIN_GPUS = {"8b": 1, "32b": 2, "0.6b": 1, "tiny": 1}
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -238,6 +243,23 @@ def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def simulate_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
+    limits = EngineConfig(num_kv_blocks=60_001, max_model_len=2048, max_num_seqs=256).resolve_limits("cuda", 2048)
+    config = limits.resolve_pool(1, 0, max_model_len_is_set=True)
+    rows: list[dict[str, Any]] = []
+    for count in options.sizes:
+        row: dict[str, Any] = {"replicas": count}
+        for name, seeds in (("N x W1", range(count)), ("W1", range(1))):
+            workload = Workload(name, requests_of(seeds, options))
+            route = POLICIES["prefix-aware"]()
+            found = simulate(workload, config, COSTS, num_replicas=count, route=route).figures()
+            row[name] = {"tokens/s": found["output_tokens_per_second"], "ttft p99": found["ttft"]["p99"]}
+        rows.append(row)
+        gains = [row[name]["tokens/s"] / rows[0][name]["tokens/s"] for name in ("N x W1", "W1")]
+        print(f"{count} replicas, simulated: N x W1 {gains[0]:.2f} x, W1 {gains[1]:.2f} x of {rows[0]['replicas']}")
+    return rows
+
+
 def plot(found: dict[str, Any], path: str) -> None:
     """Throughput of replicas and gains of ranks over the number of GPUs (needs the extra `plot`)."""
     import matplotlib
@@ -276,9 +298,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ.update({name: value for name, value in MULTICAST.items() if name not in os.environ})
     if not torch.cuda.is_available():
         share_all_cores()
-    options.model = str(checkpoint(options.shape))
+    if {*options.parts} - {"simulated", "ranks"}:
+        options.model = str(checkpoint(options.shape))
     runs: dict[str, Callable[[argparse.Namespace], Any]] = {
-        "replicas": measure_replicas, "ranks": measure_ranks,
+        "simulated": simulate_replicas, "replicas": measure_replicas, "ranks": measure_ranks,
     }  # fmt: skip
     found: dict[str, Any] = {}
     for part in (name for name in runs if name in options.parts):

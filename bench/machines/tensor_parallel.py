@@ -134,7 +134,7 @@ def run_collectives(rank: int, port: int) -> None:
             note(f"all-reduce of {num_rows} rows:", figures)
     ranks.barrier()
     ranks.abort()
-    os._exit(0)  # the group's own end takes half a minute
+    os._exit(0)  # without the end of the group, which waits for its peers
 
 
 def stage_collectives() -> None:
@@ -228,22 +228,7 @@ def capture_all(llm: LLM) -> int:
     return count
 
 
-def print_kernels(llm: LLM, name: str, workload: Workload, num_steps: int) -> None:
-    """What rank 0's GPU spends a step's time on, by kernel."""
-    if not torch.cuda.is_available():
-        return
-    seconds_of(llm, workload)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        seconds_of(llm, workload)
-    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
-    note(f"{name}: us a step of {sum(row.self_device_time_total for row in rows) / num_steps:.0f}, by kernel")
-    for row in rows[:14]:
-        print(f"    {row.self_device_time_total / num_steps:8.1f} us, {row.count / num_steps:6.1f} x  {row.key[:90]}")
-
-
-def measure_speed(
-    shape: str, size: int, num_requests: int, *, rounds: int = 2, profiles: bool = False
-) -> dict[str, float]:
+def measure_speed(shape: str, size: int, num_requests: int, *, rounds: int = 2) -> dict[str, float]:
     """Of the shape on so many GPUs: ms a token of one request, seconds of 64 requests, tokens per second of W1."""
     draw_weights_everywhere()
     within = {"vocab": SHAPES[shape]["vocab_size"]}
@@ -267,9 +252,6 @@ def measure_speed(
         times = [seconds_of(llm, many) for _ in range(rounds)]
         figures["64 requests, s"] = statistics.median(times)
         note(f"{size} GPUs: {len(many.requests)} requests, s:", [round(t, 3) for t in times])
-        if profiles:
-            print_kernels(llm, "one request", random_requests(requests=1, prompt=128, output=65, **within), 64)
-            print_kernels(llm, "64 requests", random_requests(requests=64, prompt=128, output=65, **within), 64)
     return figures
 
 
@@ -279,13 +261,12 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
     parser.add_argument("--requests", type=int, default=256, help="of W1")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="print what steps spend their time on, by kernel")
     options = parser.parse_args()
     for stage in options.stages:
         note(stage)
         if stage.startswith("speed"):
             for size in (int(stage[5:]),) if stage[5:] else (1, 2):
-                measure_speed(options.shape, size, options.requests, rounds=options.rounds, profiles=options.profile)
+                measure_speed(options.shape, size, options.requests, rounds=options.rounds)
         else:
             globals()[f"stage_{stage}"]()
 

@@ -23,6 +23,7 @@ from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
+from nanovllm.tools.workloads.workloads import Workload
 
 
 def add_bench_command(commands: Any) -> None:
@@ -97,11 +98,11 @@ def _bench(options: argparse.Namespace) -> int:
     def after_run(result: dict[str, Any]) -> None:
         if options.json and options.json != "-":
             Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        latest = result["runs"][-len(workloads) :]
-        rates = ", ".join(f"{run['workload']} {run['output_tokens_per_second']:.0f}" for run in latest)
-        print(f"{latest[0]['engine']}, tokens/s: {rates}", file=sys.stderr, flush=True)
 
-    result = processes.run_all(engines, workloads, settings, after_run=after_run)
+    def after_workload(engine: EngineSpec, workload: Workload, run: dict[str, Any]) -> None:
+        print(f"{engine.label}, {workload.name}: {report.line(run)}", file=sys.stderr, flush=True)
+
+    result = processes.run_all(engines, workloads, settings, after_run=after_run, after_workload=after_workload)
     print(json.dumps(result) if options.json == "-" else report.table(result))
     return 0
 

@@ -1,29 +1,53 @@
-"""The command `nanovllm chat`: a conversation with the model on a terminal."""
+"""The command `nanovllm chat`: a conversation with the model, at a terminal or from a pipe."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.flags import add_model_flags
-from nanovllm.cli.sampling_flags import add_sampling_flags, add_timeout_flag, load_llm, sampling_options
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.cli.conversation import QUOTES, Conversation, Left
+from nanovllm.cli.errors import in_words
+from nanovllm.cli.flags import add_model_argument, add_model_flags, take_model_argument
+from nanovllm.cli.model_names import check_model_exists
+from nanovllm.cli.sampling_flags import (
+    add_sampling_flags,
+    add_timeout_flag,
+    load_llm,
+    sampling_options,
+    sampling_params,
+)
+from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
+    from nanovllm.cli.terminal import Terminal
     from nanovllm.llm import LLM
 
 # A conversation has one answer a turn and prints no numbers.
 NOT_FOR_CHAT = {"n", "logprobs", "prompt_logprobs"}
+DESCRIPTION = """
+Talk to the model. At a terminal the prompt is there while the model is loaded, and /help lists the commands: /system,
+/set, /retry, /save, /reset, /exit. From a pipe each line is a message.
+"""
 
 
 def add_chat_command(commands: Any) -> None:
     """Register the subcommand."""
     chat = commands.add_parser(
-        "chat", help="talk to the model",
-        description="Talk to the model. /reset starts a new conversation, /exit ends the command.", allow_abbrev=False,
+        "chat", help="talk to the model", description=DESCRIPTION, allow_abbrev=False,
+        usage="nanovllm chat [options] [MODEL]",
     )  # fmt: skip
+    add_model_argument(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument(
+        "--history", action=argparse.BooleanOptionalAction, default=True,
+        help="keep the messages typed at a terminal, for the arrow keys and Ctrl-R of later conversations",
+    )  # fmt: skip
     chat.set_defaults(run=_chat)
     add_timeout_flag(chat)
     add_sampling_flags(chat, leave_out=NOT_FOR_CHAT)
@@ -31,52 +55,135 @@ def add_chat_command(commands: Any) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    params = SamplingParams(**sampling_options(options))
-    beginning = [{"role": "system", "content": options.system}] if options.system else []
+    take_model_argument(options)
+    conversation = Conversation(options.system, sampling_options(options), show=_show)
+    check_model_exists(options.model, options.tokenizer)
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        return _talk_at_terminal(conversation, options)
     with load_llm(options) as llm:
-        conversation = list(beginning)
-        while (line := _read_line()) is not None:
-            if line.strip() == "/exit":
+        while (line := _read_piped()) is not None:
+            try:
+                question = conversation.read(line)
+            except Left:
                 break
-            if line.strip() == "/reset":
-                conversation = list(beginning)
-            elif line.strip():
-                question = {"role": "user", "content": line}
-                try:
-                    answer = _answer(llm, [*conversation, question], params, options.timeout)
-                except ValueError as error:  # such as too long a conversation; on a terminal the user can /reset
-                    if not sys.stdin.isatty():
-                        raise
-                    print(f"nanovllm: error: {error}", file=sys.stderr)
-                else:
-                    conversation += [question, {"role": "assistant", "content": answer}]
+            if question is not None:
+                _answer(llm, conversation, question, options.timeout)
     return 0
 
 
-def _read_line() -> str | None:
-    try:
-        if sys.stdin.isatty():
-            return input("> ")
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
-    except EOFError:
-        return None
+def _show(text: str) -> None:
+    print(text, flush=True)
 
 
-def _answer(llm: LLM, conversation: list[dict[str, str]], params: SamplingParams, timeout: float | None) -> str:
-    """Print the answer while it streams; an interrupt ends it and keeps the text so far."""
-    shown = ""
-    stream = llm.stream(llm.apply_chat_template(conversation)[0], params, timeout=timeout)
+def _read_piped() -> str | None:
+    """The next message, over several lines between quotes; None at the end."""
+    line = sys.stdin.readline() if sys.stdin is not None else ""
+    if line.strip().startswith(QUOTES):
+        while (text := line.strip()) and not (len(text) >= 6 and text.endswith(QUOTES)):
+            more = sys.stdin.readline()
+            if not more:
+                raise ValueError(f"standard input ends within {QUOTES}. Close the quotes.")
+            line += more
+    return line.rstrip("\n") if line else None
+
+
+class _Loading:
+    """Loads the model in a thread that begins when the prompt is there, and ends the prompt if it fails."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from nanovllm.cli.terminal import Terminal
+
+        self._model, self._started = options.model, time.monotonic()
+        self._llm: Future[LLM] = Future()
+        self.terminal = Terminal(self.status, keeps_history=options.history)
+        # The import of torch holds the interpreter for seconds: before it nothing would be drawn.
+        self.terminal.call_when_shown(threading.Thread(target=self._load, args=(options,), daemon=True).start)
+
+    def _load(self, options: argparse.Namespace) -> None:
+        try:
+            llm = load_llm(options)
+            llm.apply_chat_template([{"role": "user", "content": "hello"}])  # which a model may not have
+            self._llm.set_result(llm)
+        except BaseException as error:
+            self._llm.set_exception(error)
+            self.terminal.leave(error)
+
+    def status(self) -> str | None:
+        if self._llm.done():
+            return None
+        seconds = time.monotonic() - self._started
+        return f"loading {os.path.basename(self._model.rstrip('/'))}, {seconds:.0f} s"
+
+    def wait(self) -> LLM:
+        return self._llm.result()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._llm.done() and self._llm.exception() is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self._llm.done()
+
+
+def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -> int:
+    if options.model == DEFAULT_MODEL:
+        ensure_default_model()  # whose download draws a bar of its own, once
+    loading = _Loading(options)
+    terminal = loading.terminal
     try:
-        for output in stream:
-            if output.error:
-                raise RuntimeError(output.error)
-            text = output.outputs[0].text
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    except KeyboardInterrupt:
-        pass
+        while (line := _read_typed(terminal)) is not None:
+            try:
+                question = conversation.read(line)
+                if question is not None:
+                    _answer(loading.wait(), conversation, question, options.timeout, is_terminal=True)
+            except Left:
+                break
+            except (ValueError, OSError) as error:  # such as too long a conversation: the user can /reset
+                if loading.has_failed:
+                    loading.wait()
+                print(f"nanovllm: error: {in_words(error)}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print(flush=True)
     finally:
-        stream.close()  # type: ignore[attr-defined]
-        print(flush=True)
-    return shown
+        if not loading.is_done:  # nothing can end a load that has begun, and nobody wants to wait for it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0 if sys.exception() is None else 130)
+    loading.wait().close()
+    return 0
+
+
+def _read_typed(terminal: Terminal) -> str | None:
+    """The next message or command; None to leave. Raises the error of a model that could not be loaded."""
+    while True:
+        try:
+            return terminal.read()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("Ctrl-D or /exit leaves; /help lists the commands")
+
+
+def _answer(
+    llm: LLM, conversation: Conversation, question: str, timeout: float | None, *, is_terminal: bool = False
+) -> None:
+    """Print the answer while it streams, and record it; an interrupt ends it and keeps the text so far."""
+    params = sampling_params(conversation.sampling, llm.default_sampling_params)
+    prompt = llm.apply_chat_template(conversation.with_question(question))[0]
+    shown, is_cut = "", False
+    with closing(llm.stream(prompt, params, timeout=timeout)) as stream:  # type: ignore[type-var]
+        try:
+            for output in stream:
+                if output.error:
+                    raise RuntimeError(output.error)
+                completion = output.outputs[0]
+                print(completion.text[len(shown) :], end="", flush=True)
+                shown, is_cut = completion.text, completion.finish_reason == "length"
+        except KeyboardInterrupt:
+            pass
+        finally:
+            print(flush=True)
+    if is_cut and is_terminal:
+        print(f"[cut at {params.max_tokens} tokens: /set max_tokens 1000, then /retry]", file=sys.stderr)
+    conversation.record(question, shown)

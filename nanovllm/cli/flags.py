@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from nanovllm.cli.units import whole_number
 from nanovllm.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
@@ -26,10 +27,27 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
     """
     add_verbose_flag(command, "log engine events and print full tracebacks")
     command.add_argument(
-        "--model", default=DEFAULT_MODEL, help=f"folder or hub id of the model (default: the embedded {DEFAULT_MODEL})"
-    )
+        "-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
+        help=f"folder or hub id of the model; `nanovllm models` lists those of this machine (default: the embedded "
+        f"{DEFAULT_MODEL})",
+    )  # fmt: skip
     command.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
+
+
+def add_model_argument(command: argparse.ArgumentParser) -> None:
+    """Add the model as an argument without a flag; `take_model_argument` reads it."""
+    command.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
+def take_model_argument(options: argparse.Namespace) -> None:
+    """Make the argument the model; raises ValueError if --model names another."""
+    given = options.model_argument
+    if given is None:
+        return
+    if options.model not in (DEFAULT_MODEL, given):
+        raise ValueError(f"the model is {given!r} by the argument and {options.model!r} by --model; give one of them.")
+    options.model = given
 
 
 def add_verbose_flag(command: argparse.ArgumentParser, text: str = "print full tracebacks") -> None:
@@ -61,6 +79,13 @@ def options_given(options: argparse.Namespace, cls: type, rename: dict[str, str]
     return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
 
 
+def _whole_number(text: str) -> int:
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, value = text.partition("=")
     try:
@@ -82,7 +107,12 @@ def _function(text: str) -> Callable[..., Any]:
     return function
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "LogitsProcessor": _function}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "int": _whole_number,
+    "float": float,
+    "str": str,
+    "LogitsProcessor": _function,
+}
 _METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 

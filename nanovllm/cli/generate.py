@@ -1,49 +1,77 @@
-"""The command `nanovllm generate`: prompts in, completions out as text or JSON lines."""
+"""The command `nanovllm generate`: prompts in, answers out as text or JSON lines, each when it is done."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
+from nanovllm.cli.answers import AnswerWriter
 from nanovllm.cli.flags import add_model_flags
 from nanovllm.cli.prompt_files import Request, read_requests
-from nanovllm.cli.sampling_flags import add_sampling_flags, add_timeout_flag, load_llm, sampling_options
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.cli.sampling_flags import (
+    add_sampling_flags,
+    add_timeout_flag,
+    check_sampling,
+    load_llm,
+    sampling_options,
+    sampling_params,
+)
+from nanovllm.interrupts import InterruptsHeld
+from nanovllm.validation import MAX_PRIORITY, integer, real
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+    from nanovllm.sampling_params import SamplingParams
+
+DESCRIPTION = """
+Answer prompts. A text goes through the chat template of a model that has one, as one message of a user; --raw
+completes it as it stands. What standard input holds is one prompt, or is appended to the prompts given as arguments:
+cat article.txt | nanovllm generate "Summarise:". Under cron, or in a loop that reads standard input itself,
+add < /dev/null.
+"""
 
 
 def add_generate_command(commands: Any) -> None:
     """Register the subcommand."""
     generate = commands.add_parser(
-        "generate", help="complete prompts", description="Complete prompts.", allow_abbrev=False
-    )
-    generate.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="prompts; without any, --file or standard input is read"
-    )
-    generate.add_argument("--file", metavar="FILE", help="read prompts from FILE, - for standard input")
-    generate.add_argument(
-        "--format", choices=("text", "lines", "jsonl"),
-        help="format of the file: text is one prompt, lines one a line (the default), jsonl one JSON value a line "
-        '(the default for *.jsonl): a string, token ids, or an object with "prompt" or "messages" and any sampling '
-        'options, "priority" or "timeout"',
+        "generate", help="answer prompts", description=DESCRIPTION, allow_abbrev=False,
+        usage="nanovllm generate [options] [PROMPT ...]",
     )  # fmt: skip
-    generate.add_argument("--chat", action="store_true", help="apply the model's chat template to text prompts")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; standard input is appended to each")
+    generate.add_argument("--file", metavar="FILE", help="read prompts from FILE instead, - for standard input")
+    forms = generate.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--format", choices=("text", "lines", "jsonl"),
+        help="format of file or standard input: text is one prompt (the default of standard input), lines one a line "
+        '(that of files), jsonl one JSON value a line (that of *.jsonl): a string, token ids, or an object with '
+        '"prompt" or "messages" and any sampling options, "priority", "timeout", or "id" or "custom_id", which its '
+        "answer repeats",
+    )  # fmt: skip
+    forms.add_argument(
+        "--lines", dest="format", action="store_const", const="lines", help="each line is a prompt: --format lines"
+    )
+    templates = generate.add_mutually_exclusive_group()
+    templates.add_argument("--raw", action="store_true", help="complete texts as they stand, without a chat template")
+    templates.add_argument("--chat", action="store_true", help="refuse a model that has no chat template")
+    generate.add_argument("--system", metavar="TEXT", help="system prompt, for texts and the chat template")
     generate.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
+    generate.add_argument(
+        "--as-completed", action="store_true",
+        help="print each answer when it ends, instead of in the order of the prompts; request_id counts the prompts",
+    )  # fmt: skip
     generate.add_argument(
         "--priority", type=int, default=0, metavar="INT",
         help="priority of requests, lower runs first; a jsonl request may set its own (default 0)",
     )  # fmt: skip
     generate.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, default=None,
-        help="show a progress bar (default: for several prompts on a terminal)",
+        help="show a progress bar (default: for several prompts, if the terminal does not show the answers)",
     )  # fmt: skip
     generate.add_argument(
         "--trace", metavar="FILE", help="write a trace of all requests and steps to FILE; see `nanovllm timeline`"
@@ -56,27 +84,40 @@ def add_generate_command(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     sampling = sampling_options(options)
-    SamplingParams(**sampling)
+    if options.raw and options.system is not None:
+        raise ValueError("--system is a message of the chat template, which --raw leaves out. Give one of the two.")
     requests = read_requests(options.prompts, options.file, options.format)
-    params, priorities, timeouts = [], [], []
-    for number, (_, overrides) in enumerate(requests, 1):
-        priorities.append(overrides.pop("priority", options.priority))
-        timeouts.append(overrides.pop("timeout", options.timeout))
-        try:
-            params.append(SamplingParams(**(sampling | overrides)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"request {number}: {error}") from error
-        if not options.json and (params[-1].logprobs is not None or params[-1].prompt_logprobs is not None):
-            raise ValueError(
-                "log-probabilities are printed with --json only. Add it, or leave --logprobs and --prompt-logprobs out."
-            )
-    with _tracing(options.trace) as trace:
-        with load_llm(options, trace) as llm:
-            prompts = [_as_prompt(llm, prompt, chat=options.chat) for prompt, _ in requests]
-            progress = options.progress if options.progress is not None else len(prompts) > 1 and sys.stderr.isatty()
-            outputs = llm.generate(prompts, params, priority=priorities, timeout=timeouts, use_tqdm=progress)
-        _print_outputs(options, requests, outputs)  # before the trace closes, which may fail
-    return int(any(output.error for output in outputs))
+    own = [_own_options(number, request, sampling, options) for number, request in enumerate(requests, 1)]
+    writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
+    with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
+        prompts = [_as_prompt(llm, request, options) for request in requests]
+        params = [sampling_params(given, llm.default_sampling_params) for given, _, _ in own]
+        priorities, timeouts = [priority for _, priority, _ in own], [timeout for _, _, timeout in own]
+        if len(prompts) == params[0].n == 1 and not options.json:
+            return _stream(llm, prompts[0], params[0], priority=priorities[0], timeout=timeouts[0])
+        progress = _shows_progress(options, len(prompts))
+        return _answer_all(llm, prompts, params, writer, progress=progress, priority=priorities, timeout=timeouts)
+
+
+def _own_options(
+    number: int, request: Request, sampling: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, Any], int, float | None]:
+    """Sampling options, priority and timeout of one request; raises ValueError that names it."""
+    given = dict(request.options)
+    priority, timeout = given.pop("priority", options.priority), given.pop("timeout", options.timeout)
+    given = sampling | given
+    try:
+        integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if timeout is not None and real("timeout", timeout, 0.0, float("inf")) == 0.0:
+            raise ValueError("timeout is 0; it must be a number of seconds above 0.")
+        check_sampling(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"request {number}: {error}" if request.options else str(error)) from error
+    if not options.json and (given.get("logprobs") is not None or given.get("prompt_logprobs") is not None):
+        raise ValueError(
+            "log-probabilities are printed with --json only. Add it, or leave --logprobs and --prompt-logprobs out."
+        )
+    return given, priority, timeout
 
 
 def _tracing(path: str | None) -> AbstractContextManager[TraceWriter | None]:
@@ -87,65 +128,68 @@ def _tracing(path: str | None) -> AbstractContextManager[TraceWriter | None]:
     return TraceWriter(path)
 
 
-def _print_outputs(options: argparse.Namespace, requests: list[Request], outputs: list[RequestOutput]) -> None:
-    for (given, _), output in zip(requests, outputs, strict=True):
-        for completion in output.outputs:
-            if options.json:
-                print(_as_json(given, output, completion))
-            else:
-                print(_as_text(given, output, completion, alone=len(outputs) == len(output.outputs) == 1))
-    for output in outputs:
-        if output.error:
-            print(f"nanovllm: error: {output.error}", file=sys.stderr)
-
-
-def _as_prompt(llm: LLM, given: Any, *, chat: bool) -> Any:
-    """Return text and token ids unchanged; apply the chat template to messages, and to text with --chat."""
-    if chat and isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if isinstance(given, list) and given and isinstance(given[0], dict):
+def _as_prompt(llm: LLM, request: Request, options: argparse.Namespace) -> Any:
+    """Token ids unchanged; messages, and without --raw texts, through the chat template if the model has one."""
+    given = request.prompt
+    if request.is_conversation:
         return llm.apply_chat_template(given)[0]
-    if chat:
-        raise ValueError(f"--chat applies the chat template to text, not to {given!r}. Leave --chat out.")
-    return given
+    if not isinstance(given, str):
+        if options.chat:
+            raise ValueError(f"--chat applies the chat template to text, not to {given!r}. Leave --chat out.")
+        return given
+    must_chat = options.chat or options.system is not None
+    if options.raw or not (must_chat or getattr(llm.tokenizer, "chat_template", None)):
+        return given
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return llm.apply_chat_template([*system, {"role": "user", "content": given}])[0]
 
 
-def _as_text(given: Any, output: RequestOutput, completion: CompletionOutput, *, alone: bool) -> str:
-    if alone:
-        return completion.text
-    sample = f" [{completion.index}]" if len(output.outputs) > 1 else ""
-    return f"--- {given if isinstance(given, str) else output.request_id}{sample}\n{completion.text}"
+def _shows_progress(options: argparse.Namespace, num_prompts: int) -> bool:
+    if options.progress is not None:
+        return bool(options.progress)
+    return num_prompts > 1 and sys.stderr.isatty() and not sys.stdout.isatty()
 
 
-def _as_json(given: Any, output: RequestOutput, completion: CompletionOutput) -> str:
-    metrics = output.metrics
-    record = {
-        "request_id": output.request_id,
-        "index": completion.index,
-        "prompt": given,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_cached_tokens": output.num_cached_tokens,
-        "seconds_in_queue": _seconds(metrics.arrival_time, metrics.scheduled_time),
-        "seconds_to_first_token": _seconds(metrics.arrival_time, metrics.first_token_time),
-        "seconds": _seconds(metrics.arrival_time, metrics.finished_time),
-        "error": output.error,
-    }
-    if completion.logprobs is not None:
-        record["logprobs"] = [list(_ranked(report)) for report in completion.logprobs]
-    if output.prompt_logprobs is not None and completion.index == 0:
-        reports = output.prompt_logprobs
-        record["prompt_logprobs"] = [report and list(_ranked(report)) for report in reports]
-    return json.dumps(record, ensure_ascii=False)
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> int:
+    """Print the text of one prompt while it comes; an interrupt leaves what has been printed."""
+    shown = ""
+    with closing(llm.stream(prompt, params, **options)) as outputs:  # type: ignore[type-var]
+        try:
+            for output in outputs:
+                text = output.outputs[0].text
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        finally:
+            print(flush=True)
+    return _report_error(output.error)
 
 
-def _ranked(report: TokenLogprobs) -> Iterator[dict[str, Any]]:
-    for token_id, (logprob, rank) in report.items():
-        yield {"token_id": token_id, "logprob": logprob, "rank": rank}
+def _answer_all(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    writer: AnswerWriter,
+    *,
+    progress: bool,
+    **options: Any,
+) -> int:
+    """Write the answers as they end; an interrupt writes those that had ended and waited for their turn."""
+    status = 0
+    outputs = llm.as_completed(prompts, params, **options)
+    try:
+        for index, output in tqdm(outputs, total=len(prompts), desc="Requests", disable=not progress):
+            with InterruptsHeld():  # which would leave half an answer
+                writer.add(index, output)
+            status |= _report_error(output.error)
+    except BaseException:
+        writer.write_waiting()
+        print(f"nanovllm: {writer.num_written} of {len(prompts)} prompts were answered", file=sys.stderr)
+        raise
+    return status
 
 
-def _seconds(start: float, end: float | None) -> float | None:
-    return None if end is None else round(end - start, 6)
+def _report_error(error: str | None) -> int:
+    if error is None:
+        return 0
+    print(f"nanovllm: error: {error}", file=sys.stderr)
+    return 1

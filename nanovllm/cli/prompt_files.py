@@ -1,50 +1,100 @@
-"""Prompts of `nanovllm generate`: from arguments, a file or standard input, with options per request."""
+"""Prompts of `nanovllm generate`: from arguments, standard input or a file, checked, with options per request."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import text
 
-Request = tuple[Any, dict[str, Any]]  # prompt (text, token ids or messages) and the options of the request
+NAMES = ("id", "custom_id")  # of a request, carried through to its answer
+OPTIONS = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt: text, token ids or messages; `options` as in the file, `names` under which its answer is written."""
+
+    prompt: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_conversation(self) -> bool:
+        return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
 
 
 def read_requests(prompts: list[str], file: str | None, form: str | None) -> list[Request]:
     """Read the prompts.
 
     Args:
-        prompts: positional arguments.
-        file: file to read instead; "-" or None for standard input.
-        form: format of the file: "text", "lines", "jsonl", or None for the default of its suffix.
+        prompts: positional arguments; what standard input holds is appended to each.
+        file: file to read instead; "-" for standard input.
+        form: "text" for one prompt, "lines", "jsonl", or None for the default: text of standard input, and of a file
+            jsonl by its suffix, else lines.
 
     Raises ValueError for contradictory arguments, and with the line number for an invalid prompt.
     """
-    if prompts:
-        if file:
+    if file not in (None, "-"):
+        if prompts:
             raise ValueError("prompts are given as arguments and in --file; give one of the two.")
+        path = Path(str(file)).expanduser()
+        return _parse(_read_file(path), form or ("jsonl" if path.suffix == ".jsonl" else "lines"))
+    if not prompts:
+        return _parse(_read_standard_input(), form or "text")
+    if form == "jsonl":
+        raise ValueError("--format jsonl holds whole requests, but prompts are given as arguments. Leave one out.")
+    given = _read_standard_input() if file == "-" or not _is_terminal() else ""
+    if not given.strip():
         if form:
-            raise ValueError("--format applies to files, but prompts are given as arguments. Leave it out.")
-        return [(prompt, {}) for prompt in prompts]
-    if file is None or file == "-":
-        return _parse(sys.stdin, form or "lines")
-    path = Path(file)
-    with path.open(encoding="utf-8") as opened:
-        return _parse(opened, form or ("jsonl" if path.suffix == ".jsonl" else "lines"))
+            raise ValueError(f"--format {form} is about standard input, which holds no text. Leave it out.")
+        return [Request(_checked(prompt)) for prompt in prompts]
+    return [
+        Request(_checked(f"{prompt}\n\n{request.prompt}"))
+        for prompt in prompts
+        for request in _parse(given, form or "text")
+    ]
 
 
-def _parse(file: TextIO, form: str) -> list[Request]:
+def _is_terminal() -> bool:
+    return sys.stdin is None or sys.stdin.isatty()
+
+
+def _read_standard_input() -> str:
+    if sys.stdin is None:  # closed by the caller
+        return ""
+    if sys.stdin.isatty():
+        print("nanovllm: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
+def _parse(given: str, form: str) -> list[Request]:
     if form == "text":
-        return [(file.read(), {})]
-    requests: list[Request] = []
-    for number, line in enumerate(file, 1):
-        line = line.rstrip("\n")
-        if not line.strip():
-            continue
-        requests.append((line, {}) if form == "lines" else _parse_json(line, number))
+        whole = given.rstrip("\n")
+        if not whole.strip():
+            raise ValueError("there is no prompt: standard input or the file is empty.")
+        return [Request(_checked(whole))]
+    requests = []
+    for number, line in enumerate(given.split("\n"), 1):
+        line = line.rstrip("\r")
+        if line.strip():
+            requests.append(Request(_checked(line)) if form == "lines" else _parse_json(line, number))
     if not requests:
         raise ValueError("the input holds no prompt; give one per line.")
     return requests
@@ -56,17 +106,43 @@ def _parse_json(line: str, number: int) -> Request:
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number} is not JSON: {error}") from error
     if isinstance(value, (str, list)):
-        return value, {}
+        value = {"prompt": value}
     if not isinstance(value, dict):
         raise ValueError(f"line {number} is {line}; a prompt is a string, a list of token ids or an object.")
-    overrides = dict(value)
-    prompts = [overrides.pop(name) for name in ("prompt", "messages") if name in overrides]
+    options = dict(value)
+    names = {name: options.pop(name) for name in NAMES if name in options}
+    prompts = [options.pop(name) for name in ("prompt", "messages") if name in options]
+    if "body" in options and "url" in options:
+        raise ValueError(f"line {number} is of OpenAI's batch format; `nanovllm run-batch` takes such files.")
     if len(prompts) != 1:
         raise ValueError(f'line {number} needs "prompt" or "messages", one of the two.')
-    known = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
-    unknown = sorted(set(overrides) - known)
+    unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise ValueError(
-            f"line {number} holds {unknown[0]!r}, which is not an option of a request ({', '.join(sorted(known))})."
+            f"line {number} holds {unknown[0]!r}, which is not an option of a request ({', '.join(sorted(OPTIONS))})."
         )
-    return prompts[0], overrides
+    try:
+        return Request(_checked(prompts[0]), options, names)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def _checked(prompt: Any) -> Any:
+    """The prompt; raises ValueError for what cannot be one, as far as that shows without a tokenizer."""
+    if prompt in ("", []):
+        raise ValueError("the prompt is empty; it needs at least one token.")
+    if isinstance(prompt, str):
+        return text("the prompt", prompt)
+    if not isinstance(prompt, list):
+        raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, not {prompt!r}.")
+    if isinstance(prompt[0], dict):
+        _check_conversation(prompt)
+    elif not all(type(item) is int and item >= 0 for item in prompt):
+        raise ValueError(f"a prompt's token ids must be whole numbers of 0 or more: {json.dumps(prompt)[:80]}")
+    return prompt
+
+
+def _check_conversation(messages: Iterable[Any]) -> None:
+    for message in messages:
+        if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
+            raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}; it holds {message!r}.")

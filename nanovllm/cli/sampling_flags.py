@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
+from nanovllm.cli.model_names import check_model_exists
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_output import KINDS, StructuredOutput
 
@@ -15,8 +18,11 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
 
-# Small models answer best without sampling, and a command must end by itself.
-CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 256}
+CLI_DEFAULTS = {"max_tokens": 256}  # a command must end by itself
+TEMPERATURE = "temperature"
+HELP = {  # where the default is not a value
+    TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples"
+}
 
 
 def add_timeout_flag(command: argparse.ArgumentParser) -> None:
@@ -29,7 +35,7 @@ def add_timeout_flag(command: argparse.ArgumentParser) -> None:
 def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of `SamplingParams` that is not left out."""
     group = command.add_argument_group("sampling options")
-    add_flags(group, SamplingParams, CLI_DEFAULTS, leave_out=(*leave_out, "structured_output"))
+    add_flags(group, SamplingParams, CLI_DEFAULTS | HELP, leave_out=(*leave_out, "structured_output"))
     forms = command.add_argument_group("structured output, by one of").add_mutually_exclusive_group()
     forms.add_argument("--json-schema", metavar="FILE", help="answer with JSON that the schema in FILE accepts")
     forms.add_argument("--json-object", action="store_true", help="answer with a JSON object")
@@ -41,7 +47,7 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collectio
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options that were set, over the command's defaults."""
+    """Return the sampling options that were set, over the command's defaults; raises ValueError for a bad one."""
     given = options_given(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -51,19 +57,42 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
             form[name] = _text_of(form[name], "--" + name.replace("_", "-"))
     if form:
         given["structured_output"] = StructuredOutput(**form)
+    check_sampling(CLI_DEFAULTS | given)
     return CLI_DEFAULTS | given
+
+
+def check_sampling(options: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError for sampling options that no model could serve."""
+    params = SamplingParams(**options)
+    if params.structured_output is not None:
+        from nanovllm.grammar.compiler import check_form  # imports numpy
+
+        check_form(params.structured_output)
+
+
+def sampling_params(options: dict[str, Any], model: SamplingParams) -> SamplingParams:
+    """The parameters of a request: its options, else the model's defaults, else those of the command.
+
+    Args:
+        model: its default parameters; where they are `SamplingParams()` the model names none, and is greedy here:
+            small models answer best so.
+    """
+    if TEMPERATURE not in options and model == SamplingParams() and options.get("n", 1) == 1:
+        options = options | {TEMPERATURE: 0.0}
+    return replace(model, **options)
 
 
 def _text_of(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} is {path!r}, which cannot be read as text: {error}.") from None
+        raise ValueError(f"{flag} is {path!r}, which cannot be read as text: {in_words(error)}") from None
 
 
 def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> LLM:
     """Load the model with the engine options that were set."""
     given = engine_options(options)
+    check_model_exists(options.model, options.tokenizer)
     from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
 
     return LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)

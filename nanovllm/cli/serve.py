@@ -11,7 +11,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.flags import ENGINE_NAMES, add_flags, add_model_flags, engine_options, options_given
+from nanovllm.cli.flags import (
+    ENGINE_NAMES,
+    add_flags,
+    add_model_argument,
+    add_model_flags,
+    engine_options,
+    options_given,
+    take_model_argument,
+)
+from nanovllm.cli.model_names import check_model_exists
+from nanovllm.cli.suggestions import hint
+from nanovllm.cli.units import whole_number
 from nanovllm.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
@@ -25,6 +36,7 @@ def add_serve_command(commands: Any) -> None:
     """Register the subcommand."""
     serve = commands.add_parser(
         "serve", help="serve a model over HTTP, compatible with OpenAI's API", allow_abbrev=False,
+        usage="nanovllm serve [options] [MODEL]",
         description="Serve a model over HTTP, compatible with OpenAI's API. See docs/guide/server.md.",
         epilog=f"The environment variable {KEY_VARIABLE} sets a further API key. --max-queue defaults to "
         f"{ENGINE_DEFAULTS['max_queue']} here.",
@@ -35,6 +47,7 @@ def add_serve_command(commands: Any) -> None:
     )  # fmt: skip
     add_flags(serve.add_argument_group("server options"), ServerSettings, {})
     add_model_flags(serve)
+    add_model_argument(serve)
     serve.set_defaults(run=_serve)
 
 
@@ -42,11 +55,13 @@ def _serve(options: argparse.Namespace) -> int:
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"the server needs {', '.join(missing)}: pip install 'nanovllm[serve]'.")
+    take_model_argument(options)
     if options.config is not None:
         _read_config(options)
     engine_given = ENGINE_DEFAULTS | engine_options(options)
     settings = _settings(options)
     settings.api_keys()
+    check_model_exists(options.model, options.tokenizer)
     from nanovllm.server.app import serve
 
     logging.getLogger().setLevel(logging.INFO)
@@ -68,11 +83,20 @@ def _read_config(options: argparse.Namespace) -> None:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    names = {field.name for field in dataclasses.fields(ServerSettings)} | {"model", "tokenizer", "verbose"}
-    names |= {ENGINE_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineConfig)}
+    kinds = {"model": "str", "tokenizer": "str", "verbose": "bool"}
+    kinds |= {field.name: str(field.type) for field in dataclasses.fields(ServerSettings)}
+    kinds |= {ENGINE_NAMES.get(field.name, field.name): str(field.type) for field in dataclasses.fields(EngineConfig)}
     for key, value in given.items():
         name = key.replace("-", "_")
-        if name not in names:
-            raise ValueError(f"{path} holds {key!r}, which is not an option of the server; see nanovllm serve --help.")
+        if name not in kinds:
+            raise ValueError(
+                f"{path} holds {key!r}, which is not an option of the server{hint(name, kinds)}; see nanovllm serve "
+                "--help."
+            )
+        if isinstance(value, str) and value[-1:].isalpha() and kinds[name].startswith("int"):  # "512MiB"
+            try:
+                value = whole_number(value)
+            except ValueError as error:
+                raise ValueError(f"{path} holds {key!r}: {error}") from None
         if getattr(options, name, NOT_GIVEN.get(name)) == NOT_GIVEN.get(name):
             setattr(options, name, tuple(value) if isinstance(value, list) else value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_
 from nanovllm.config import EngineConfig
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
-from nanovllm.tools.simulate.simulator import report, simulate
+from nanovllm.tools.simulate.simulator import Simulation, report, simulate
+from nanovllm.tools.simulate.utilisation import interval, seconds_at_once, warning
 
 # Engine options without effect on a simulation; the pool comes from the calibration or from the other options.
 NOT_SIMULATED = (
@@ -108,7 +110,8 @@ def _simulate(options: argparse.Namespace) -> int:
         index_delay=options.index_delay,
         pools=calibration.pools(config),
     )
-    took, figures = time.perf_counter() - begin, simulation.figures()
+    took = time.perf_counter() - begin
+    figures = simulation.figures() | _certainty(options, simulation, config, calibration)
     if options.json:
         text = json.dumps(
             {
@@ -131,7 +134,21 @@ def _simulate(options: argparse.Namespace) -> int:
             return 0
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     print(f"{workload.name} on {options.replicas} x {calibration.model}, simulated in {took:.2f} s\n{report(figures)}")
+    if (note := warning(figures["utilisation"])) is not None:
+        print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+def _certainty(
+    options: argparse.Namespace, simulation: Simulation, config: EngineConfig, calibration: Calibration
+) -> dict[str, Any]:
+    """Return "utilisation" (None if all requests arrive at the start) and "interval" of a forecast."""
+    figures, utilisation = simulation.figures(), None
+    if simulation.workload.is_timed:
+        route = POLICIES[options.policy]()
+        work = seconds_at_once(simulation.workload, config, calibration, num_replicas=options.replicas, route=route)
+        utilisation = min(1.0, work / figures["seconds"])
+    return {"utilisation": utilisation, "interval": interval(figures, calibration)}
 
 
 def _as_dict(record: Any) -> dict[str, Any]:

@@ -20,12 +20,12 @@ class SuggestingParser(argparse.ArgumentParser):
             parser = self._parser_of(getattr(found, "command", None))
             flags = [flag for action in parser._actions for flag in action.option_strings]
             typed = next((text.partition("=")[0] for text in unknown if text.startswith("--")), "")
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(typed, flags)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(typed, flags)}")
         return found
 
     def error(self, message: str) -> NoReturn:
         if (match := _CHOICE.search(message)) is not None:
-            message += _hint(match[1], re.findall(r"'([^']*)'", match[2]))
+            message += hint(match[1], re.findall(r"'([^']*)'", match[2]))
         super().error(message)
 
     def _parser_of(self, command: str | None) -> argparse.ArgumentParser:
@@ -36,6 +36,7 @@ class SuggestingParser(argparse.ArgumentParser):
         return self
 
 
-def _hint(typed: str, known: Iterable[str]) -> str:
+def hint(typed: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" for what is near, else nothing."""
     near = difflib.get_close_matches(typed, list(known), n=2, cutoff=0.6) if typed else []
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""The command `nanovllm timeline`: a trace as an HTML page or a PNG."""
+"""The command `nanovllm timeline`: one trace or two as an HTML page, or one as a PNG."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from nanovllm.cli.flags import add_verbose_flag
 def add_timeline_command(commands: Any) -> None:
     """Register the subcommand."""
     timeline = commands.add_parser(
-        "timeline", help="draw a trace", description="Draw a trace file as an HTML page or a PNG.", allow_abbrev=False
+        "timeline",
+        help="draw a trace",
+        description="Draw a trace file as an HTML page or a PNG, or two side by side on one page; print percentiles.",
+        allow_abbrev=False,
     )
     timeline.add_argument("trace", metavar="TRACE", help="trace file, written with --trace")
+    timeline.add_argument("other", metavar="OTHER", nargs="?", help="another trace, shown beside it on the page")
     timeline.add_argument("-o", "--output", metavar="FILE", help="write a self-contained HTML page to FILE")
     timeline.add_argument("--plot", metavar="FILE", help="write a PNG to FILE; requires matplotlib, the extra `plot`")
     add_verbose_flag(timeline)
@@ -22,14 +26,33 @@ def add_timeline_command(commands: Any) -> None:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from nanovllm.observability import timeline, timeline_plot
+    from nanovllm.observability import timeline, timeline_page, timeline_plot
+    from nanovllm.observability.timeline_figures import RunFigures
 
     if options.output is None and options.plot is None:
         raise ValueError("no output: give -o run.html for an HTML page, --plot run.png for a PNG, or both.")
-    run, title = timeline.read_trace(options.trace), Path(options.trace).name
+    if options.plot is not None and options.other is not None:
+        raise ValueError(
+            "--plot draws one trace, and two are given: give one, or -o run.html for a page with both side by side."
+        )
+    paths = [path for path in (options.trace, options.other) if path is not None]
+    runs = dict(zip(_titles(paths), map(timeline.read_trace, paths), strict=True))
     if options.output is not None:
-        Path(options.output).write_text(timeline.to_html(run, title), encoding="utf-8")
+        Path(options.output).write_text(timeline_page.to_html(runs), encoding="utf-8")
     if options.plot is not None:
+        ((title, run),) = runs.items()
         timeline_plot.save_png(run, title, options.plot)
-    print(timeline.summary(run))
+    for title, run in runs.items():
+        if len(runs) > 1:
+            print(f"{title}:")
+        print(timeline.summary(run))
+        print(RunFigures(run).text())
     return 0
+
+
+def _titles(paths: list[str]) -> list[str]:
+    """The files' names; of two with the same name, their paths, with a number if these are the same too."""
+    names = [Path(path).name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    return paths if len(set(paths)) == len(paths) else [f"{path} ({number})" for number, path in enumerate(paths, 1)]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.cli.flags import add_model_flags, model_source
-from nanovllm.cli.tune_question import Question, build_question
+from nanovllm.cli.flags import ENGINE_NAMES, add_model_flags
+from nanovllm.cli.tune_question import Question, build_question, with_rates
+from nanovllm.cli.tune_station import Station, measuring
 from nanovllm.cli.workload_flags import (
     about_workloads,
     add_arrival_flags,
@@ -22,18 +22,19 @@ from nanovllm.cli.workload_flags import (
     add_workload_flags,
     positive,
 )
-from nanovllm.tools.bench.processes import Settings
 from nanovllm.tools.bench.worker import environment
 from nanovllm.tools.tune import plot, report, result
+from nanovllm.tools.tune.find_rate import rates_around
 from nanovllm.tools.tune.forecast import MOST_SIMULATED, Forecast, forecast
 from nanovllm.tools.tune.goals import add_goal_flags
 from nanovllm.tools.tune.halving import Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.journal import Journal
-from nanovllm.tools.tune.measuring import Measurer
-from nanovllm.tools.tune.ranking import Run, build_standing
-from nanovllm.tools.tune.settings import SWEPT, Setting, sample
+from nanovllm.tools.tune.ranking import build_standing
+from nanovllm.tools.tune.serve_file import serve_file
+from nanovllm.tools.tune.settings import SWEPT, sample
 from nanovllm.tools.tune.shares import smallest_share
 
+OUTPUTS = ("result.json", "serve.toml", "curves.png")
 CANDIDATES = 16
 FORECAST_CANDIDATES = 6  # with --simulate, which preselects them among many more
 
@@ -48,12 +49,17 @@ def add_tune_command(commands: Any) -> None:
     )  # fmt: skip
     add_workload_flags(tune, default=None)
     add_arrival_flags(tune, several=True)
+    tune.add_argument(
+        "--find-rate", action="store_true",
+        help="find the highest arrival rate that keeps the goals, of the best setting; instead of --rate",
+    )  # fmt: skip
     add_goal_flags(tune)
     values = tune.add_argument_group(
         "values to try", "instead of values around the device's defaults; a single value is fixed"
     )
     for name in SWEPT:
         values.add_argument(f"--{name.replace('_', '-')}", dest=f"try_{name}", type=_values, metavar="INT,...")
+    tune.add_argument("--only-named", action="store_true", help="leave options without values to try at their defaults")
     tune.add_argument(
         "--candidates", type=positive, metavar="INT",
         help=f"number of settings to measure (default {CANDIDATES}, {FORECAST_CANDIDATES} with --simulate)",
@@ -68,7 +74,7 @@ def add_tune_command(commands: Any) -> None:
     add_warm_ups_flag(tune)
     tune.add_argument(
         "--output", default="nanovllm-tune", metavar="FOLDER",
-        help="folder for measurements.jsonl, result.json and curves.png (default nanovllm-tune)",
+        help="folder for measurements.jsonl, result.json, serve.toml and curves.png (default nanovllm-tune)",
     )  # fmt: skip
     tune.add_argument("--retry", action="store_true", help="repeat measurements that failed before")
     add_model_flags(tune, leave_out=(*SWEPT, "record_itl"))
@@ -91,26 +97,64 @@ def _tune(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
     journal.check_environment(environment())
-    for name in ("result.json", "curves.png"):  # of an earlier sweep, possibly with other goals
+    for name in OUTPUTS:  # of an earlier sweep, possibly with other goals
         (folder / name).unlink(missing_ok=True)
-    predicted = _forecast(question) if question.calibration else Forecast()
-    sweep = _sweep(question, predicted)
-    for note in _notes(question, sweep):
-        print(f"note: {note}", file=sys.stderr)
-    is_complete = _measure(question, sweep, journal)
-    standings = {setting: build_standing(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
-    refused = question.candidates.refused + [(setting.options, why) for setting, why in predicted.refused.items()]
-    outcome = report.Outcome(sweep, question.resolver, question.identity, journal.environment, refused, standings)
+    with measuring(question, journal) as station:
+        try:
+            outcome, is_complete = _measure(question, station)
+        except KeyboardInterrupt:
+            print(f"interrupted; the measurements are in {journal.path}, and the same command resumes.")
+            return 130
     print(report.table(outcome))
     if not is_complete:
         print(f"\ninterrupted; the measurements are in {journal.path}, and the same command resumes.")
         return 130
     print("\n" + report.advice(outcome))
+    _save(outcome, folder)
+    finalists = outcome.sweep.finalists()
+    keeps_goals = bool(finalists) and finalists[0].keeps_goals
+    return 0 if keeps_goals or (outcome.found is not None and outcome.found.rate is not None) else 1
+
+
+def _measure(question: Question, station: Station) -> tuple[report.Outcome, bool]:
+    """Measure until the recommendation; returns the outcome so far, and whether it is complete.
+
+    Raises KeyboardInterrupt before anything can be shown.
+    """
+    if question.options.find_rate:
+        capacity = station.capacity(question.candidates.settings[0])
+        question = replace(question, workloads=with_rates(question.options, question.workload, rates_around(capacity)))
+    predicted = _forecast(question) if question.calibration else Forecast()
+    sweep = _sweep(question, predicted)
+    for note in _notes(question, sweep):
+        print(f"note: {note}", file=sys.stderr)
+    is_complete, found = True, None
+    try:
+        station.run(sweep, question)
+        if question.options.find_rate and (finalists := sweep.finalists()):
+            found = station.find_rate(question, finalists[0])
+    except KeyboardInterrupt:
+        is_complete = False
+    standings = {setting: build_standing(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
+    refused = question.candidates.refused + [(setting.options, why) for setting, why in predicted.refused.items()]
+    fit_error = question.calibration.residuals.get("p90") if question.calibration else None
+    outcome = report.Outcome(
+        sweep, question.resolver, question.identity, station.measurer.journal.environment, refused, standings,
+        fit_error, found,
+    )  # fmt: skip
+    return outcome, is_complete
+
+
+def _save(outcome: report.Outcome, folder: Path) -> None:
+    """Write the files of `OUTPUTS`."""
     (folder / "result.json").write_text(json.dumps(result.as_json(outcome), indent=1) + "\n", encoding="utf-8")
-    finalists = sweep.finalists()
-    if finalists and plot.can_plot():
+    if not outcome.sweep.finalists():
+        return
+    path = folder / "serve.toml"
+    path.write_text(serve_file(outcome, ENGINE_NAMES), encoding="utf-8")
+    print(f"to serve it: nanovllm serve --config {path}", file=sys.stderr)
+    if plot.can_plot():
         plot.save_plot(outcome, folder / "curves.png")
-    return 0 if finalists and finalists[0].keeps_goals else 1
 
 
 def _forecast(question: Question) -> Forecast:
@@ -162,30 +206,3 @@ def _notes(question: Question, sweep: Sweep) -> Iterator[str]:
         yield ("all requests arrive at the start, so TTFT is mostly queueing time; give a --rate")
     if not plot.can_plot():
         yield "no curves.png without matplotlib; pip install 'nanovllm[plot]' and repeat the command"
-
-
-def _measure(question: Question, sweep: Sweep, journal: Journal) -> bool:
-    """Run the sweep; returns False if it was interrupted."""
-    options = question.options
-    planned, names = num_measurements(sweep.rounds, sweep.repeats), question.resolver.varying(sweep.settings)
-    with (
-        tempfile.TemporaryDirectory(prefix="nanovllm-tune-") as name,
-        tqdm(total=planned, desc="measured", unit="setting", disable=None) as bar,
-    ):
-
-        def progress(setting: Setting, share: float, runs: list[Run] | None) -> None:
-            bar.update()
-            bar.write(report.line(setting, names, share, runs), file=sys.stderr)
-
-        settings = Settings(model_source(options.model), warm_ups=options.warm_ups, verbose=options.verbose)
-        fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
-        # SIGTERM becomes KeyboardInterrupt, which ends the worker process too.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            sweep.run(Measurer(question.workloads, fixed, settings, journal, Path(name), progress))
-        except KeyboardInterrupt:
-            return False
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        bar.total = bar.n  # failed settings were not measured further
-    return True

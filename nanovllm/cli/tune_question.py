@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,16 +78,18 @@ def build_question(options: argparse.Namespace) -> Question:
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
         raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")
-    workloads: Workloads = {rate: with_arrivals(options, workload, rate) for rate in options.rate or ()} or {
-        None: workload
-    }
+    _check_find_rate(options, goals)
+    workloads = with_rates(options, workload, options.rate or [])
     calibration = Calibration.load(options.simulate) if options.simulate else None
     device = _device(fixed, calibration)
     named: Values = {name: values for name in SWEPT if (values := getattr(options, f"try_{name}")) is not None}
+    if options.only_named and not named:
+        raise ValueError("--only-named sweeps what is named, and nothing is; give values, such as --block-size 32,64.")
     backend = calibration.attention_backend if calibration else fixed.get("attention_backend", "auto")
     values = values_to_try(
         device, named, backend=backend, wide=calibration is not None, most_at_once=len(workload.requests),
         longest_prompt=max(len(request.prompt_token_ids) for request in workload.requests),
+        only_named=options.only_named,
     )  # fmt: skip
     takes_flash = backend == "flash" or (backend == "auto" and auto_takes_flash(options.model, device, fixed))
     resolver = Resolver(device, fixed, takes_flash=takes_flash)
@@ -96,6 +99,18 @@ def build_question(options: argparse.Namespace) -> Question:
     return Question(
         options, fixed, goals, workload, workloads, calibration, resolver, replace(candidates, refused=named_refusals)
     )
+
+
+def with_rates(options: argparse.Namespace, workload: Workload, rates: Sequence[float]) -> Workloads:
+    """The workload at each rate; without one, with its own arrivals."""
+    return {rate: with_arrivals(options, workload, rate) for rate in rates} or {None: workload}
+
+
+def _check_find_rate(options: argparse.Namespace, goals: list[Goal]) -> None:
+    if options.find_rate and not goals:
+        raise ValueError("--find-rate needs a goal that a rate can miss, such as --ttft-p99 500ms.")
+    if options.find_rate and options.rate is not None:
+        raise ValueError("--find-rate looks for the rate; leave --rate out.")
 
 
 def _device(fixed: dict[str, Any], calibration: Calibration | None) -> str:

@@ -27,7 +27,11 @@ def add_workload_flags(
         help=f"workload with its parameters, such as random:requests=8,prompt=100-1024{more}",
     )  # fmt: skip
     parser.add_argument(
-        "--trace", action="append", default=[], metavar="FILE", help="read a workload from a trace file"
+        "--trace",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="read a workload from a trace file, a server's --record, or a trace of Mooncake's or Azure's",
     )
     parser.add_argument("--seed", type=int, metavar="INT", help="seed of drawn workloads and arrivals (default 0)")
     parser.add_argument("--requests", type=positive, metavar="INT", help="keep the first INT requests of each workload")
@@ -133,28 +137,32 @@ def with_own_arrivals(options: argparse.Namespace) -> list[Workload]:
     texts = options.workload or ([] if options.trace else ["random"])
     workloads = [build(text, seed=options.seed) for text in texts]
     uses_seed = any(workload.parameters.get("seed") == options.seed for workload in workloads)
-    if options.seed is not None and options.rate is None and not uses_seed:
+    if options.seed is not None and not _draws_arrivals(options) and not uses_seed:
         raise ValueError(
             f"--seed is {options.seed}, but nothing is drawn with it: {' and '.join([*texts, *options.trace])} has "
             "fixed tokens or its own seed, and without --rate its own arrivals. Leave --seed out, or give a --rate."
         )
-    workloads += [read_trace(path, tokenize=_Tokenize(options)) for path in options.trace]
     if options.requests:
         workloads = [workload.first(options.requests) for workload in workloads]
-    return workloads
+    tokenize = _Tokenize(options)
+    return workloads + [read_trace(path, tokenize=tokenize, first=options.requests) for path in options.trace]
 
 
 def check_arrival_flags(options: argparse.Namespace) -> None:
     """Raise ValueError for arrival flags without effect."""
-    if options.arrivals and options.rate is None:
+    if options.arrivals and not _draws_arrivals(options):
         raise ValueError(f"--arrivals is {options.arrivals}, but without --rate all requests keep their own arrivals.")
     if options.burst and options.arrivals != "bursty":
         raise ValueError(f"--burst is {options.burst}, but only --arrivals bursty has bursts.")
 
 
+def _draws_arrivals(options: argparse.Namespace) -> bool:
+    return options.rate is not None or getattr(options, "find_rate", False)
+
+
 def arrival_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return "arrivals", "burst" and "seed" of the arrival process; None where unused."""
-    is_drawn, is_bursty = options.rate is not None, options.arrivals == "bursty"
+    is_drawn, is_bursty = _draws_arrivals(options), options.arrivals == "bursty"
     return {
         "arrivals": (options.arrivals or "poisson") if is_drawn else None,
         "burst": (options.burst or 8) if is_bursty else None,

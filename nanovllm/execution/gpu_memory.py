@@ -88,7 +88,8 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
     graphs = 0
     if config.cuda_graphs:
         graphs = peaks.forward + buckets.max_captured_tiles * tile_bytes
-        graphs += 4 * buckets.max_decodes * binding.vocab_size  # logits with penalties, in the graphs' own memory
+        # In the graphs' own memory, in float32: logits with penalties, and for filters what masks leave of them.
+        graphs += 8 * buckets.max_decodes * binding.vocab_size
         graphs += MAX_GRAPHS * GRAPH_BYTES_PER_LAYER * len(binding.layers)
     tiles = buckets.max_tiles * tile_bytes
     splits = sum(split_bytes(options, buckets.max_decodes) for options in of_kinds)

@@ -102,9 +102,25 @@ def schema_problem(name: str, schema: Any) -> ValueError | None:
     Args:
         name: for the error.
     """
+    from llguidance import LLMatcher
+
+    return _problem(name, LLMatcher.grammar_from_json_schema(schema))
+
+
+def check_form(form: StructuredOutput) -> None:
+    """Raise ValueError for a form that cannot be compiled for any tokenizer; reads no vocabulary."""
+    name = f"structured_output.{form.kind}"
+    try:
+        problem = _problem(name, _grammar(form))
+    except Exception as error:  # as in `_compile`
+        raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
+    if problem is not None:
+        raise problem
+
+
+def _problem(name: str, grammar: str) -> ValueError | None:
     from llguidance import LLMatcher, LLParserLimits
 
-    grammar = LLMatcher.grammar_from_json_schema(schema)
     message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS, verbose_errors=False))
     return _refusal(name, message) if message and not message.startswith("WARNING") else None
 

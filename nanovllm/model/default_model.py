@@ -67,6 +67,11 @@ class DefaultModelError(RuntimeError):
     """The default model could not be made ready; the message says what happened, where, and the remedy."""
 
 
+def default_folder() -> Path:
+    """Where the default model is, or will be."""
+    return cache_root() / _FOLDER_NAME
+
+
 def ensure_default_model(*, progress: bool = True) -> Path:
     """Return the default model's checkpoint folder, downloading and converting the model if it is not there yet.
 

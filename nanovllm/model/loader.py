@@ -21,7 +21,10 @@ from nanovllm.model.probe import positions_of
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 from nanovllm.model.source import find
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.unsupported import unsupported
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # read from a generation config
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,21 @@ class LoadedModel:
             if eos is not None:
                 return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
         return ()
+
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """The sampling options that the generation config sets; raises ModelLoadError for values out of range."""
+        config = getattr(self.model, "generation_config", None)
+        values = {name: getattr(config, name, None) for name in SAMPLING_DEFAULTS}
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            checked = SamplingParams(**given)
+        except (TypeError, ValueError) as error:
+            raise ModelLoadError(
+                f"the model's generation_config holds sampling options that cannot be used: {error} "
+                "To leave them out, set generation_config='none'."
+            ) from error
+        return {name: getattr(checked, name) for name in given}
 
 
 def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: EngineConfig) -> LoadedModel:

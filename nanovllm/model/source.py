@@ -1,4 +1,4 @@
-"""What a model's name stands for: the embedded default, a local folder, or a hub id. Neither torch nor transformers."""
+"""Where a model is, by its name: the embedded default, a local folder, or an id of the hub; without torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def find(name: str, *, needs_tokenizer: bool) -> str:
-    """The folder or hub id behind a name; a folder is checked for what it must hold."""
+    """The folder or hub id behind a name; makes the embedded model, and raises what `find_folder` does."""
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
+    folder = find_folder(name, needs_tokenizer=needs_tokenizer)
+    return name if folder is None else str(folder)
+
+
+def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
+    """The folder of this name, None for what can only be a hub id.
+
+    Raises ModelLoadError for a path to nothing, and for a folder that lacks something.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -25,9 +34,9 @@ def find(name: str, *, needs_tokenizer: bool) -> str:
             raise ModelLoadError(
                 f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..."
             )
-        return str(folder)
+        return folder
     if folder.exists():
         raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"there is no folder {folder}.")
-    return name
+    return None

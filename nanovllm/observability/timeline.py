@@ -1,16 +1,15 @@
-"""Timeline of a run: reads a trace, and renders it as one HTML page."""
+"""Timeline of a run: reads a trace, and sums it up."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanovllm.observability.trace_writer import ENGINE, REQUESTS, STATES
-from nanovllm.pages import read_page
 
 # Values of a step for page and plot, in this order: the arguments of its slice in the trace.
 STEP_VALUES = (
@@ -111,11 +110,3 @@ def summary(run: Run) -> str:
         f"{preempted:,} preemptions",
     )
     return "; ".join(parts) + ("; the trace was cut short" if run.is_cut_short else "")
-
-
-def to_html(run: Run, title: str) -> str:
-    """Render a self-contained HTML page."""
-    data = asdict(run) | {"title": title, "summary": summary(run), "states": STATES, "names": STEP_VALUES}
-    # "</" and "<!--" would end the script element.
-    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return read_page("timeline.html").replace("__RUN__", embedded)

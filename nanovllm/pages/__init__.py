@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
-_INCLUDE = re.compile(r"/\* include (?P<name>[a-z_]+\.(?:css|js)) \*/")
+_INCLUDE = re.compile(r"/\* include (?P<name>[a-z_/.]+\.(?:css|js)) \*/")
 
 
 def read_page(name: str) -> str:

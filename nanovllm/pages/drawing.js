@@ -44,6 +44,22 @@ function stackBar(context, left, width, bottom, toHeight, parts) {
   }
 }
 
+/**
+ * The scale of tokens a step, on both pages. Heights are square roots, so that one decode shows beside a full budget.
+ * Cached tokens do not count against the budget and may be many times as many: what is above `most` is cut.
+ */
+function tokenScale(budget, highest) {
+  const most = clamp(1.05 * highest, 1.05 * budget, 2 * budget);
+  const share = (amount) => Math.sqrt(Math.min(amount, most) / most);
+  return { most, pixels: (height) => (amount) => (amount ? Math.max(1, Math.round(share(amount) * height)) : 0) };
+}
+
+/** The smallest of 1, 2, 5, 10, 20, ... that is not below `least`. */
+function tickDistance(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= least);
+}
+
 function dashedLine(context, left, right, y, color) {
   context.strokeStyle = color;
   context.setLineDash([5, 4]);

@@ -1,92 +1,200 @@
 // ---------------------------------------------------------------------------------------------------------------- chat
 
-/** Conversation with the model. Answers are inserted as text, never as HTML. */
+function announce(text) { setText($("announce"), text); }
+
+/** Conversation with the model; kept after each message. */
 class Chat {
-  constructor({ parts, onRefused, onOwnRequest }) {
-    Object.assign(this, { parts, onRefused, onOwnRequest });
+  constructor({ parts, store, onRefused, onOwnRequest }) {
+    Object.assign(this, { parts, store, onRefused, onOwnRequest });
     this.model = null;
-    this.messages = []; // in the format of /v1/chat/completions
     this.abort = null; // aborts the answer that streams
-    parts.form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
-    parts.question.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.ask(); }
+    this.editing = null; // index of the message that the next question replaces
+    this.sampling = new SamplingForm();
+    const { form, question, stop, system } = parts;
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
+    question.addEventListener("keydown", (event) => this.onKey(event));
+    stop.addEventListener("click", () => this.abort?.abort());
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+      if (this.editing !== null) this.edit(null); else this.abort?.abort();
     });
-    parts.stop.addEventListener("click", () => this.abort?.abort());
-    parts.fresh.addEventListener("click", () => this.startAnew());
+    system.addEventListener("input", () => { this.conversation.system = system.value; });
+    system.addEventListener("change", () => this.keep(this.conversation));
+    $("cancel_edit").addEventListener("click", () => this.edit(null));
+    this.open(this.store.read(sessionStorage.getItem(OPEN_PLACE) ?? "") ?? newConversation());
+  }
+
+  get messages() { return this.conversation.messages; }
+
+  onKey(event) {
+    const { question } = this.parts;
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.ask(); }
+    if (event.key === "ArrowUp" && !question.value) {
+      const last = this.messages.findLastIndex(({ role }) => role === "user");
+      if (last >= 0 && !this.abort) { event.preventDefault(); this.edit(last); }
+    }
+  }
+
+  open(conversation) {
+    this.abort?.abort();
+    this.setAbort(null);
+    this.conversation = conversation;
+    sessionStorage.setItem(OPEN_PLACE, conversation.id);
+    this.parts.system.value = conversation.system;
+    if (conversation.system) $("settings").open = true;
+    this.edit(null);
+    this.redraw();
   }
 
   startAnew() {
-    this.abort?.abort();
-    this.messages = [];
-    this.parts.conversation.replaceChildren(this.parts.welcome);
+    this.open({ ...newConversation(), system: this.conversation.system });
     this.parts.question.focus();
   }
 
-  add(role) {
-    const message = element("div", "message " + role), said = element("span", "said");
-    message.append(said);
-    this.parts.welcome.remove();
-    this.parts.conversation.append(message);
+  /** The conversation was deleted: go on with an empty one. */
+  forget(id) { if (id === this.conversation.id) this.open(newConversation()); }
+
+  redraw() {
+    const { conversation: box, welcome } = this.parts;
+    box.replaceChildren(...(this.messages.length ? [] : [welcome]));
+    this.messages.forEach((message, index) => this.add(message, index));
     this.scroll(true);
-    return { message, said };
+  }
+
+  /** Show a message at its place in the conversation. */
+  add(message, index) {
+    const copy = copyButton("Copy message", () => message.content), tools = [copy];
+    const button = (text, act) => {
+      const made = element("button", "quiet " + text.toLowerCase(), text);
+      made.type = "button";
+      made.addEventListener("click", act);
+      tools.push(made);
+    };
+    if (message.role === "user") button("Edit", () => { if (!this.abort) this.edit(index); });
+    else button("Retry", () => this.retry());
+    const view = new MessageView(message.role, tools);
+    view.show(message);
+    this.parts.welcome.remove();
+    this.parts.conversation.append(view.box);
+    this.scroll(true);
+    return view;
   }
 
   /** Scroll to the end, unless the reader has scrolled up. */
   scroll(always = false) {
     const box = this.parts.conversation;
-    if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 60) box.scrollTop = box.scrollHeight;
+    if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
   }
 
-  async ask() {
-    const { question, send, stop } = this.parts, content = question.value.trim();
-    if (!content || this.abort || !this.parts.form.reportValidity()) return;
-    const messages = [...this.messages, { role: "user", content }], abort = this.abort = new AbortController();
-    this.messages = messages;
-    const asked = this.add("user");
-    asked.said.textContent = content;
+  /** Put a question back into the input, to be asked otherwise; null ends that. */
+  edit(index) {
+    const { question } = this.parts, was = this.editing;
+    this.editing = index;
+    $("editing").hidden = index === null;
+    if (index !== null) {
+      question.value = this.messages[index].content;
+      question.focus();
+    } else if (was !== null) question.value = "";
+  }
+
+  keep(conversation) {
+    conversation.updated = Date.now();
+    $("storage").hidden = this.store.keep(conversation);
+  }
+
+  ask() {
+    const { question, form } = this.parts, content = question.value.trim();
+    if (!content || this.abort || !form.reportValidity()) return;
+    if (this.editing !== null) {
+      this.messages.splice(this.editing);
+      this.edit(null);
+      this.redraw();
+    }
+    this.messages.push({ role: "user", content });
+    this.add(this.messages.at(-1), this.messages.length - 1);
     question.value = "";
-    const { message, said } = this.add("assistant"), answer = new Answer();
-    send.hidden = true;
-    stop.hidden = false;
+    this.keep(this.conversation);
+    this.respond();
+  }
+
+  /** Answer the last question once more. */
+  retry() {
+    if (this.abort || this.messages.at(-1)?.role !== "assistant" || !this.parts.form.reportValidity()) return;
+    const before = this.messages.pop();
+    this.redraw(); // without the button that has the focus
+    if (window.matchMedia("(pointer: fine)").matches) this.parts.question.focus();
+    this.respond(before);
+  }
+
+  /** Stream the answer to the last question. Without any text the question returns to the input, or `before` to its place. */
+  async respond(before = null) {
+    const { conversation } = this, { messages } = conversation, abort = new AbortController(), answer = new Answer();
+    const view = this.add({ role: "assistant", content: "" }, messages.length);
+    this.setAbort(abort);
     try {
-      await this.stream(messages, abort.signal, answer, said);
+      await this.stream(abort.signal, answer, view);
     } catch (error) {
       answer.failure = abort.signal.aborted ? "" : this.explain(error);
       answer.reason = abort.signal.aborted ? "stopped" : "failed";
-    } finally {
-      this.abort = null;
-      send.hidden = false;
-      stop.hidden = true;
     }
-    if (answer.failure) message.append(element("span", "failure", answer.failure));
-    if (answer.failure && !answer.text) { // no text: the question returns to the input
-      message.querySelector(".said").remove();
-      if (this.messages === messages) this.messages = messages.slice(0, -1);
-      if (!question.value) question.value = content;
-    } else if (this.messages === messages) {
-      this.messages = [...messages, { role: "assistant", content: answer.text }];
-    }
-    if (answer.text || !answer.failure) message.append(element("span", "facts", answer.facts()));
+    view.cancelDrawing();
+    if (this.abort === abort) this.setAbort(null);
+    const isShown = this.conversation === conversation, isEmpty = Boolean(answer.failure) && !answer.text && !answer.reasoning;
+    if (!isEmpty) messages.push(answer.message);
+    else if (before) messages.push(before);
+    else if (isShown) this.takeBack(messages.pop());
+    this.keep(conversation);
+    if (!isShown) return;
+    announce(answer.failure || "The answer is complete.");
+    view.box.remove();
+    if (isEmpty) {
+      this.redraw();
+      this.parts.conversation.append(this.failed(answer));
+    } else this.add(messages.at(-1), messages.length - 1); // again, with buttons for the message that is kept
     this.scroll();
   }
 
-  async stream(messages, signal, answer, said) {
-    const body = {
-      model: this.model, messages, stream: true, stream_options: { include_usage: true },
-      max_completion_tokens: Number(this.parts.maxTokens.value), temperature: Number(this.parts.temperature.value),
-    };
+  failed({ failure }) {
+    const box = element("div", "message assistant");
+    box.append(element("span", "failure", failure));
+    return box;
+  }
+
+  takeBack({ content }) {
+    const { question } = this.parts;
+    question.value = question.value.trim() ? `${content}\n\n${question.value}` : content;
+  }
+
+  setAbort(abort) {
+    this.abort = abort;
+    this.parts.send.hidden = abort !== null;
+    this.parts.stop.hidden = abort === null;
+  }
+
+  get body() {
+    return { model: this.model, messages: asMessages(this.conversation), ...this.sampling.values };
+  }
+
+  /** What the next question would send, as a command. */
+  get command() {
+    const body = this.body, content = this.parts.question.value.trim();
+    if (content) body.messages.push({ role: "user", content });
+    if (!content && body.messages.at(-1)?.role === "assistant") body.messages.pop(); // the last question again
+    return curlCommand(body);
+  }
+
+  async stream(signal, answer, view) {
     const response = await call("v1/chat/completions", {
-      method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
+      method: "POST", signal, headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ ...this.body, stream: true, stream_options: { include_usage: true } }),
     });
-    const text = document.createTextNode("");
     for await (const [, data] of serverEvents(response)) {
       if (data === "[DONE]") break;
       if (!data) continue;
-      const delta = answer.take(JSON.parse(data));
+      const hasText = answer.take(JSON.parse(data));
       if (answer.id) this.onOwnRequest(answer.id);
-      if (!delta) continue;
-      if (!text.isConnected) said.append(text);
-      text.appendData(delta);
+      if (!hasText) continue;
+      view.showSoon(() => ({ content: answer.text, reasoning: answer.reasoning }));
       this.scroll();
     }
     if (answer.reason === null) throw new Error("The answer broke off.");
@@ -98,43 +206,5 @@ class Chat {
     if (error.status === 429)
       return `The queue is full: the server takes no more requests now. Try again in ${error.retryAfter || "some"} s.`;
     return error.message;
-  }
-}
-
-/** A streamed answer and its figures. */
-class Answer {
-  constructor() {
-    this.began = performance.now();
-    this.first = this.last = null;
-    this.text = "";
-    this.id = this.reason = this.usage = null;
-    this.failure = "";
-  }
-
-  /** Add a chunk; returns its text. */
-  take(chunk) {
-    if (chunk.error) throw new Error("The answer broke off: " + chunk.error.message);
-    this.id = this.id || chunk.id;
-    if (chunk.usage) this.usage = chunk.usage;
-    const choice = chunk.choices?.[0], delta = choice?.delta?.content || "";
-    if (choice?.finish_reason) this.reason = choice.finish_reason;
-    if (delta) {
-      this.last = performance.now();
-      this.first = this.first ?? this.last;
-      this.text += delta;
-    }
-    return delta;
-  }
-
-  facts() {
-    const facts = [], tokens = this.usage?.completion_tokens;
-    if (this.first !== null) facts.push("first token after " + duration(1e3 * (this.first - this.began)));
-    if (tokens > 1 && this.last > this.first) facts.push(figure((tokens - 1) / (this.last - this.first) * 1e3) + " tok/s");
-    if (this.usage) {
-      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      facts.push(`${count(tokens)} tokens`, `prompt ${count(this.usage.prompt_tokens)}, of them ${count(cached)} cached`);
-    }
-    if (this.reason && this.reason !== "stop") facts.push({ length: "ended by max tokens" }[this.reason] ?? this.reason);
-    return facts.join(" · ");
   }
 }

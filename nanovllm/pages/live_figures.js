@@ -132,6 +132,7 @@ class Tiles {
       const parts = { number: element("span"), unit: element("span", "unit"), more: element("div", "more") };
       const name = element("div", "name", figureOf.name);
       name.title = figureOf.about;
+      canvas.setAttribute("aria-hidden", "true");
       value.append(parts.number, parts.unit);
       tile.append(name, value, parts.more, canvas);
       place.append(tile);

@@ -5,17 +5,24 @@ const THEME_PLACE = "nanovllm-theme";
 const tip = $("tip"), stepHistory = new StepHistory(), state = { connection: "connecting" };
 let isDue = false;
 
-const chart = new StepsChart({ canvas: $("steps"), overview: $("overview"), tip, onPick: show });
+const chart = new StepsChart({ canvas: $("steps"), overview: $("overview"), span: $("span"), tip, onPick: show });
 const tiles = new Tiles($("tiles"), tip);
 const poolMap = new PoolMap({ canvas: $("pool"), legend: $("pool_legend"), note: $("pool_note"), tip });
 const requestTable = new RequestTable({ body: $("requests"), note: $("requests_note") });
+const store = new ConversationStore();
 const chat = new Chat({
   parts: {
-    form: $("ask"), question: $("question"), send: $("send"), stop: $("stop"), fresh: $("new_chat"),
-    conversation: $("conversation"), welcome: $("welcome"), maxTokens: $("max_tokens"), temperature: $("temperature"),
+    form: $("ask"), question: $("question"), send: $("send"), stop: $("stop"), system: $("system"),
+    conversation: $("conversation"), welcome: $("welcome"),
   },
+  store,
   onRefused: askForKey,
   onOwnRequest: (id) => requestTable.own.add(id),
+});
+const conversationList = new ConversationList({
+  dialog: $("list_dialog"), list: $("list"), store,
+  onOpen: (id) => chat.open(store.read(id) ?? newConversation()),
+  onRemoved: (id) => chat.forget(id),
 });
 const feed = new Feed({
   onState: (connection, notice = "") => {
@@ -25,6 +32,7 @@ const feed = new Feed({
   },
   onHello: (about) => {
     stepHistory.hello(about);
+    state.started = performance.now() - about.uptime_us / 1e3;
     chat.model = about.model;
     redraw();
   },
@@ -41,13 +49,22 @@ function draw() {
   const index = stepHistory.shownIndex, step = view.steps[index];
   // Rates over the last second expire when no step ran for a while.
   const isIdle = !isPaused && step !== undefined && look.time - step.time > RATE_WINDOW_US;
-  const shown = { about, look, steps: view.steps, index, isLive: !isPaused, isIdle }, colors = themeColors(COLORS);
+  const shown = { about, look, steps: view.steps, index, isLive: !isPaused, isIdle, newest: view.looks.at(-1) }, colors = themeColors(COLORS);
   tiles.draw(shown, colors);
   chart.draw(shown, colors);
   poolMap.draw(shown, colors);
   requestTable.draw(shown);
   drawControls(shown, step);
   drawTotals(stepHistory.newest);
+  setText($("facts"), serverFacts(about, stepHistory.newest));
+}
+
+/** What is served, on what, for how long. */
+function serverFacts({ backend, max_model_len, replicas }, newest) {
+  const { device = "", dtype = "" } = newest?.machine ?? {};
+  const parts = [device, dtype, `attention by ${backend}`, `up to ${count(max_model_len)} tokens`];
+  if (replicas > 1) parts.push(`${replicas} replicas`);
+  return [...parts.filter(Boolean), `up ${age(1e3 * (performance.now() - state.started))}`].join(" · ");
 }
 
 function drawState() {
@@ -122,6 +139,14 @@ function askForKey() {
 }
 
 $("change_key").addEventListener("click", askForKey);
+for (const link of document.querySelectorAll("#links a")) {
+  link.addEventListener("click", async (event) => { // a link cannot send the key
+    if (sessionStorage.getItem(KEY_PLACE) === null) return;
+    event.preventDefault();
+    const text = await call(link.getAttribute("href")).then((response) => response.text()).catch((error) => error.message);
+    showText(link.textContent, text);
+  });
+}
 $("cancel_key").addEventListener("click", () => $("key_dialog").close());
 $("key_form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -131,15 +156,32 @@ $("key_form").addEventListener("submit", (event) => {
   feed.retry();
 });
 
+// ------------------------------------------------------------------------------------------------------------- dialogs
+
+function showText(title, text) {
+  setText($("text_title"), title);
+  setText($("text"), text);
+  if (!$("text_dialog").open) $("text_dialog").showModal();
+}
+
+$("curl").addEventListener("click", () => showText("The next request as curl", chat.command));
+$("copy_text").replaceWith(copyButton("Copy the text", () => $("text").textContent));
+$("close_text").addEventListener("click", () => $("text_dialog").close());
+$("show_list").addEventListener("click", () => conversationList.show());
+$("new_chat").addEventListener("click", () => chat.startAnew());
+
 // --------------------------------------------------------------------------------------------------------------- looks
 
 const LEGEND = [["decode", "decode"], ["prefill", "prefill"], ["cached", "cached, not computed"],
                 ["limit", "token budget (√ scale)"]];
-for (const [name, text] of LEGEND) {
-  const item = element("span", "", text);
-  item.style.setProperty("--swatch", `var(--${name})`);
-  if (name === "limit") item.dataset.dashed = "";
-  $("steps_legend").append(item);
+const PROGRESS_LEGEND = [["cached", "cached"], ["prefill", "computed"], ["decode", "generated"], ["hover", "to max tokens"]];
+for (const [legend, entries] of [["steps_legend", LEGEND], ["progress_legend", PROGRESS_LEGEND]]) {
+  for (const [name, text] of entries) {
+    const item = element("span", "", text);
+    item.style.setProperty("--swatch", `var(--${name})`);
+    if (name === "limit") item.dataset.dashed = "";
+    $(legend).append(item);
+  }
 }
 
 const applyTheme = followTheme(() => localStorage.getItem(THEME_PLACE), () => {
@@ -152,6 +194,7 @@ $("theme").addEventListener("click", () => {
   localStorage.setItem(THEME_PLACE, document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   applyTheme();
 });
+$("span").addEventListener("change", redraw);
 $("change_key").hidden = sessionStorage.getItem(KEY_PLACE) === null;
 new ResizeObserver(redraw).observe(document.querySelector("main"));
 feed.run();

@@ -1,7 +1,7 @@
 // ---------------------------------------------------------------------------------------------------------- block pool
 
 const KINDS = ["free", "cached", "in use", "shared"];
-const MOST_CELL = 18, MAP_HEIGHT = 200;
+const MOST_CELL = 40, MAP_HEIGHT = 200;
 
 /** Map of the block pool: a cell per block, or per several, filled in proportion. */
 class PoolMap {
@@ -31,7 +31,7 @@ class PoolMap {
       this.shown = null;
       return;
     }
-    const size = clamp(Math.floor(Math.sqrt(width * MAP_HEIGHT / numCells)), 4, MOST_CELL);
+    const size = this.cellSize(numCells, width);
     const columns = Math.max(1, Math.floor(width / size)), height = Math.ceil(numCells / columns) * size;
     this.canvas.style.height = height + "px";
     this.shown = { pool, size, columns, numBlocks: about.num_blocks };
@@ -44,6 +44,15 @@ class PoolMap {
       stackBar(context, left, box, top + box, toHeight,
                [[kinds[2], colors.shared], [kinds[1], colors.blocks], [kinds[0], colors.cached]]);
     }
+  }
+
+  /** The largest cell of which all fit beside what else is in the panel. */
+  cellSize(numCells, width) {
+    const box = this.canvas.parentElement, isGiven = getComputedStyle(box).overflowY === "hidden"; // else it follows the map
+    const room = isGiven ? box.clientHeight : MAP_HEIGHT;
+    let size = clamp(Math.ceil(Math.sqrt(width * room / numCells)), 4, isGiven ? MOST_CELL : MOST_CELL / 2);
+    while (size > 4 && Math.ceil(numCells / Math.max(1, Math.floor(width / size))) * size > room) size--;
+    return size;
   }
 
   noteOn(pool, look, about, isLive) {

@@ -1,5 +1,7 @@
 // ------------------------------------------------------------------------------------------------------------ requests
 
+const PROGRESS = ["cached", "computed", "generated"]; // parts of a bar that ends at prompt + max_tokens
+
 /** Table of requests: a row for each one in the snapshot, and the number of those not listed. */
 class RequestTable {
   constructor({ body, note }) {
@@ -39,28 +41,30 @@ class RequestTable {
   newRow() {
     const row = document.createElement("tr"), cells = Array.from({ length: 5 }, () => document.createElement("td"));
     const state = element("span", "state"), progress = element("div", "progress"), bar = element("div", "bar");
-    const fill = document.createElement("i"), number = element("span", "number");
-    bar.append(fill);
+    const parts = PROGRESS.map((name) => element("i", name)), number = element("span", "number");
+    bar.append(...parts);
     progress.append(bar, number);
     cells[1].append(state);
     cells[2].append(progress);
     row.append(...cells);
     this.body.append(row);
-    return { row, cells, state, fill, number };
+    return { row, cells, state, parts, number };
   }
 
-  fill({ row, cells, state, fill, number }, request) {
-    const { id, sample, computed, known, prompt, cached, preemptions } = request;
+  fill({ row, cells, state, parts, number }, request) {
+    const { id, sample, computed, known, prompt, cached, limit, preemptions } = request;
     const isOwn = this.own.has(id);
     row.className = isOwn ? "own" : "";
-    const title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} generated, `
-      + `preempted ${count(preemptions)} times`;
+    const title = `${id}, sample ${sample}: ${count(prompt)} prompt tokens, ${count(Math.max(0, known - prompt))} of at most `
+      + `${count(limit - prompt)} generated, ${count(computed)} tokens computed, preempted ${count(preemptions)} times`;
     if (row.title !== title) row.title = title;
     setText(cells[0], (isOwn ? "yours" : shortId(id)) + (sample ? `#${sample}` : ""));
     if (state.textContent !== request.state) row.style.setProperty("--swatch", `var(--${request.state})`);
     setText(state, request.state);
-    fill.style.width = Math.round(100 * Math.min(1, computed / known)) + "%";
-    setText(number, `${count(computed)} / ${count(known)}`);
+    const found = Math.min(cached, computed, prompt), generated = Math.max(0, known - prompt);
+    const sizes = [found, Math.max(0, Math.min(computed, prompt) - found), generated];
+    parts.forEach((part, place) => { part.style.width = (100 * Math.min(1, sizes[place] / limit)).toFixed(1) + "%"; });
+    setText(number, `${count(known)} / ${count(limit)}`);
     setText(cells[3], count(cached));
     setText(cells[4], age(request.age_us));
   }

@@ -1,7 +1,8 @@
 // ------------------------------------------------------------------------------------------- tokens in each step, scrubbing
 
 const STACK = ["decode", "prefill", "cached"];
-const AXIS_WIDTH = 46, TOP = 8, BAR = 5, THUMB = 8;
+const AXIS_WIDTH = 46, AXIS_HEIGHT = 18, TOP = 8, THUMB = 8;
+const LEAD = 0.25; // of the time shown that may pass without a step before the chart stops moving
 
 function stackedTokens(step) { return STACK.reduce((sum, name) => sum + step[name], 0); }
 
@@ -20,13 +21,14 @@ function describeStep(step, { about }) {
 }
 
 /**
- * Chart of tokens per step: bars around the step shown, and below an overview of all steps. Heights are square roots of
- * tokens, so that a single decode is visible beside a step that spends the whole budget.
+ * Chart of tokens per step: bars on an axis of time around the step shown, and below an overview of all steps. Heights are
+ * square roots of tokens, so that a single decode is visible beside a step that spends the whole budget.
  */
 class StepsChart {
-  constructor({ canvas, overview, tip, onPick }) {
-    Object.assign(this, { canvas, overview, tip });
+  constructor({ canvas, overview, span, tip, onPick }) {
+    Object.assign(this, { canvas, overview, span, tip });
     this.view = null;
+    this.window = { start: 0, end: 1 }; // microseconds
     canvas.addEventListener("pointermove", (event) => {
       const step = this.view?.steps[this.indexAt(event.offsetX)];
       placeTip(tip, event, step ? describeStep(step, this.view) : "");
@@ -38,71 +40,129 @@ class StepsChart {
     });
   }
 
-  /** Steps that fit, centred on the one shown, unless there are too few later ones. */
-  get range() {
-    const { steps, index } = this.view, room = Math.max(1, Math.floor((this.canvas.clientWidth - AXIS_WIDTH) / BAR));
-    const first = clamp(Math.round(index - room / 2), 0, Math.max(0, steps.length - room));
-    return { first, end: Math.min(steps.length, first + room), room };
+  /** The time shown: up to now, or around the step shown. */
+  windowOf({ steps, index, isLive, newest }) {
+    const first = beginOf(steps, 0), last = steps.at(-1).time;
+    const length = this.span.value === "all" ? Math.max(1e3, last - first) * 1.01 : 1e6 * Number(this.span.value);
+    const end = isLive ? Math.min(Math.max(newest.time, last), last + LEAD * length)
+                       : Math.min(last + 0.01 * length, Math.max(steps[index].time + length / 2, first + length));
+    return { start: end - length, end };
   }
 
+  toX(time) {
+    const { start, end } = this.window;
+    return AXIS_WIDTH + (time - start) / (end - start) * (this.canvas.clientWidth - AXIS_WIDTH);
+  }
+
+  toTime(x) {
+    const { start, end } = this.window;
+    return start + (x - AXIS_WIDTH) / (this.canvas.clientWidth - AXIS_WIDTH) * (end - start);
+  }
+
+  /** Indices of the steps within the time shown. */
+  get range() {
+    const { steps } = this.view, { start, end } = this.window, after = steps.findIndex((_, index) => beginOf(steps, index) > end);
+    const first = steps.findIndex((step) => step.time >= start);
+    return { first: first < 0 ? steps.length : first, end: after < 0 ? steps.length : after };
+  }
+
+  /** The step at a place, or the one that ended last within three pixels; -1 without one. */
   indexAt(x) {
-    if (x < AXIS_WIDTH || !this.view) return -1;
-    const { first, end } = this.range, index = first + Math.floor((x - AXIS_WIDTH) / BAR);
-    return index < end ? index : -1;
+    if (x < AXIS_WIDTH || !this.view?.steps.length) return -1;
+    const { steps } = this.view, time = this.toTime(x), later = steps.findIndex((step) => step.time >= time);
+    if (later >= 0 && this.toX(beginOf(steps, later)) <= x + 3) return later;
+    const before = (later < 0 ? steps.length : later) - 1;
+    return before >= 0 && this.toX(steps[before].time) >= x - 3 ? before : -1;
   }
 
   draw(view, colors) {
     this.view = view;
-    // Cached tokens do not count against the budget and may be many times as many: higher bars are cut.
-    const { budget } = view.about, most = view.steps.reduce((high, step) => Math.max(high, stackedTokens(step)), 0);
-    this.most = clamp(1.05 * most, 1.05 * budget, 2 * budget);
+    this.scale = tokenScale(view.about.budget, view.steps.reduce((high, step) => Math.max(high, stackedTokens(step)), 0));
+    if (view.steps.length) this.window = this.windowOf(view);
     this.drawBars(colors);
     this.drawOverview(colors);
   }
 
-  scale(height) { return (amount) => (amount ? Math.max(1, Math.round(Math.sqrt(amount / this.most) * height)) : 0); }
-
   drawBars(colors) {
-    const { canvas, view } = this, width = canvas.clientWidth, height = canvas.clientHeight;
-    const context = fitCanvas(canvas, width, height), toHeight = this.scale(height - TOP - 1), { first, end } = this.range;
-    const { budget } = view.about;
+    const { canvas, view, scale } = this, width = canvas.clientWidth, height = canvas.clientHeight, bottom = height - AXIS_HEIGHT;
+    const context = fitCanvas(canvas, width, height), toHeight = scale.pixels(bottom - TOP), { budget } = view.about;
     context.textAlign = "right";
     for (let tick = budget; tick >= 1 && toHeight(tick) > 18; tick /= 4) {
-      const y = Math.round(height - toHeight(tick));
+      const y = Math.round(bottom - toHeight(tick));
       context.fillStyle = colors.line;
       if (tick !== budget) context.fillRect(AXIS_WIDTH, y, width, 1);
       context.fillStyle = colors.faint;
       context.fillText(count(tick), AXIS_WIDTH - 7, Math.max(y, 6));
     }
-    context.fillText("0", AXIS_WIDTH - 7, height - 6);
-    for (let index = first; index < end; index++) {
-      const left = AXIS_WIDTH + (index - first) * BAR;
-      if (index === view.index && !view.isLive) {
-        context.fillStyle = colors.hover;
-        context.fillRect(left - 1, 0, BAR + 1, height);
-        context.fillStyle = colors.text;
-        context.fillRect(left - 1, 0, BAR + 1, 3);
-      }
-      const step = view.steps[index];
-      stackBar(context, left, BAR - 1, height, toHeight, STACK.map((name) => [step[name], colors[name]]));
-      if (stackedTokens(step) > this.most) {
-        context.fillStyle = colors.panel;
-        context.fillRect(left, TOP - 5, BAR - 1, 2);
-      }
+    context.fillText("0", AXIS_WIDTH - 7, bottom - 6);
+    if (view.steps.length) {
+      this.drawTimes(context, bottom, colors);
+      context.save();
+      context.beginPath();
+      context.rect(AXIS_WIDTH, 0, width - AXIS_WIDTH, bottom);
+      context.clip();
+      for (const [left, right, index] of this.bars()) this.drawBar(context, left, right, index, bottom, toHeight, colors);
+      context.restore();
     }
-    dashedLine(context, AXIS_WIDTH, width, height - toHeight(budget), colors.limit);
+    dashedLine(context, AXIS_WIDTH, width, bottom - toHeight(budget), colors.limit);
+  }
+
+  /** [left, right, index] of the steps shown; of those within one pixel, the one with most tokens. */
+  bars() {
+    const { steps } = this.view, { first, end } = this.range, bars = [];
+    for (let index = first; index < end; index++) {
+      const left = Math.floor(this.toX(beginOf(steps, index))), right = Math.max(left + 1, Math.floor(this.toX(steps[index].time)));
+      const last = bars.at(-1);
+      if (last?.[0] !== left) bars.push([left, right, index]);
+      else if (stackedTokens(steps[index]) > stackedTokens(steps[last[2]])) bars[bars.length - 1] = [left, Math.max(right, last[1]), index];
+    }
+    return bars;
+  }
+
+  drawBar(context, left, right, index, bottom, toHeight, colors) {
+    const { view, scale } = this, step = view.steps[index], size = right - left - (right - left > 5 ? 1 : 0);
+    if (index === view.index && !view.isLive) {
+      context.fillStyle = colors.hover;
+      context.fillRect(left - 1, 0, size + 2, bottom);
+      context.fillStyle = colors.text;
+      context.fillRect(left - 1, 0, Math.max(4, size + 2), 3);
+    }
+    stackBar(context, left, size, bottom, toHeight, STACK.map((name) => [step[name], colors[name]]));
+    if (stackedTokens(step) > scale.most) {
+      context.fillStyle = colors.panel;
+      context.fillRect(left, bottom - toHeight(scale.most) + 3, size, 2);
+    }
+  }
+
+  /** Ticks, in seconds before the last step; while nothing runs, for how long. */
+  drawTimes(context, bottom, colors) {
+    const { view } = this, width = this.canvas.clientWidth, { start, end } = this.window, zero = view.steps.at(-1).time;
+    const distance = tickDistance((end - start) / (width / 90));
+    context.textAlign = "center";
+    for (let tick = Math.ceil((start - zero) / distance) * distance; tick <= end - zero; tick += distance) {
+      const x = Math.round(this.toX(zero + tick));
+      context.fillStyle = colors.line;
+      context.fillRect(x, bottom, 1, 4);
+      context.fillStyle = colors.faint;
+      const text = tick ? signedSeconds(tick, distance) : "last step";
+      if (tick <= 0) context.fillText(text, clamp(x, AXIS_WIDTH + 12, width - 26), bottom + 11);
+    }
+    const idle = view.newest.time - zero;
+    if (!view.isLive || idle < RATE_WINDOW_US || width - this.toX(zero) < 70) return;
+    context.textAlign = "right";
+    context.fillText(`idle for ${age(idle)}`, width - 6, bottom / 2);
   }
 
   drawOverview(colors) {
     const { overview, view } = this, width = overview.clientWidth, height = overview.clientHeight;
-    const context = fitCanvas(overview, width, height), toHeight = this.scale(height), { steps } = view;
+    const context = fitCanvas(overview, width, height), toHeight = this.scale.pixels(height), { steps } = view;
     const toX = (index) => THUMB / 2 + (steps.length > 1 ? index / (steps.length - 1) : 1) * (width - THUMB);
     context.fillStyle = colors.hover;
     context.fillRect(0, 0, width, height);
     if (!steps.length) return;
     const { first, end } = this.range;
     context.strokeStyle = colors.faint;
-    context.strokeRect(toX(first) - 2.5, 0.5, Math.max(4, toX(end - 1) - toX(first) + 5), height - 1);
+    if (end > first) context.strokeRect(toX(first) - 2.5, 0.5, Math.max(4, toX(end - 1) - toX(first) + 5), height - 1);
     const slot = Math.max(1, Math.ceil((width - THUMB) / steps.length));
     const columns = new Map(); // of the steps within one pixel, the one with most tokens
     steps.forEach((step, index) => {
@@ -112,4 +172,14 @@ class StepsChart {
     for (const [x, step] of columns)
       stackBar(context, x, slot, height, toHeight, STACK.map((name) => [step[name], colors[name]]));
   }
+}
+
+/** When the device began with a step: with overlap it is launched while the one before runs. */
+function beginOf(steps, index) {
+  return Math.max(steps[index].start, steps[index - 1]?.time ?? -Infinity);
+}
+
+function signedSeconds(us, precision) {
+  const seconds = Math.abs(us) / 1e6, digits = precision < 1e5 ? 2 : precision < 1e6 ? 1 : 0;
+  return (us < 0 ? "−" : "") + decimals(seconds, digits) + " s";
 }

@@ -30,6 +30,9 @@ NOT_OURS = {
         ("max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout", "access_log"),
         "Serve's proxy takes the connections",
     ),
+    **dict.fromkeys(("record", "record_max_bytes"), "each replica would write a file of its own on its machine"),
+    "log_format": "Ray's processes have logs of their own",
+    "otlp_traces_endpoint": "Serve has spans of its own",
     "ui": "the live view shows one engine, and a page's requests would go to several",
 }
 # Requests of a replica that autoscaling aims at. Serve's own default of 2 would leave an engine's batches empty.
@@ -132,7 +135,7 @@ def _settings(given: Mapping[str, Any]) -> ServerSettings:
             raise ValueError(f"{name} cannot be set for an application on Ray: {NOT_OURS[name]}.")
         if name not in names:
             raise TypeError(f"{name!r} is not an option of the server; see ServerSettings.")
-    options: dict[str, Any] = {"ui": False}
+    options: dict[str, Any] = {"ui": False, "access_log": False}
     options |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return ServerSettings(**options)
 

@@ -33,6 +33,7 @@ from nanovllm.server.openai.turn import template_options
 from nanovllm.server.security import ApiKeys, BodyGate, authorization_of
 from nanovllm.server.settings import ServerSettings, request_salt
 from nanovllm.server.sse import ClientGone, compact, event, until_disconnect
+from nanovllm.server.strict import TELL_UNKNOWN
 
 logger = logging.getLogger("nanovllm")
 
@@ -76,6 +77,8 @@ class PromptReader:
         Args:
             key: the API key of the request.
         """
+        # The replica logs unknown fields; here they must not keep the prompt from being read.
+        TELL_UNKNOWN.set((lambda name: None) if self._settings.unknown_fields == "warn" else None)
         try:
             request: CompletionRequest | ChatRequest
             as_chat = next((read for end, read in _CHATS.items() if path.endswith(end)), None)

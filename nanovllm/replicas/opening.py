@@ -57,10 +57,7 @@ def open_pool(
     setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
     shares = shares_of_host(config, gpus_each=config.tensor_parallel_size)
     source = find(setup["model"], needs_tokenizer=tokenizer is None)
-    if config.tensor_parallel_size > 1:
-        from nanovllm.model.loader import check_shards
-
-        check_shards(source, config)
+    _check_shards(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
     fleet = Fleet(
@@ -83,6 +80,13 @@ def open_pool(
     if not is_stepped_when_idle:
         keep(pool)
     return pool
+
+
+def _check_shards(source: str, config: EngineConfig) -> None:
+    if config.tensor_parallel_size > 1:
+        from nanovllm.model.loader import check_shards
+
+        check_shards(source, config)
 
 
 def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from nanovllm.outputs import EngineStats, ReplicaStatus
 from nanovllm.replicas.channel import Channel
+from nanovllm.replicas.foreign_process import ForeignProcess
 from nanovllm.replicas.messages import Start, ToEngine, encode
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.prefix_index import PrefixIndex
@@ -68,8 +69,7 @@ class Replica:
         self._num_deaths = 0  # in a row
         self._up_since = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._worker_ids: tuple[int, ...] = ()  # its other ranks
-        self._ending_ids: tuple[int, ...] = ()  # those of the process before
+        self._workers: tuple[ForeignProcess, ...] = ()  # its other ranks, until it is launched again
         self._died_at = 0.0
 
     # ------------------------------------------------------------------------------------------------- its queues
@@ -127,7 +127,8 @@ class Replica:
                 pass_fds=(descriptor,),
                 start_new_session=True,
             )
-        self.channel, self.start_time, self.silence, self._ending_ids = channel, None, 0.0, ()
+        self.channel, self.start_time, self.silence = channel, None, 0.0
+        self._forget_workers()
         self.send(self._start)
         return channel
 
@@ -136,17 +137,22 @@ class Replica:
             self.channel.send(encode(message))
 
     def came_up(self, now: float, max_num_seqs: int, worker_ids: tuple[int, ...]) -> None:
-        self.state, self.max_num_seqs, self._up_since, self._worker_ids = "up", max_num_seqs, now, worker_ids
+        self.state, self.max_num_seqs, self._up_since = "up", max_num_seqs, now
+        self._workers = tuple(map(ForeignProcess, worker_ids))
 
     def kill(self) -> None:
         """End its process, the workers of its compiler and its other ranks, whatever they do."""
-        if self._process is not None and self._process.poll() is None:
+        # Until it is waited for, no other process can get its number.
+        if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        for process_id in self._worker_ids:  # they would end by themselves, but for one that is stopped
-            with contextlib.suppress(OSError):
-                os.kill(process_id, signal.SIGKILL)
-        self._ending_ids, self._worker_ids = self._ending_ids + self._worker_ids, ()
+        for worker in self._workers:  # they would end by themselves, but for one that is stopped
+            worker.kill()
+
+    def _forget_workers(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = ()
 
     def bury(self, now: float) -> list[PoolRequest]:
         """Note that its process has died and when the next is due; returns the requests that it had."""
@@ -172,7 +178,7 @@ class Replica:
         """Whether to start it again: the backoff is over, and the system has freed what its processes held."""
         if self.start_time is None or now < self.start_time:
             return False
-        if now < self._died_at + EXIT_SECONDS and any(map(_is_alive, self._ending_ids)):
+        if now < self._died_at + EXIT_SECONDS and any(worker.is_alive for worker in self._workers):
             return False
         return self._process is None or self._process.poll() is not None
 
@@ -187,12 +193,4 @@ class Replica:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
-
-
-def _is_alive(process_id: int) -> bool:
-    """Whether a process that is not ours to wait for is there, and no zombie."""
-    try:
-        with open(f"/proc/{process_id}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+        self._forget_workers()

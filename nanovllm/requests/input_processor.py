@@ -7,7 +7,7 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -45,6 +45,7 @@ class RequestLimits:
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
     tensor_parallel_size: ranks that share the model.
     eos_token_ids: those of the model that can be sampled: its config may name others.
+    sampling_defaults: fields of `SamplingParams` for requests that leave them out.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class RequestLimits:
     allow_control_tokens: bool = False
     tensor_parallel_size: int = 1
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -68,6 +70,7 @@ class InputProcessor:
     def __init__(self, tokenizer: Any, limits: RequestLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self.clock = clock
+        self.default_params = SamplingParams(**limits.sampling_defaults)  # of requests without any
         self._tokenizer = tokenizer
 
     @cached_property
@@ -122,7 +125,7 @@ class InputProcessor:
         Raises TypeError or ValueError, naming the prompt if there are several.
         """
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        params, count = SamplingParams() if sampling_params is None else sampling_params, len(prompts)
+        params, count = self.default_params if sampling_params is None else sampling_params, len(prompts)
         options = _one_each(count, sampling_params=params, priority=priority, cache_salt=cache_salt, timeout=timeout)
         each = zip(prompts, islice(request_ids, count), options, strict=True)
         requests: list[NewRequest] = []
@@ -244,7 +247,9 @@ def check_prompt(prompt_token_ids: list[int], params: SamplingParams, limits: Re
     if length >= max_model_len:
         raise PromptTooLongError(
             f"the prompt has {length} tokens, which leaves no room for a new one within max_model_len "
-            f"({max_model_len}). Shorten it to at most {max_model_len - 1} tokens (truncate_prompt_tokens does), or "
+            # In OpenAI's words, which LiteLLM and others look for.
+            f"({max_model_len}): this model's maximum context length is {max_model_len} tokens. Shorten it to at most "
+            f"{max_model_len - 1} tokens (truncate_prompt_tokens does), or "
             "raise max_model_len if the model and the KV cache allow."
         )
     if params.prompt_logprobs_start >= length:

@@ -23,9 +23,12 @@ from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
+from nanovllm.server.logs import RequestLog, use_json
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.openai import chat, completions, embeddings, models, responses
 from nanovllm.server.openai.description import describe
+from nanovllm.server.recorder import Recorder
+from nanovllm.server.request_facts import InFlight
 from nanovllm.server.security import ApiKeys, BodyGate
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
@@ -44,20 +47,28 @@ def create_app(
     Args:
         model: folder or id of the model, for its name if `served_model_name` is not set.
 
-    `app.state` holds `server` (a ServerState), `api_keys` and `body_limits`.
+    `app.state` holds `server` (a ServerState), `api_keys`, `body_limits` and `recorder` (None without a record), which
+    the caller closes after the engine.
     """
     name = served_name(settings, model)
-    metrics = ServerMetrics(name)
+    metrics, in_flight = ServerMetrics(name), _in_flight(engine, settings, name)
+    in_flight.listeners.append(metrics.record_of_key)
+    metrics.describe_cache(engine.config)
     engine.observers.append(OnStep(metrics.on_step))
-    keys = ApiKeys(settings.api_keys())
+    recorder = None
+    if settings.record is not None:
+        recorder = Recorder(settings.record, max_bytes=settings.record_max_bytes)
+        engine.on_request_end.append(recorder.record)
+    keys = ApiKeys(settings.api_keys(), settings.key_names())
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
-    app.state.api_keys = keys
+    app.state.api_keys, app.state.recorder = keys, recorder
     app.state.server = ServerState(
         engine=engine,
         settings=settings,
         model_name=name,
         admission=Admission(engine, settings.stall_timeout),
         metrics=metrics,
+        in_flight=in_flight,
         token_text=TokenText(engine.tokenizer),
         answer_format=answer_format(engine.tokenizer, settings.tool_format, settings.reasoning_format),
         template_variables=template_variables(template_text(engine.tokenizer)),
@@ -70,6 +81,12 @@ def create_app(
     describe(app, app.state.server)
     if settings.ui:
         live_view.attach(app, app.state.server)
+    _add_middleware(app, settings, keys, metrics)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metrics: ServerMetrics) -> None:
+    """Add the middleware; what is added last sees a request first."""
     app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)
     if settings.cors_origin:
         app.add_middleware(
@@ -77,27 +94,46 @@ def create_app(
             allow_origins=list(settings.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # client libraries send headers of their own; the API key still protects the endpoints
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", "X-Request-Id"],
         )
     if (allowed := allowed_names(settings)) is not None:
         app.add_middleware(HostGate, allowed=allowed)
     app.add_middleware(CountResponses, metrics=metrics)
-    return app
+    app.add_middleware(RequestLog, keys=keys, is_logged=settings.access_log)
+
+
+def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> InFlight:
+    """Follow the engine's requests; raises RuntimeError without the packages for spans, if they are asked for."""
+    in_flight = InFlight()
+    if settings.otlp_traces_endpoint is not None:
+        from nanovllm.server.spans import SpanWriter, exporting  # imports opentelemetry
+
+        in_flight.listeners.append(SpanWriter(exporting(settings.otlp_traces_endpoint), model_name).write)
+    engine.on_request_end.append(in_flight.end)
+    return in_flight
 
 
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
     """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died."""
+    if settings.log_format == "json":
+        use_json()
     allow_open_files(settings.max_connections)
     listeners = bind(settings.host, settings.port)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
+    recorder = None
     try:
+        if settings.record is not None:
+            Recorder.check(settings.record)
         engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
         app = create_app(engine, settings, model=model)
+        recorder = app.state.recorder
         server = build_server(app, engine, settings)
         server.run(listeners)
     finally:
         for listener in listeners:
             listener.close()
+        if recorder is not None:
+            recorder.close()
     return server.exit_code
 
 
@@ -110,7 +146,7 @@ def build_server(app: Any, engine: AsyncLLM, settings: ServerSettings) -> Draini
         http=protocol_class(settings),
         ws="none",  # an upgraded connection would bypass the limits of `protocol_class`
         log_config=None,
-        access_log=settings.access_log,
+        access_log=False,  # `RequestLog` has more to say
         server_header=False,
         lifespan="off",
         timeout_graceful_shutdown=int(LAST_SECONDS),

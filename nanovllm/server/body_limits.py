@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,11 +21,14 @@ from pydantic import ValidationError
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.errors import ApiError, from_validation
 from nanovllm.server.settings import ServerSettings
-from nanovllm.server.strict import Strict
+from nanovllm.server.strict import TELL_UNKNOWN, Strict
+
+logger = logging.getLogger("nanovllm")
 
 Result = TypeVar("Result")
 
 LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread switch
+MAX_UNKNOWN = 256  # of the fields that are logged
 LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 
 
@@ -45,6 +49,7 @@ class BodyLimits:
             "tools": (settings.max_tools, "the server's max_tools. Offer fewer"),
             "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
         }
+        self._unknown: set[str] = set()  # fields that were logged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
@@ -100,6 +105,15 @@ class BodyLimits:
                     param=name,
                 )
 
+    def expect_unknown(self) -> None:
+        """Let unknown fields pass with a line of the log, or be refused, in the models that are validated next."""
+        TELL_UNKNOWN.set(self._log_unknown if self._settings.unknown_fields == "warn" else None)
+
+    def _log_unknown(self, name: str) -> None:
+        if name not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
+            self._unknown.add(name)
+            logger.warning("the unknown field %.100r is ignored, here and in later requests (unknown_fields)", name)
+
     def parse(self, body: bytes, model: type[Strict]) -> Strict:
         """Parse a large body into its model; raises ApiError, and the errors of `json.loads`."""
         self.check_size(body)
@@ -112,6 +126,7 @@ class BodyLimits:
         except RecursionError as error:
             raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from error
         self.check_fields(given)
+        self.expect_unknown()  # in this thread
         try:
             return model.model_validate(given)
         except ValidationError as error:
@@ -132,6 +147,7 @@ class LimitedRequest(Request):
         if len(body) < LARGE_BYTES:
             given = await super().json()
             limits.check_fields(given)
+            limits.expect_unknown()
             return given
         self.scope[LARGE] = True
         return await limits.off_loop(self, partial(limits.parse, body, self._model))

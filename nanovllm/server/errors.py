@@ -111,7 +111,9 @@ class ApiError(HTTPException):
         """The error in the form of the API at a path."""
         if MESSAGES_PATH in path:
             kind = ANTHROPIC_TYPES.get(self.status_code, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            # Anthropic's words, by which its clients know that they must shorten the conversation.
+            begin = "prompt is too long: " if self.code == TOO_LONG else ""
+            return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -279,7 +281,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server failed to answer this request; see its log.").response(request.url.path)
+        answer = ApiError(500, "the server failed to answer this request; see its log.").response(request.url.path)
+        if (request_id := request.scope.get("nanovllm.request_id")) is not None:  # this is outside of `RequestLog`
+            answer.headers["x-request-id"] = request_id
+        return answer
 
 
 def _body_fields(request: Request) -> list[str]:

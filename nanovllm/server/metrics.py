@@ -12,17 +12,21 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.config import EngineConfig
 from nanovllm.observability.step_records import StepRecord
 from nanovllm.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
+from nanovllm.sequence import NewRequest
+from nanovllm.server.request_facts import RequestFacts
 from nanovllm.streaming.heartbeat import Heartbeat
 
 PREFIX = "nanovllm:"
+REASONS = ("error", "abort", "timeout", "length", "stop")  # the worst first
 LATENCIES = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 )  # fmt: skip
@@ -182,6 +186,15 @@ class ServerMetrics:
             PREFIX + "http_responses", "Responses by endpoint and HTTP status.", ["model_name", "endpoint", "status"],
             registry=self.registry,
         )  # fmt: skip
+        labels = ["model_name", "key"]
+        self._key_requests = Counter(
+            PREFIX + "key_requests", "Requests by API key, and how they ended.", [*labels, "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._key_tokens = Counter(
+            PREFIX + "key_tokens", "Tokens by API key and kind: prompt or generation.", [*labels, "kind"],
+            registry=self.registry,
+        )  # fmt: skip
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token (TTFT).", LATENCIES)
         itl_name = PREFIX + "inter_token_latency_seconds"
@@ -230,9 +243,7 @@ class ServerMetrics:
 
     def record_ended(self, output: RequestOutput) -> None:
         """Record a finished request, with the worst finish reason of its samples."""
-        reasons = {completion.finish_reason for completion in output.outputs}
-        worst = next(reason for reason in ("error", "abort", "timeout", "length", "stop") if reason in reasons)
-        self._outcomes.labels(self._model_name, worst).inc()
+        self._outcomes.labels(self._model_name, worst_reason(output)).inc()
         metrics = output.metrics
         self._prompt_tokens.inc(metrics.num_prompt_tokens)
         self._prompt_lengths.observe(metrics.num_prompt_tokens)
@@ -241,6 +252,27 @@ class ServerMetrics:
             self._queue_time.observe(metrics.queue_time)
         if metrics.finished_time is not None:
             self._latency.observe(metrics.finished_time - metrics.arrival_time)
+
+    def record_of_key(self, facts: RequestFacts, request: NewRequest, output: RequestOutput | None) -> None:
+        """Record an ended request, read or abandoned, for its key; called in the engine thread."""
+        name = self._model_name, facts.key
+        self._key_requests.labels(*name, worst_reason(output)).inc()
+        self._key_tokens.labels(*name, "prompt").inc(len(request.prompt_token_ids))
+        self._key_tokens.labels(*name, "generation").inc(output.metrics.num_output_tokens if output else 0)
+
+    def describe_cache(self, config: EngineConfig) -> None:
+        """Show the options of the KV cache as labels, under vLLM's names."""
+        values = {
+            "model_name": self._model_name,
+            "block_size": config.block_size,
+            "num_gpu_blocks": config.num_kv_blocks - 1,  # without the null block, which holds nothing
+            "cache_dtype": config.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        text = "The KV cache of an engine, as labels."
+        gauge = Gauge(PREFIX + "cache_config_info", text, list(values), registry=self.registry)
+        gauge.labels(*map(str, values.values())).set(1)
 
     def record_left(self, output: RequestOutput | None, seconds: float) -> None:
         """Record an abandoned request with its last output and its seconds since arrival."""
@@ -257,6 +289,12 @@ class ServerMetrics:
         self._engine.heartbeat, self._engine.is_stalled = heartbeat, is_stalled
         self._replicas.replicas = replicas
         return generate_latest(self.registry)
+
+
+def worst_reason(output: RequestOutput | None) -> str:
+    """The worst finish reason among the samples of a request's last output; "error" without one: the engine died."""
+    reasons = {"error"} if output is None else {completion.finish_reason for completion in output.outputs}
+    return next((reason for reason in REASONS if reason in reasons), "abort")
 
 
 class CountResponses:

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError
+from nanovllm.server.request_facts import NO_KEY
 
 
 class ApiKeys:
     """Accepted API keys; without any, no key is required.
 
+    Args:
+        names: of keys, for logs and metrics; the others are called key-1, key-2 and so on, in their order.
+
     Raises ValueError for a key that a header cannot hold.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], names: Mapping[str, str] | None = None) -> None:
         for number, key in enumerate(keys, 1):  # the value must not appear in a log
             if not (key.isascii() and key.isprintable() and key == key.strip()):
                 raise ValueError(
                     f"API key {number} is not printable ASCII without outer spaces, as a header needs. Replace it."
                 )
+        numbered = {key: f"key-{number}" for number, key in enumerate(dict.fromkeys(keys), 1)}
+        self._names = numbered | dict(names or {})
         self._keys = {hashlib.sha256(key.encode()).digest(): key for key in keys}
 
     def check(self, authorization: str | None) -> str | None:
@@ -50,6 +56,14 @@ class ApiKeys:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return found
+
+    def name_of(self, authorization: str | None) -> str:
+        """Return the name of the key in an Authorization header, NO_KEY for none, "invalid" for a wrong one."""
+        try:
+            key = self.check(authorization)
+        except ApiError:
+            return "invalid" if authorization else NO_KEY
+        return NO_KEY if key is None else self._names[key]
 
 
 def authorization_of(headers: Headers) -> str | None:

@@ -13,6 +13,8 @@ MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "glm", "harmony", "none")
+LOG_FORMATS = ("text", "json")
+ON_UNKNOWN = ("refuse", "warn")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
 
 
@@ -25,7 +27,8 @@ class ServerSettings:
     served_model_name: name of the model in requests and answers. Not set: the last part of its path.
     api_key: key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the
         command line: prefer NANOVLLM_API_KEY or api_key_file.
-    api_key_file: file with one key a line; empty lines and lines that begin with # are ignored.
+    api_key_file: file with one key a line; empty lines and lines that begin with # are ignored. What follows " #" is
+        the key's name in logs and metrics, else key-1, key-2 and so on.
     cache_salt_per_key: share cached prefixes only among requests with the same API key.
     cors_origin: web origin whose pages may call the server, such as https://example.org; may be repeated.
     max_connections: maximum number of open sockets; further ones get 503 and are closed.
@@ -57,8 +60,17 @@ class ServerSettings:
         none (tool calls stay text), or auto (detected from the chat template).
     reasoning_format: markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays
         content), or auto (detected from the chat template).
+    unknown_fields: what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once
+        each).
     log_prompts: log prompts and messages.
-    access_log: log a line per request.
+    access_log: log a line per request: time, client, status, duration, the key's name, x-request-id.
+    log_format: form of the log: text, or json for an object a line.
+    otlp_traces_endpoint: URL that spans of requests are sent to, such as http://localhost:4318/v1/traces; needs
+        nanovllm[otel].
+    record: append arrivals, lengths and hashed prefixes of all requests, without text, to this file, which nanovllm
+        tune and simulate read as --trace.
+    record_max_bytes: size in bytes above which the record is renamed to FILE.1, in place of an older one, and begun
+        anew.
     ui: serve the live view at /.
     """
 
@@ -92,12 +104,17 @@ class ServerSettings:
     drain_timeout: float = 30.0
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    unknown_fields: str = "refuse"
     log_prompts: bool = False
     access_log: bool = True
+    log_format: str = "text"
+    otlp_traces_endpoint: str | None = None
+    record: str | None = None
+    record_max_bytes: int = 2**28
     ui: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("host", "served_model_name", "api_key_file"):
+        for name in ("host", "served_model_name", "api_key_file", "record", "otlp_traces_endpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
                 raise TypeError(f"{name} must be a non-empty string, not {value!r}.")
@@ -113,7 +130,7 @@ class ServerSettings:
         self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
         for name in (
             "max_connections", "max_header_bytes", "max_headers", "max_body_items", "max_messages", "max_tools",
-            "max_word_chars",
+            "max_word_chars", "record_max_bytes",
         ):  # fmt: skip
             self._set(name, integer(name, getattr(self, name), 1))
         self._set("allowed_hosts", strings("allowed_hosts", self.allowed_hosts, "Give host names as text."))
@@ -128,7 +145,10 @@ class ServerSettings:
         for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval", "stall_timeout"):
             self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
         self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
-        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+        for name, known in (
+            ("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS), ("unknown_fields", ON_UNKNOWN),
+            ("log_format", LOG_FORMATS),
+        ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
         for name in ("cache_salt_per_key", "log_prompts", "access_log", "ui"):
@@ -140,11 +160,20 @@ class ServerSettings:
         """Return the accepted keys, those of the file included; empty if no key is required."""
         if self.api_key_file is None:
             return self.api_key
-        lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
+        return (*self.api_key, *self._read_keys())
+
+    def key_names(self) -> dict[str, str]:
+        """Return the names of keys that the file gives some, for logs and metrics."""
+        named = {} if self.api_key_file is None else self._read_keys()
+        return {key: name for key, name in named.items() if name}
+
+    def _read_keys(self) -> dict[str, str]:
+        """The keys of the file and their names, empty for none."""
+        lines = Path(str(self.api_key_file)).read_text(encoding="utf-8").splitlines()
+        parts = [line.partition(" #") for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not parts:
             raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one key a line.")
-        return (*self.api_key, *keys)
+        return {key.strip(): name.strip() for key, _, name in parts}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass

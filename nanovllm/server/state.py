@@ -17,6 +17,7 @@ from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
 from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.request_facts import InFlight
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import EventStream, data_error
 from nanovllm.server.token_text import TokenText
@@ -34,6 +35,7 @@ class ServerState:
     model_name: str
     admission: Admission
     metrics: ServerMetrics
+    in_flight: InFlight
     token_text: TokenText
     answer_format: AnswerFormat
     template_variables: frozenset[str] | None  # None: not known
@@ -64,7 +66,8 @@ class ServerState:
         if len(prompt) > limit:
             raise ApiError(
                 400,
-                f"{param} has {len(prompt)} characters, above max_prompt_chars ({limit}). Shorten it.",
+                f"{param} has {len(prompt)} characters, above max_prompt_chars ({limit}). "
+                f"This model's maximum context length is {self.engine.config.max_model_len} tokens. Shorten it.",
                 param=param,
                 code=TOO_LONG,
             )

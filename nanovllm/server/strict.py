@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,9 @@ Item = TypeVar("Item")
 Each = Annotated[list[Item], Field(fail_fast=True)]
 
 MAX_NESTING = 100
+
+# Told of each unknown field, as Model.field, which is then left out; None: unknown fields are errors.
+TELL_UNKNOWN: ContextVar[Callable[[str], None] | None] = ContextVar("tell_unknown", default=None)
 
 
 def check_nesting(given: Item) -> Item:
@@ -36,7 +40,7 @@ AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
 
 
 class Strict(BaseModel):
-    """Model that refuses unknown fields."""
+    """Model that refuses unknown fields, or leaves them out, see `TELL_UNKNOWN`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     # Unsupported fields of OpenAI's API: allowed values, and the reason for refusing others.
@@ -59,6 +63,9 @@ class Strict(BaseModel):
                     "refused_field", "not supported: {reason}.", {"field": name, "reason": reason}
                 )
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in [name for name in rest if name not in known][1:]:
+        unknown, tell = [name for name in rest if name not in known], TELL_UNKNOWN.get()
+        for name in unknown[1:] if tell is None else unknown:
             del rest[name]  # pydantic reports the first; further ones would each cost an error
+            if tell is not None:
+                tell(f"{cls.__name__}.{name}")
         return rest

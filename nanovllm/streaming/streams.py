@@ -8,11 +8,18 @@ is bounded.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 
 from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.sequence import NewRequest
+
+logger = logging.getLogger("nanovllm")
+
+# Called in the engine thread with a request and its last output; None if the engine ended without one.
+OnEnd = Callable[[NewRequest, RequestOutput | None], None]
 
 
 class Stream:
@@ -96,16 +103,22 @@ async def relay(submit: Callable[[], Awaitable[OutputStream]]) -> AsyncGenerator
 
 
 class OutputRouter:
-    """Routes outputs to the open streams of one engine, with one wake-up per event loop and step."""
+    """Routes outputs to the open streams of one engine, with one wake-up per event loop and step.
+
+    on_end: called for every request that ends, read or abandoned.
+    """
 
     def __init__(self) -> None:
+        self.on_end: list[OnEnd] = []
+        self._requests: dict[str, NewRequest] = {}  # those that have not ended; used in the engine thread alone
         self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
         self._due: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
 
-    def open(self, request_id: str, stream: Stream) -> None:
+    def open(self, request: NewRequest, stream: Stream) -> None:
+        self._requests[request.request_id] = request
         with self._lock:
-            self._streams[request_id] = stream
+            self._streams[request.request_id] = stream
 
     def close(self, request_id: str, stream: Stream) -> bool:
         """Unregister a stream; returns whether it was open under this id."""
@@ -115,9 +128,24 @@ class OutputRouter:
             del self._streams[request_id]
             return True
 
+    def record_end(self, request_id: str, output: RequestOutput | None) -> None:
+        """Tell `on_end` of a request's end, once; called in the engine thread."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for tell in tuple(self.on_end):
+            try:
+                tell(request, output)
+            except Exception:
+                self.on_end.remove(tell)
+                logger.exception("%s raised at the end of a request; it is not called again", tell)
+
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
         """Put outputs into their streams; returns the ids of streams whose event loop is closed."""
         streams = []
+        for output in outputs:
+            if output.finished:
+                self.record_end(output.request_id, output)
         with self._lock:
             for output in outputs:
                 stream = self._streams.get(output.request_id)
@@ -136,6 +164,8 @@ class OutputRouter:
 
     def end(self, refusal: Callable[[], Exception]) -> None:
         """End every stream, with a separate exception for each reader."""
+        for request_id in list(self._requests):
+            self.record_end(request_id, None)
         with self._lock:
             streams = list(self._streams.values())
             self._streams.clear()

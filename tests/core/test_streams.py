@@ -194,3 +194,25 @@ def test_threads_that_generate_at_once_each_get_their_own_answers():
     for thread in threads:
         thread.join(60)
     assert [answers[number][0] for number in range(6)] == expected
+
+
+# --------------------------------------------------------------------------------------------------------- as completed
+
+
+def test_outputs_come_as_their_prompts_end_and_equal_those_of_generate():
+    prompts, counts = random_prompts(4, seed=8), (9, 2, 12, 5)
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in counts]
+    found = list(shared_llm().as_completed(prompts, params))
+    assert [index for index, _ in found] == [1, 3, 0, 2]
+    expected = generate(shared_llm(), prompts, params)
+    assert [output.outputs[0].token_ids for _, output in sorted(found)] == token_ids(expected)
+
+
+def test_bad_input_raises_at_the_call_and_an_iterator_left_early_ends_the_rest():
+    llm = open_llm()
+    with pytest.raises(ValueError, match="prompt 1"):
+        llm.as_completed([[5], []], GREEDY)
+    outputs = llm.as_completed([[5], [6], [7]], [SamplingParams(max_tokens=n) for n in (2, 100, 100)])
+    assert next(outputs)[0] == 0
+    outputs.close()  # type: ignore[attr-defined]
+    assert_idle_and_whole(llm)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from nanovllm import LLM, ModelLoadError, SamplingParams, UnsupportedModelError
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
@@ -292,10 +292,15 @@ def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
         seen.append(options)
         raise OSError("that is all")
 
+    def note_config(_source, **options):
+        seen.append(options)
+        return PreTrainedConfig()
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", note_config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
     refusal("somebody/some-model", revision="v2", trust_remote_code=True)
-    assert seen[0]["revision"] == "v2"
-    assert seen[0]["trust_remote_code"] is True
+    assert [options["revision"] for options in seen] == ["v2", "v2"]
+    assert all(options["trust_remote_code"] is True for options in seen)
 
 
 def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, monkeypatch):

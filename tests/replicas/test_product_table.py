@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,8 +86,17 @@ SAME = {"ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}  #
 
 
 @functools.cache
+def greedy_folder() -> str:
+    """The tiny model with a generation config of its own."""
+    folder = tempfile.mkdtemp(prefix="nanovllm-greedy-")
+    shutil.copytree(tiny_folder(), folder, dirs_exist_ok=True)
+    Path(folder, "generation_config.json").write_text('{"temperature": 0.0, "repetition_penalty": 1.3}')
+    return folder
+
+
+@functools.cache
 def one() -> LLM:
-    return LLM(tiny_folder(), tokenizer=tiny_tokenizer(), **LIMITS)
+    return LLM(greedy_folder(), tokenizer=tiny_tokenizer(), **LIMITS)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -106,7 +118,7 @@ def trace(mode, tmp_path_factory):
 def llm(mode, steps, trace):
     writer = trace and TraceWriter(str(trace))
     own = LIMITS | {mode: 2} | ({"routing": "least-loaded"} if mode == REPLICAS else {})
-    with LLM(tiny_folder(), tokenizer=tiny_tokenizer(), on_step=steps.append, trace=writer, **own) as llm:
+    with LLM(greedy_folder(), tokenizer=tiny_tokenizer(), on_step=steps.append, trace=writer, **own) as llm:
         yield llm
     if writer:
         writer.close()
@@ -214,6 +226,16 @@ def run_timeout(llm: LLM, steps: list[Any]) -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length", "length", "length"]
 
 
+def run_generation_config(llm: LLM, steps: list[Any]) -> None:
+    """What the model's own config says is used without parameters, and what `SamplingParams` say otherwise."""
+    assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    prompt = [7] * 236  # leaves 20 tokens of max_model_len
+    expected = one().generate(prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3), use_tqdm=False)
+    assert completions(llm.generate(prompt, use_tqdm=False)) == completions(expected)
+    [(index, plain)] = llm.as_completed(prompt, SamplingParams(temperature=0.0))
+    assert index == 0 and completions([plain]) != completions(expected)
+
+
 def run_options(llm: LLM, steps: list[Any]) -> None:
     """Each is resolved as set, and what can be seen of it from outside is."""
     assert {name: getattr(llm.config, name) for name in LIMITS} == LIMITS
@@ -269,6 +291,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},
+    run_generation_config: {"generation_config", "as_completed", "default_sampling_params"},
     run_options: {*LIMITS, "stats", "replicas", "routing"},
 }
 

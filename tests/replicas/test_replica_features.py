@@ -47,7 +47,7 @@ def test_every_public_option_and_call_has_a_row():
 
 def test_every_row_is_a_public_name_or_says_more_about_one():
     extra = {name for name in FEATURES.keys() - set(public_names()) if " " not in name}
-    assert extra == {"is_dead"}  # a property
+    assert extra == {"is_dead", "default_sampling_params"}  # properties
 
 
 @pytest.fixture
@@ -171,7 +171,8 @@ def test_a_model_that_is_not_there_is_refused_before_a_process_is_started(no_pro
 
 
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "hello"]])
-def test_commands_say_how_many_replicas_there_can_be(command, no_process, capsys):
+def test_commands_say_how_many_replicas_there_can_be(command, no_process, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
     assert main([*command, "--model", tiny_folder(), "--device", "cpu", "--data-parallel-size", "9999"]) == 2
     assert "error: data_parallel_size is 9999, and there are " in capsys.readouterr().err
 

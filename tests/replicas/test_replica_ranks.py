@@ -30,7 +30,7 @@ def llm():
 def ranks_of(llm, index):
     """Processes of a replica: its first rank and the others."""
     replica = llm._engine.replicas[index]
-    return [replica.status.process_id, *replica._worker_ids]
+    return [replica.status.process_id, *(worker.process_id for worker in replica._workers)]
 
 
 def is_whole(llm, index, before):

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.async_llms import in_engine_steps
+from tests.support.live_pages import NARROW, QUESTION, UNNAMED, WIDE, answered, ask, live_pages, question, state
 from tests.support.serving import Serving, comes_true, raw_stream, serving
-
-expect.set_options(timeout=20_000)
-
-QUESTION = "The capital of France is a large town by a river, and which one is it?"
-NARROW, WIDE = (360, 740), (1440, 900)
 
 
 @pytest.fixture(scope="module")
@@ -29,38 +23,8 @@ def running() -> Iterator[Serving]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open pages; fail at the end for an error, warning or foreign request that the test does not allow."""
-    contexts, problems = [], []
-
-    def open_page(url: str, size: tuple[int, int] = WIDE, scheme: Any = "light", allowed: str = "$^") -> Page:
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-
-        def note(text: str) -> None:
-            if not re.search(allowed, text):
-                problems.append(text)
-
-        page.on("pageerror", lambda error: note(str(error)))
-        page.on("console", lambda message: note(message.text) if message.type in ("error", "warning") else None)
-        page.on("request", lambda request: note(request.url) if not request.url.startswith(("data:", url)) else None)
-        page.goto(url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert problems == []
-
-
-def ask(page: Page, question: str = QUESTION, max_tokens: int = 40) -> None:
-    page.get_by_label("Max tokens").fill(str(max_tokens))
-    page.get_by_label("Message").fill(question)
-    page.get_by_label("Message").press("Enter")
-
-
-def state(page: Page, text: str) -> None:
-    expect(page.locator("#state")).to_have_text(text)
+    with live_pages(browser) as open_page:
+        yield open_page
 
 
 def step(page: Page) -> int:
@@ -85,6 +49,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     expect(page.locator("#requests .state")).to_have_text(re.compile("prefill|decode"))
     expect(page.locator("#requests .own")).to_contain_text("yours")
+    expect(page.locator("#requests .number")).to_have_text(re.compile(r"\d+ / 4\d\d"))  # to the prompt and max tokens
     short = len(said.inner_text())
     expect(page.locator("#requests_note")).to_have_text("1 running, 0 waiting")
     comes_true(lambda: step(page) > before + 50)
@@ -103,7 +68,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     records = page.evaluate("() => stepHistory.live.steps.reduce((sum, step) => sum + step.decode, 0)")
     assert records >= 399
     ask(page, "And?", max_tokens=3)  # continues the conversation; its prefix is cached
-    expect(page.locator(".message .facts")).to_have_count(2)
+    answered(page, 2)
     cached = re.search(r"prompt (\d+), of them (\d+) cached", page.locator(".message .facts").nth(1).inner_text())
     assert cached is not None
     assert int(cached[1]) > 400
@@ -123,7 +88,7 @@ def test_stopping_an_answer_frees_the_engine(running, open_page):
     expect(page.locator(".message .facts")).to_have_text(re.compile("stopped$"))
     comes_true(running.is_idle)
     ask(page, "Again", max_tokens=2)
-    expect(page.locator(".message .facts")).to_have_count(2)
+    answered(page, 2)
 
 
 def test_pausing_holds_all_of_it_still_and_one_goes_back_and_forth_and_to_the_present(running, open_page):
@@ -163,24 +128,28 @@ def test_the_map_the_rows_and_the_bars_have_tooltips(running, open_page):
         tip = page.locator("#tip")
         page.locator("#pool").hover(position={"x": 5, "y": 5})
         expect(tip).to_have_text(re.compile(r"block 1: (free|cached|in use|shared)"))
-        bars = page.evaluate("() => chart.range")
-        place = bars["end"] - bars["first"] - 1
-        page.locator("#steps").hover(position={"x": 46 + 5 * place + 2, "y": 100})
+        middle = "(index) => chart.toX((beginOf(chart.view.steps, index) + chart.view.steps[index].time) / 2)"
+        count = page.evaluate("() => chart.view.steps.length")
+        page.locator("#steps").hover(position={"x": page.evaluate(middle, count - 1), "y": 100})
         last = page.evaluate("() => stepHistory.step")
         expect(tip).to_contain_text(
             f"{last['decode']} decode + {last['prefill']} prefill tokens, {last['cached']} cached"
         )
         expect(tip).to_contain_text("of 128 blocks")
-        page.locator("#steps").click(position={"x": 46 + 5 * (place - 3) + 2, "y": 100})
+        page.get_by_label("Time shown").select_option("1")
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        place = page.evaluate("() => chart.range.first + 1")
+        page.locator("#steps").click(position={"x": page.evaluate(middle, place), "y": 100})
         ids = page.evaluate("() => stepHistory.view.steps.map((step) => step.step)")
-        comes_true(lambda: step(page) == ids[bars["end"] - 4])
+        comes_true(lambda: step(page) == ids[place])
     comes_true(running.is_idle)
 
 
 def test_the_colours_on_the_canvases_are_those_of_the_legend(running, open_page):
     page = open_page(running.url, allowed="willReadFrequently")
+    page.get_by_label("Time shown").select_option("60")
     ask(page, max_tokens=60)
-    expect(page.locator(".message .facts")).to_have_count(1)
+    answered(page, 1)
     for scheme in ("light", "dark"):
         for canvas, names in (("steps", ["decode", "prefill"]), ("pool", ["cached"]), ("overview", ["decode"])):
             for name in names:
@@ -208,7 +177,7 @@ def count_pixels(page: Page, canvas: str, name: str) -> int:
     )
 
 
-@pytest.mark.parametrize("size", [NARROW, (768, 1024), WIDE])
+@pytest.mark.parametrize("size", [NARROW, (820, 1180), WIDE, (2200, 1300)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_page, size, scheme):
     page = open_page(running.url, size, scheme)
@@ -222,26 +191,28 @@ def test_it_fits_narrow_and_wide_screens_in_the_systems_colours(running, open_pa
             .map((one) => one.id || one.className || one.textContent)"""
     )
     assert outside == []
+    if size[0] >= WIDE[0]:  # the page fills the screen and no more
+        assert page.evaluate("() => document.documentElement.scrollHeight") == size[1]
+        assert page.evaluate(
+            "() => document.querySelector('#requests').closest('section').getBoundingClientRect().bottom"
+        ) > (0.97 * size[1])
 
 
 def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
     page = open_page(running.url)
     ask(page, max_tokens=30)
-    expect(page.locator(".message .facts")).to_have_count(1)
+    answered(page, 1)
     page.reload()
     comes_true(lambda: step(page) > 0)
     reached = []
-    for _ in range(14):
+    for _ in range(26):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id"))
-    wanted = ["theme", "new_chat", "conversation", "question", "max_tokens", "temperature", "send", "cursor", "pause",
-              "back", "table"]  # fmt: skip
+    wanted = ["theme", "show_list", "new_chat", "conversation", "question", "max_tokens", "temperature", "send",
+              "cursor", "pause", "back", "span", "table"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
-    unnamed = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, textarea")]
-            .filter((one) => !(one.textContent || one.ariaLabel || one.labels?.length)).map((one) => one.id)"""
-    )
-    assert unnamed == []
+    page.get_by_text("System prompt and sampling").click()
+    assert page.evaluate(UNNAMED) == []
 
 
 def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open_page):
@@ -258,31 +229,17 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open
         state(page, "live")
         expect(page.locator("#key_dialog")).to_be_hidden()
         ask(page, max_tokens=3)
-        expect(page.locator(".message .facts")).to_have_count(1)
+        answered(page, 1)
         assert "right" not in page.url
-        assert page.evaluate("() => [localStorage.length, document.cookie]") == [0, ""]
+        assert "right" not in page.evaluate("() => JSON.stringify(localStorage) + document.cookie")
+        page.get_by_role("link", name="Metrics").click()  # which sends the key too
+        expect(page.locator("#text")).to_contain_text("nanovllm:")
+        page.get_by_role("button", name="Close").click()
         page.reload()
         state(page, "live")
         other = page.context.new_page()  # another tab lacks it
         other.goto(running.url)
         state(other, "API key needed")
-
-
-def test_what_the_model_says_is_shown_as_text_and_nothing_of_it_runs(running, open_page):
-    page = open_page(running.url)
-    evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
-    chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": evil}, "finish_reason": "stop"}]}
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(
-            content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        ),
-    )
-    ask(page, "<b>bold?</b>")
-    expect(page.locator(".message.assistant .said")).to_have_text(evil)
-    expect(page.locator(".message.user .said")).to_have_text("<b>bold?</b>")
-    assert page.locator(".message img, .message script, .message b").count() == 0
-    assert page.title() == "nanovllm"
 
 
 def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(open_page):
@@ -293,12 +250,12 @@ def test_a_full_queue_and_a_refused_question_are_shown_and_may_be_asked_again(op
             comes_true(lambda: running.stats().num_running == 1)
             ask(page)
             expect(page.locator(".message .failure")).to_have_text(re.compile("queue is full.*Try again in 1 s"))
-            expect(page.get_by_label("Message")).to_have_value(QUESTION)
+            expect(question(page)).to_have_value(QUESTION)
         comes_true(running.is_idle)
-        page.get_by_label("Message").press("Enter")
-        expect(page.locator(".message .facts")).to_have_count(1)
+        question(page).press("Enter")
+        answered(page, 1)
         ask(page, "long " * 3000)
-        expect(page.locator(".message .failure").nth(1)).to_contain_text("max_model_len")
+        expect(page.locator(".message .failure")).to_contain_text("max_model_len")
 
 
 def test_a_dead_engine_and_a_server_that_is_gone_are_shown(open_page):
@@ -328,5 +285,5 @@ def test_a_server_that_comes_back_is_found(open_page):
     with serving({"port": port}) as second:
         state(page, "live")
         ask(page, max_tokens=3)
-        expect(page.locator(".message .facts")).to_have_count(1)
+        answered(page, 1)
         comes_true(second.is_idle)

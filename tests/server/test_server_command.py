@@ -66,7 +66,8 @@ def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("prot = 9", "prot"),
+        ("prot = 9", "did you mean port"),
+        ("max_num_batched-token = 9", "did you mean max_num_batched_tokens"),
         ("port = ", "TOML"),
         ('port = "9"', "port must be a whole number"),
         ("[server]\nport = 9", "server"),

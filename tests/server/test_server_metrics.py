@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from nanovllm.server.metrics import GapHistogram
 from tests.support.prometheus import figures
 from tests.support.serving import comes_true, raw_stream, serving
 
+ALERTS = Path(__file__).parents[2] / "examples" / "prometheus_alerts.yaml"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"
 
 
@@ -157,3 +159,14 @@ def test_the_dashboard_asks_for_nothing_that_the_server_has_not(counted):
     known = {re.sub(r"\{.*", "", name) for name in counted}
     assert len(names) > 12
     assert names <= known
+
+
+def test_the_alerts_ask_for_nothing_that_the_server_has_not(counted):
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    rules = group["rules"]
+    assert all(rule["alert"] and rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in rules)
+    names = {name for rule in rules for name in re.findall(r"nanovllm:(\w+)", rule["expr"])}
+    known = {re.sub(r"\{.*", "", name) for name in counted}
+    of_replicas = {name for name in names if name.startswith("replica_")}  # shown where there are several
+    assert of_replicas == {"replica_up", "replica_restarts_total"}
+    assert len(names) > 8 and names - of_replicas <= known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import time
 
 import pytest
 
@@ -15,7 +17,7 @@ from nanovllm.tools.bench.engines import check_arrivals, load_engine
 from nanovllm.tools.bench.processes import EngineSpec
 from nanovllm.tools.bench.replay import Finished, figures, replay
 from nanovllm.tools.bench.step_profile import TIMED, StepProfile
-from nanovllm.tools.bench.worker import run_job
+from nanovllm.tools.bench.worker import measure, run_job
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, chat, random_requests
 from tests.support.tiny_models import save_tiny
@@ -186,6 +188,39 @@ def test_transformers_gives_every_token_its_time(folder, tmp_path):
     assert run["ttft"]["max"] > run["ttft"]["p50"]  # the second batch waits for the first
 
 
+class Counted:
+    """An engine that ends each request at once; `plays` has the requests of each replay, and when they arrived."""
+
+    takes_arrivals = True
+
+    def __init__(self) -> None:
+        self.plays: list[list[float]] = []
+        self._new: list[Finished] = []
+
+    def prepare(self, workload: Workload) -> None:
+        self.plays.append([])
+
+    def add(self, number: int, request: TimedRequest) -> None:
+        self.plays[-1].append(request.arrival)
+        self._new.append(Finished(number, [time.monotonic()] * request.num_output_tokens))
+
+    def step(self) -> list[Finished]:
+        ended, self._new = self._new, []
+        return ended
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize(("arrival", "num_warm"), [(0.0, 100), (1e-3, 64)])
+def test_requests_that_arrive_over_time_are_not_all_played_twice(arrival, num_warm):
+    requests = [TimedRequest(number * arrival, [1], 1) for number in range(100)]
+    engine = Counted()
+    measure(engine, Workload("w", requests), {"engine": "nanovllm", "warm_ups": 1, "profile": False})
+    assert [len(play) for play in engine.plays] == [num_warm, 100]
+    assert set(engine.plays[0]) == {0.0} and engine.plays[1][-1] == 99 * arrival
+
+
 # --------------------------------------------------------------------------------------------------------- profiles
 
 
@@ -210,9 +245,10 @@ def test_a_call_within_a_call_of_the_same_part_counts_once():
 def test_engines_run_in_turn(folder, tmp_path, capsys, monkeypatch):
     ran = []
 
-    def run_in_subprocess(engine, traces, settings, folder):
+    def run_in_subprocess(engine, traces, settings, folder, *, after_workload):
         ran.append((engine.label, [len(read_trace(trace).requests) for trace in traces]))
         (run,) = build_result([10.0 * len(ran)])["runs"]
+        after_workload(0, run)
         return [run | {"engine": engine.label, "workload": SMALL}]
 
     monkeypatch.setattr(processes, "run_in_subprocess", run_in_subprocess)
@@ -232,7 +268,9 @@ def test_a_run_in_its_own_process_ends_in_a_table_and_in_json(folder, tmp_path, 
     path, record = tmp_path / "result.json", tmp_path / "trace.json"
     arguments = ["--workload", SMALL, "--dtype", "float32", "--profile", "--json", str(path), "--record", str(record)]
     assert main(["bench", "--model", folder, *arguments, *FLAGS]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    reported = capsys.readouterr()
+    lines = reported.out.splitlines()
+    assert re.fullmatch(rf"nanovllm, {SMALL}: \d+ tokens/s in .* s, TTFT p50 .*, ITL p50 .* ms", reported.err.strip())
     assert lines[1].split()[:2] == [SMALL, "nanovllm"]
     assert lines[-1].split()[0] == "step" and lines[-1].split()[-1] == "100.0%"
     result = json.loads(path.read_text())
@@ -334,7 +372,8 @@ def test_only_static_batches_are_refused_for_arrivals():
 def build_result(rates: list[float], **changes) -> dict:
     run = {
         "workload": "W", "engine": "nanovllm", "ttft": {"p50": 2.0, "p99": 4.0}, "itl": {"p50": 0.01, "p99": 0.02},
-        "peak_memory_mib": 100.0, "load_seconds": 1.0, "environment": {"torch": "2.13.0"}, "config": {"block_size": 64},
+        "peak_memory_mib": 100.0, "load_seconds": 1.0, "seconds": 3.0, "environment": {"torch": "2.13.0"},
+        "config": {"block_size": 64},
     }  # fmt: skip
     runs = [run | changes | {"output_tokens_per_second": rate} for rate in rates]
     return {"model": "m", "warm_ups": 1, "workloads": {"W": {"requests": 64}}, "runs": runs}

@@ -36,7 +36,12 @@ from tests.support.command_line import ENGINE, SHORT, assert_refused, records
         (["one", "--no-such-option"], ["--no-such-option"]),
         (["one", "--max-tok", "5"], ["--max-tok"]),
         (["one", "--file", "x"], ["--file", "one of the two"]),
-        (["one", "--format", "jsonl"], ["--format", "Leave it out"]),
+        (["one", "--lines"], ["--format lines", "standard input", "Leave it out"]),
+        (["one", "--raw", "--system", "be brief"], ["--system", "--raw"]),
+        (["one", "--regex", "(a"], ["regex", "unclosed group"]),
+        (["one", "--grammar", "/no/such/grammar"], ["--grammar", "/no/such/grammar", "there is no"]),
+        (["one", "--max-model-len", "4x"], ["4x", "512MiB"]),
+        (["one", "--format", "jsonl"], ["--format", "Leave one out"]),
         (["--file", "/no/such/file"], ["/no/such/file"]),
         ([""], ["empty"]),
         (["one " * 500], ["max_model_len (256)"]),
@@ -56,6 +61,8 @@ def test_bad_arguments_are_refused_in_one_line_with_status_two(run, arguments, n
         ('{"prompt": "a", "messages": []}', ["line 2", "one of the two"]),
         ('{"prompt": "a", "temprature": 0}', ["line 2", "temprature", "temperature"]),
         ('{"prompt": "a", "top_p": 0}', ["2", "top_p"]),
+        ('{"prompt": "a", "structured_output": {"regex": "(b"}}', ["request 2", "regex"]),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', ["line 2", "run-batch"]),
         ('{"prompt": "a", "max_tokens": "many"}', ["2", "max_tokens", "many"]),
         ('{"messages": [{"role": "user"}]}', ["conversation"]),
         ("7", ["7"]),
@@ -92,6 +99,11 @@ def test_bad_options_are_refused_before_the_model_is_loaded(run, monkeypatch):
     monkeypatch.setattr("nanovllm.llm.LLM.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     assert_refused(run("generate", "one", "--top-p", "2"), "top_p")
     assert_refused(run("generate", "one", "--gpu-memory-utilization", "2"), "gpu_memory_utilization")
+    assert_refused(run("generate", "--format", "jsonl", stdin='"good"\n[1, "a"]\n'), "line 2", "whole numbers")
+    assert_refused(run("generate", "--format", "jsonl", stdin='{"prompt": "a", "timeout": -1}'), "request 1", "timeout")
+    assert_refused(run("generate", "one", model="/no/such/folder"), "/no/such/folder")
+    assert_refused(run("generate", "one", model="smollm2"), "Did you mean smollm2-135m-instruct?")
+    assert_refused(run("generate", "one", "--choice", "a", "--ignore-eos"), "ignore_eos")
 
 
 def test_verbose_raises_the_error_itself(run):
@@ -103,7 +115,7 @@ def test_an_interrupt_ends_with_the_status_of_a_shell(run, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LLM, "generate", interrupted)
+    monkeypatch.setattr(LLM, "stream", interrupted)
     status, _, err = run("generate", "one")
     assert status == 130
     assert "Traceback" not in err
@@ -131,7 +143,7 @@ def command_help(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_option_has_a_flag(command, options, capsys):
     shown = command_help(command, capsys)
     for field in dataclasses.fields(options):
-        if command == "chat" and field.name in NOT_FOR_CHAT:
+        if command == "chat" and options is SamplingParams and field.name in NOT_FOR_CHAT:
             assert f"--{field.name.replace('_', '-')} " not in shown
             continue
         own = {(EngineConfig, "seed"): ("engine-seed",), (SamplingParams, "structured_output"): KINDS}
@@ -142,7 +154,8 @@ def test_every_option_has_a_flag(command, options, capsys):
 def test_the_help_names_the_defaults_that_differ_from_pythons(capsys):
     shown = " ".join(command_help("generate", capsys).split())
     assert "default here: 256" in shown
-    assert "default here: 0.0" in shown
+    assert "generation_config.json" in shown
+    assert "--raw completes it as it stands" in shown
     assert DEFAULT_MODEL in shown
 
 
@@ -154,6 +167,7 @@ def test_no_model_named_means_the_embedded_default(monkeypatch, capsys):
         raise ValueError("that is all")
 
     monkeypatch.setattr(LLM, "__init__", note)
+    monkeypatch.setattr(sys, "stdin", None)
     assert main(["generate", "one"]) == 2
     assert seen == [DEFAULT_MODEL]
 
@@ -170,7 +184,18 @@ def test_the_version_is_shown(capsys):
 
 def test_the_module_runs_as_a_program(folder):
     child = subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli", "generate", "--model", str(folder), *ENGINE, "--json", *SHORT],
+        [
+            sys.executable,
+            "-m",
+            "nanovllm.cli",
+            "generate",
+            "--model",
+            str(folder),
+            *ENGINE,
+            "--json",
+            "--lines",
+            *SHORT,
+        ],
         input="one\ntwo\n",
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

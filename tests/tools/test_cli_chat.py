@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import sys
-from typing import Any
-
 import pytest
 
 from nanovllm import LLM
-from nanovllm.cli.main import main
-from tests.support.command_line import ENGINE, SHORT, assert_refused, generated
+from tests.support.command_line import SHORT, assert_refused, generated
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
@@ -109,29 +104,6 @@ def test_a_conversation_that_outgrows_the_model_is_refused_with_the_numbers(run)
     assert status == 2
     assert "max_model_len (256)" in err
     assert "Traceback" not in err
-
-
-class Terminal(io.StringIO):
-    """Type lines at a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_at_a_terminal_a_conversation_that_outgrows_the_model_goes_on_without_what_was_too_long(
-    folder, monkeypatch, capsys
-):
-    lines = iter(["hello", "hello " * 400, "and now"])
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or throw(EOFError()))
-    assert main(["chat", "--model", str(folder), *ENGINE, *SHORT]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("max_model_len (256)") == 1
-    assert captured.out.count("\n") == 2  # answers to the first and the last question
-
-
-def throw(error: BaseException) -> Any:
-    raise error
 
 
 def test_token_ids_do_not_go_into_a_chat_template(run):

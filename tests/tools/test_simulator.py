@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, 
 from nanovllm.tools.simulate.simulator import Simulation, figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support.scheduling import make_config
+from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 # Times in seconds that add up exactly in binary.
@@ -315,3 +317,16 @@ def test_the_simulator_does_without_torch():
     modules = "nanovllm.tools.simulate.simulator, nanovllm.replicas.routing"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("rate", "is_high"), [("1", False), ("1000", True)])
+def test_the_command_says_how_far_it_may_be_off(tmp_path, capsys, rate, is_high):
+    replace(CALIBRATION, residuals={"p90": 0.05}).save(tmp_path / "costs.json")
+    arguments = ["simulate", "--calibration", str(tmp_path / "costs.json"), "--rate", rate, "--replicas", "2"]
+    assert main([*arguments, "--workload", "random:requests=60,prompt=100,output=6"]) == 0
+    reported = capsys.readouterr()
+    line = next(line for line in reported.out.splitlines() if "output tokens/s" in line)
+    found = re.match(r"(\d+) output tokens/s \(± 5\.0%, the p90 of the fit: (\d+) to (\d+)\);.*utilisation (\S+)", line)
+    tokens, low, high, utilisation = map(float, found.groups())
+    assert low == pytest.approx(0.95 * tokens, abs=1) and high == pytest.approx(1.05 * tokens, abs=1)
+    assert (utilisation > 0.8) is is_high is ("measure before you rely on them" in reported.err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -273,3 +274,51 @@ def test_an_empty_trace_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no request"):
         read_trace(tmp_path / "empty.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------ public traces
+
+
+def test_mooncakes_trace_shares_the_prefixes_that_its_hashes_say(tmp_path):
+    path = tmp_path / "conversation.jsonl"
+    path.write_text(
+        '{"timestamp": 3000, "input_length": 1030, "output_length": 7, "hash_ids": [46, 47, 49]}\n'
+        '{"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [46, 47, 48]}\n'
+    )
+    first, second = read_trace(path).requests
+    assert (first.arrival, second.arrival, first.num_output_tokens, second.num_output_tokens) == (0.0, 3.0, 500, 7)
+    assert (len(first.prompt_token_ids), len(second.prompt_token_ids)) == (1100, 1030)
+    assert first.prompt_token_ids[:1024] == second.prompt_token_ids[:1024]
+    assert first.prompt_token_ids[1024:1030] != second.prompt_token_ids[1024:]
+    assert first.prompt_token_ids[:512] != first.prompt_token_ids[512:1024]
+    assert {17 <= token < 256 for token in first.prompt_token_ids} == {True}  # in every vocabulary
+    assert len(read_trace(path, first=1).requests) == 1
+
+
+def test_azures_trace_has_prompts_of_their_own(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
+        "2024-05-10 00:00:00.009930+00:00,374,0\r\n"
+    )
+    first, second = read_trace(path).requests
+    assert (len(first.prompt_token_ids), first.num_output_tokens, second.num_output_tokens) == (374, 44, 1)
+    assert second.arrival == pytest.approx(175 * 86400 + 5 * 3600 + 44 * 60 + 13.32934, abs=1e-3)
+    assert first.prompt_token_ids != second.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "hash_ids has 1 entries"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n', "line 1: the field 'output_length' is missing"),
+        ('{"timestamp": "now", "input_length": 5, "output_length": 1, "hash_ids": [1]}\n', "the arrival is 'now'"),
+        ("TIMESTAMP,ContextTokens\n", "line 1: the columns are"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "line 2: Invalid isoformat"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,2\n", "line 2: ContextTokens is 0"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_of_a_public_trace_is_refused_by_its_number(tmp_path, text, named):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        read_trace(tmp_path / "t")

@@ -9,7 +9,7 @@ import base64
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 from operator import is_not
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ STEP_VALUES = (
     "step", "time", "start", "sequences", "decode", "prefill", "cached", "running", "waiting", "used_blocks",
     "schedule_us", "execute_us", "update_us", "ttfts_us", "groups",
 )  # fmt: skip
-REQUEST_VALUES = ("id", "sample", "state", "computed", "known", "prompt", "cached", "age_us", "preemptions")
+REQUEST_VALUES = ("id", "sample", "state", "computed", "known", "prompt", "cached", "limit", "age_us", "preemptions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class EngineSnapshot:
     num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
+    machine: "device" and "dtype" of the weights; of replicas only what the options name.
     """
 
     time: float
@@ -59,6 +60,7 @@ class EngineSnapshot:
     findable: bytes
     counters: dict[str, int]
     seconds: float
+    machine: dict[str, str] = field(default_factory=dict)
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -90,13 +92,22 @@ def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnaps
             "cache_hits": stats.prefix_cache_hits,
         },
         time.perf_counter() - began,
+        _machine(engine),
     )
+
+
+def _machine(engine: Engine) -> dict[str, str]:
+    binding = engine.model_runner.binding
+    return {"device": str(binding.device), "dtype": str(binding.dtype).removeprefix("torch.")}
 
 
 def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnapshot:
     """What the front of several replicas knows: sums for the blocks, whose places it does not know."""
     began, now, stats = time.perf_counter(), pool.clock(), pool.stats()
-    rows = [row for request in islice(pool.requests.values(), 2 * MAX_ROWS) for row in _pool_rows(request, now)]
+    longest = pool.config.max_model_len
+    rows = [
+        row for request in islice(pool.requests.values(), 2 * MAX_ROWS) for row in _pool_rows(request, now, longest)
+    ]
     num_cached = min(stats.num_free_blocks, max(0, stats.num_findable_blocks - stats.num_used_blocks))
     num_others = stats.num_free_blocks - num_cached
     return EngineSnapshot(
@@ -117,12 +128,14 @@ def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnap
             "cache_hits": stats.prefix_cache_hits,
         },
         time.perf_counter() - began,
+        {name: option for name in ("device", "dtype") if (option := getattr(pool.config, name)) != "auto"},
     )
 
 
-def _pool_rows(request: PoolRequest, now: float) -> Iterator[tuple[Any, ...]]:
+def _pool_rows(request: PoolRequest, now: float, longest: int) -> Iterator[tuple[Any, ...]]:
     """Rows of a request's samples; one that has no token yet counts as waiting."""
     num_prompt_tokens, metrics = len(request.new.prompt_token_ids), request.metrics
+    limit = min(num_prompt_tokens + (request.new.params.max_tokens or longest), longest)
     for index, sample in enumerate(request.samples):
         if sample.finish_reason is None:
             num_tokens = len(sample.token_ids)
@@ -134,6 +147,7 @@ def _pool_rows(request: PoolRequest, now: float) -> Iterator[tuple[Any, ...]]:
                 num_prompt_tokens + num_tokens,
                 num_prompt_tokens,
                 metrics.num_cached_tokens,
+                limit,
                 round(1e6 * (now - request.new.arrival_time)),
                 metrics.num_preemptions,
             )
@@ -153,6 +167,7 @@ def _request_row(sequence: Sequence, now: float) -> tuple[Any, ...]:
         sequence.num_known_tokens,
         sequence.num_prompt_tokens,
         sequence.num_cached_tokens,
+        sequence.max_num_tokens,
         round(1e6 * (now - sequence.arrival_time)),
         sequence.num_preemptions,
     )

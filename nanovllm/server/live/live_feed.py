@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -72,6 +73,7 @@ class SnapshotMessages:
                 "running": self.snapshot.num_running,
                 "waiting": self.snapshot.num_waiting,
                 "counters": self.snapshot.counters,
+                "machine": self.snapshot.machine,
                 "pool": None if knows_pool else self.pool,
             }
             self._messages[last_step, knows_pool] = named_event("look", data)
@@ -91,6 +93,7 @@ class LiveFeed:
         self._about = about
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # appended in the engine thread
         self.on_step = self._steps.append
+        self._started = time.monotonic()
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None  # runs while there are watchers
         self._zero: float | None = None
@@ -109,7 +112,8 @@ class LiveFeed:
         """
         self._num_watchers += 1
         try:
-            yield named_event("hello", self._about)
+            uptime_us = round(1e6 * (time.monotonic() - self._started))
+            yield named_event("hello", self._about | {"uptime_us": uptime_us})
             last_step, pool, shown = -1, None, None
             while True:
                 published = self._published  # read before the snapshot, so that none is missed

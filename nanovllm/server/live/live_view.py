@@ -37,6 +37,9 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
             "block_size": config.block_size,
             "num_blocks": (config.num_kv_blocks - 1) * config.data_parallel_size,
             "max_queue": config.max_queue,
+            "max_model_len": config.max_model_len,
+            "backend": config.attention_backend,
+            "replicas": config.data_parallel_size,
             "num_steps": RECENT_STEPS,
             "step_values": STEP_VALUES,
             "request_values": REQUEST_VALUES,
@@ -70,11 +73,18 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
 
 @cache
 def live_page() -> tuple[str, str]:
-    """Return the page and its content security policy, which allows only its script, its style and its server."""
+    """Return the page and its content security policy, which allows only its scripts, its style and its server.
+
+    "trusted-types 'none'": no script may hand a string to the HTML parser or to eval, so that text stays text.
+    """
     page = read_page("live.html")
-    (script,), (style,) = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("script", "style"))
-    sources = {"script-src": f"'{_digest(script)}'", "style-src": f"'{_digest(style)}'", "connect-src": "'self'"}
-    sources |= dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
+    scripts, styles = (
+        " ".join(f"'{_digest(text)}'" for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))
+        for tag in ("script", "style")
+    )
+    sources = {"script-src": scripts, "style-src": styles, "connect-src": "'self'"}
+    sources |= dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
+    sources["require-trusted-types-for"] = "'script'"
     sources["img-src"] = "data:"  # its icon
     return page, "; ".join(f"{name} {value}" for name, value in sources.items())
 

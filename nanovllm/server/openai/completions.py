@@ -44,6 +44,7 @@ class CompletionJob:
             raise ValueError("max_tokens is 0, which requires echo. Set echo, or raise max_tokens.")
         self._only_scores = body.max_tokens == 0
         self._params = body.sampling_params(
+            state.engine.default_sampling_params,
             max_tokens=1 if self._only_scores else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,

@@ -127,7 +127,7 @@ class PoolingJob:
         """The final outputs in order of the prompts; raises ApiError for one that failed."""
         state = self._state
         request_ids = [f"{self.id}-{number}" for number in range(len(prompts))]
-        tally, is_left, outputs = Tally(request_ids, state.metrics), False, {}
+        tally, is_left, outputs = Tally(request_ids, state), False, {}
         try:
             stream = await state.engine.submit(
                 prompts, params, request_ids=request_ids, output_kind=OutputKind.FINAL, **self._options

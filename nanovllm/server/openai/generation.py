@@ -22,7 +22,6 @@ from nanovllm.errors import EngineClosedError, QueueFullError
 from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
-from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openai.protocol import SamplingFields
 from nanovllm.server.sse import CLIENT_GONE, DONE, ClientGone, compact, data_error, event, until_disconnect
 from nanovllm.server.state import ServerState
@@ -102,9 +101,10 @@ class Tally:
         request_ids: request ids of the prompts.
     """
 
-    def __init__(self, request_ids: Sequence[str], metrics: ServerMetrics) -> None:
+    def __init__(self, request_ids: Sequence[str], state: ServerState) -> None:
         self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
-        self._watch = metrics.watch(len(request_ids))
+        self._watch, self._in_flight = state.metrics.watch(len(request_ids)), state.in_flight
+        self._in_flight.add(request_ids)
         self.is_queued = False
         self._prompts: dict[int, tuple[int, int]] = {}  # by index: prompt tokens, cached tokens
         self._num_generated = 0
@@ -126,6 +126,8 @@ class Tally:
 
     def end(self, *, is_left: bool) -> None:
         self._watch.end(is_left=is_left)
+        if not self.is_queued:
+            self._in_flight.forget(list(self._numbers))
 
     def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
         """The usage so far.
@@ -211,7 +213,7 @@ def _head(state: ServerState, job: ChoicesJob, name: str) -> dict[str, Any]:
 @asynccontextmanager
 async def queued(state: ServerState, job: Job, kind: OutputKind) -> AsyncIterator[tuple[OutputStream, Tally]]:
     """Queue the prompts and yield their outputs; converts all exceptions to ApiError."""
-    tally, is_left = Tally(job.request_ids, state.metrics), False
+    tally, is_left = Tally(job.request_ids, state), False
     try:
         async with aclosing(await job.start(kind)) as outputs:
             tally.record_queued()

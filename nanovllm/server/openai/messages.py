@@ -10,10 +10,14 @@ from pydantic import Field
 
 from nanovllm.server.strict import AnyObject, Each, Strict, check_nesting
 
+# Accepted and left out of the template: every prompt's prefix is cached.
+CacheControl = Annotated[AnyObject | None, Field(exclude=True)]
+
 
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
 
 Content = str | Each[TextPart]
@@ -26,6 +30,7 @@ class FunctionCall(Strict):
 
 class ToolCall(Strict):
     id: str
+    index: Annotated[int | None, Field(exclude=True)] = None  # of a stream's delta, sent back; their order tells
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -34,19 +39,20 @@ class SystemMessage(Strict):
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 class UserMessage(Strict):
     role: Literal["user"]
     content: Content
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 class AssistantMessage(Strict):
     refused: ClassVar = {
         "refusal": ((None,), "refusals are part of the text"),
         "audio": ((None,), "the engine supports text only"),
-        "annotations": ((None, []), "the engine supports text only"),
         "function_call": ((None,), "it was replaced by tool_calls"),
     }
 
@@ -55,6 +61,8 @@ class AssistantMessage(Strict):
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Each[ToolCall] | None = None
+    annotations: Annotated[list[Any] | None, Field(exclude=True)] = None  # of an earlier answer
+    cache_control: CacheControl = None
 
 
 class ToolMessage(Strict):
@@ -62,6 +70,7 @@ class ToolMessage(Strict):
     content: Content
     tool_call_id: str
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -77,6 +86,7 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl = None
 
 
 def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:

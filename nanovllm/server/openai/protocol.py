@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -41,7 +42,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool | None = None  # without effect: no event is padded
 
 
 class SamplingFields(ConstraintFields):
@@ -58,7 +59,15 @@ class SamplingFields(ConstraintFields):
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
     stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    # Accepted, and without effect: none of them can change an answer.
     user: str | None = None
+    metadata: AnyObject | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: AnyObject | None = None
 
     top_k: int | None = None
     min_p: Number | None = None
@@ -90,11 +99,15 @@ class SamplingFields(ConstraintFields):
             raise ValueError("stream_options is given, but stream is not true. Set it, or leave stream_options out.")
         return self
 
-    def sampling_params(self, **options: Any) -> SamplingParams:
-        """Build the `SamplingParams`; raises their TypeError and ValueError."""
+    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+        """Build the `SamplingParams`; raises their TypeError and ValueError.
+
+        Args:
+            defaults: values of fields that the body leaves out.
+        """
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         given |= {name: value for name in _LISTS if (value := getattr(self, name)) is not None}
-        return SamplingParams(**(given | options))
+        return replace(defaults, **(given | options))
 
 
 class CompletionRequest(SamplingFields):
@@ -135,12 +148,9 @@ class ChatRequest(SamplingFields):
         "function_call": ((None,), "it was replaced by tool_choice"),
         "modalities": ((None, ["text"]), "the engine supports text only"),
         "audio": ((None,), "the engine supports text only"),
-        "prediction": ((None,), "there is no speculative decoding yet"),
-        "verbosity": ((None,), "no chat template supports it"),
+        "verbosity": ((None, "medium"), "no chat template supports it"),
         "web_search_options": ((None,), "there is no web search"),
-        "store": ((None, False), "nothing is stored"),
-        "metadata": ((None, {}), "nothing is stored"),
-        "service_tier": ((None, "auto", "default"), "there is one; see priority"),
+        "moderation": ((None,), "there is none"),
     }
 
     messages: Annotated[Each[ChatMessage], Field(min_length=1)]
@@ -152,6 +162,7 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
+    prediction: AnyObject | None = None  # without effect: it could make an answer faster, not another one
 
     thinking_token_budget: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: AnyObject | None = None
@@ -167,7 +178,7 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is given, but logprobs is not true. Set it, or leave top_logprobs out.")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

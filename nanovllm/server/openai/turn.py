@@ -49,7 +49,7 @@ class ChatTurn:
         options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": self.num_logprobs}
         if self._form.needs_special_tokens(with_tools=bool(self.tools)):
             options["skip_special_tokens"] = False
-        self._params = body.sampling_params(**options)
+        self._params = body.sampling_params(state.engine.default_sampling_params, **options)
         self._options = engine_options(state, request, body)
         self._answers: dict[int, Answer] = {}  # by choice
 

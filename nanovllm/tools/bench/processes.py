@@ -21,6 +21,8 @@ from nanovllm.tools.workloads.files import write_trace
 from nanovllm.tools.workloads.specs import format_value, parse_spec
 from nanovllm.tools.workloads.workloads import Workload
 
+Run = dict[str, Any]  # figures of a workload
+POLL_SECONDS = 0.2
 PACKAGE = Path(nanovllm.__file__).resolve().parent
 
 
@@ -87,11 +89,13 @@ def run_all(
     settings: Settings,
     *,
     after_run: Callable[[dict[str, Any]], None] = lambda _: None,
+    after_workload: Callable[[EngineSpec, Workload, Run], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Run every engine on every workload; returns the content of `--json`.
 
     Args:
         after_run: called with the result so far after each process, to save it if a long run is interrupted.
+        after_workload: called with the figures of each workload as soon as it is played.
 
     Raises RuntimeError if an engine failed, or cannot run a workload (see `check_arrivals`).
     """
@@ -110,7 +114,11 @@ def run_all(
             write_trace(workload, trace)
         for repeat in range(settings.repeats):
             for engine in engines:
-                runs = run_in_subprocess(engine, traces, settings, folder)
+
+                def tell(number: int, run: Run, engine: EngineSpec = engine) -> None:
+                    after_workload(engine, workloads[number], run)
+
+                runs = run_in_subprocess(engine, traces, settings, folder, after_workload=tell)
                 for workload, run in zip(workloads, runs, strict=True):
                     result["runs"].append({"workload": workload.name, "repeat": repeat} | run)
                 after_run(result)
@@ -127,27 +135,62 @@ def about(workload: Workload) -> dict[str, Any]:
     }
 
 
-def run_in_subprocess(engine: EngineSpec, traces: list[Path], settings: Settings, folder: Path) -> list[dict[str, Any]]:
-    """Run all workloads on one engine in a new process; returns a run for each."""
-    answer = folder / "answer.json"
-    answer.unlink(missing_ok=True)
+def run_in_subprocess(
+    engine: EngineSpec,
+    traces: list[Path],
+    settings: Settings,
+    folder: Path,
+    *,
+    after_workload: Callable[[int, Run], None] = lambda *_: None,
+) -> list[Run]:
+    """Run all workloads on one engine in a new process; returns a run for each.
+
+    Args:
+        after_workload: called with its index and figures as soon as a workload is played.
+    """
+    answer, progress = folder / "answer.json", folder / "progress.jsonl"
+    for path in (answer, progress):
+        path.unlink(missing_ok=True)
     job = {
         "engine": engine.name, "label": engine.label, "model": settings.model, "options": engine.options,
         "traces": [str(trace) for trace in traces], "warm_ups": settings.warm_ups, "profile": settings.profile,
-        "record": settings.record, "verbose": settings.verbose, "answer": str(answer),
+        "record": settings.record, "verbose": settings.verbose, "answer": str(answer), "progress": str(progress),
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     command = [engine.python, "-m", "nanovllm.tools.bench.worker", str(folder / "job.json")]
-    done = subprocess.run(
-        command, env=_environment(engine, folder), stdout=subprocess.DEVNULL,
-        stderr=None if settings.verbose else subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, env=_environment(engine, folder), stdout=subprocess.DEVNULL,
+            stderr=None if settings.verbose else errors,
+        )  # fmt: skip
+        try:
+            _follow(process, progress, after_workload)
+        finally:
+            process.kill()  # unless it has ended: Ctrl-C ends the worker too
+            process.wait()
+        errors.seek(0)
+        last_words = errors.read().decode(errors="replace")[-4000:]
     reported = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     if "runs" in reported:
-        runs: list[dict[str, Any]] = reported["runs"]
+        runs: list[Run] = reported["runs"]
         return runs
-    reason = reported.get("error") or f"its process exited with {done.returncode}\n{(done.stderr or '')[-4000:]}"
+    reason = reported.get("error") or f"its process exited with {process.returncode}\n{last_words}"
     raise RuntimeError(f"{engine.label}: {reason}")
+
+
+def _follow(process: subprocess.Popen[bytes], progress: Path, after_workload: Callable[[int, Run], None]) -> None:
+    """Wait for a worker's end, and pass on each workload's figures when they are there."""
+    num_told, has_ended = 0, False
+    while not has_ended:
+        try:
+            process.wait(POLL_SECONDS)
+            has_ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        lines = progress.read_text(encoding="utf-8").split("\n")[:-1] if progress.exists() else []
+        for number in range(num_told, len(lines)):
+            after_workload(number, json.loads(lines[number]))
+        num_told = len(lines)
 
 
 def _environment(engine: EngineSpec, folder: Path) -> dict[str, str]:

@@ -45,6 +45,16 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([format_rows(rows), *parts])
 
 
+def line(run: dict[str, Any]) -> str:
+    """Format the figures of one run as one line."""
+    tails = [
+        f"{time.upper()} p50 {1e3 * run[time]['p50']:.0f} ms, p99 {1e3 * run[time]['p99']:.0f} ms"
+        for time in ("ttft", "itl")
+        if run[time]
+    ]
+    return ", ".join([f"{run['output_tokens_per_second']:.0f} tokens/s in {run['seconds']:.1f} s", *tails])
+
+
 def compare(path_a: str, path_b: str) -> str:
     """Compare two results: ratios of the second to the first for common runs, and differing settings.
 

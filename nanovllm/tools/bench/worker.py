@@ -18,6 +18,7 @@ from nanovllm.tools.bench.replay import BenchEngine, figures, replay
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.workloads import Workload
 
+TIMED_WARM_UP = 64  # requests of a workload with arrivals of its own: all of them at once would be another workload
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "llama-cpp-python")
 
 
@@ -43,7 +44,12 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     engine = load_engine(job["engine"], job["model"], dict(job["options"]), longest, trace=trace)
     load_seconds = time.perf_counter() - begin
     try:
-        runs = [measure(engine, workload, job, trace) for workload in workloads]
+        runs = []
+        for workload in workloads:
+            runs.append(measure(engine, workload, job, trace))
+            if job.get("progress"):
+                with open(job["progress"], "a", encoding="utf-8") as file:
+                    file.write(json.dumps(runs[-1]) + "\n")
     finally:
         engine.close()
         if trace:
@@ -54,9 +60,9 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(engine: BenchEngine, workload: Workload, job: dict[str, Any], trace: Any = None) -> dict[str, Any]:
     """Replay a workload for warm-up with all arrivals at 0, then measured; returns its figures."""
-    warm_up = workload.hurried()
-    if (count := ENGINES[job["engine"]][0].warm_up_requests) is not None:
-        warm_up = warm_up.first(count)
+    counts = [ENGINES[job["engine"]][0].warm_up_requests, TIMED_WARM_UP if workload.is_timed else None]
+    warm_up = workload.first(min([count for count in counts if count is not None], default=len(workload.requests)))
+    warm_up = warm_up.hurried()
     for _ in range(job["warm_ups"]):
         engine.prepare(warm_up)
         replay(engine, warm_up)

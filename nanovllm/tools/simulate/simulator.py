@@ -224,12 +224,17 @@ def figures(requests: Sequence[RequestMetrics], stats: Iterable[EngineStats]) ->
 
 
 def report(result: dict[str, Any]) -> str:
-    """Format the result of `figures` as text."""
+    """Format the result of `figures` as text, with its "interval" and "utilisation" if it has them."""
+    within = ""
+    if (interval := result.get("interval")) is not None:
+        bounds = f"{interval['low']:.0f} to {interval['high']:.0f}"
+        within = f" (± {interval['relative']:.1%}, the p90 of the fit: {bounds})"
+    load = "" if result.get("utilisation") is None else f"; utilisation {result['utilisation']:.2f}"
     lines = [
         f"{result['num_requests']} requests, {result['num_prompt_tokens']} tokens in, "
         f"{result['num_output_tokens']} out",
-        f"{result['output_tokens_per_second']:.0f} output tokens/s; {result['steps']} steps in "
-        f"{result['seconds']:.2f} s",
+        f"{result['output_tokens_per_second']:.0f} output tokens/s{within}; {result['steps']} steps in "
+        f"{result['seconds']:.2f} s{load}",
         f"{'ms':<24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     for name, title in (("ttft", "TTFT"), ("itl", "ITL")):

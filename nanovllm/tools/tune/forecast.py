@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.simulate.utilisation import seconds_at_once
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.ranking import Run, Standing, build_standing, ranked
 from nanovllm.tools.tune.settings import Setting
@@ -52,8 +53,10 @@ def forecast(
     for setting in settings:
         try:
             config = calibration.resolve(EngineConfig(**(fixed | setting.options)), model=model)
+            hurried = seconds_at_once(next(iter(workloads.values())), config, calibration)
             made.runs[setting] = [
-                {"rate": rate} | _figures(workload, config, calibration) for rate, workload in workloads.items()
+                {"rate": rate} | _figures(workload, config, calibration, hurried)
+                for rate, workload in workloads.items()
             ]
         except ValueError as error:
             made.refused[setting] = str(error)
@@ -61,12 +64,13 @@ def forecast(
     return made
 
 
-def _figures(workload: Workload, config: EngineConfig, calibration: Calibration) -> Run:
+def _figures(workload: Workload, config: EngineConfig, calibration: Calibration, hurried: float) -> Run:
     simulation = simulate(workload, config, calibration.cost_model, pools=calibration.pools(config))
     seconds = max(metrics.finished_time or 0.0 for metrics in simulation.requests)  # from 0, as in a replay
     return simulation.figures() | {
         "seconds": seconds,
         "output_tokens_per_second": workload.num_output_tokens / seconds,
+        "utilisation": min(1.0, hurried / seconds) if workload.is_timed else None,
     }
 
 

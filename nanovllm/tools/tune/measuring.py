@@ -64,8 +64,8 @@ class Measurer:
     def _traces(self, share: float) -> Sequence[Path]:
         """Return trace files of the workload's share, one per rate."""
         paths = []
-        for number, workload in enumerate(self.workloads.values()):
-            path = self.folder / f"{number}-{share}.jsonl"
+        for rate, workload in self.workloads.items():
+            path = self.folder / f"{rate}-{share}.jsonl"
             if not path.exists():
                 write_trace(take_share(workload, share), path)
             paths.append(path)

@@ -89,4 +89,6 @@ def _median(runs: Sequence[Run]) -> Run:
         latencies = [run[time] for run in runs if run[time]]
         medians = {name: statistics.median(latency[name] for latency in latencies) for name in STATISTICS if latencies}
         median[time] = medians or None
+    if "utilisation" in runs[0]:  # of a forecast
+        median["utilisation"] = runs[0]["utilisation"]
     return median

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.tools.bench.report import format_rows
+from nanovllm.tools.simulate.utilisation import warning
+from nanovllm.tools.tune.find_rate import FoundRate
 from nanovllm.tools.tune.goals import TIMES, Goal
 from nanovllm.tools.tune.halving import Sweep
 from nanovllm.tools.tune.ranking import EQUAL, Run, Standing
@@ -28,6 +30,8 @@ class Outcome:
     question: fixed part of all measurements.
     refused: contradictory combinations of values, with the reason.
     predicted: forecasts by setting; empty without --simulate.
+    fit_error: relative error of the forecasts' step times, p90; None if unknown.
+    found: the highest rate that keeps the goals; None without --find-rate.
     """
 
     sweep: Sweep
@@ -36,6 +40,8 @@ class Outcome:
     environment: dict[str, Any] | None
     refused: list[tuple[dict[str, int], str]]
     predicted: dict[Setting, Standing] = field(default_factory=dict)
+    fit_error: float | None = None
+    found: FoundRate | None = None
 
     @property
     def goals(self) -> list[Goal]:
@@ -153,8 +159,12 @@ def advice(outcome: Outcome) -> str:
         return "no setting was measured on the whole workload."
     best = finalists[0]
     flags = outcome.resolver.flags(best.setting)
-    verdict = "recommended" if best.keeps_goals else "no setting keeps the goals; the nearest"
-    return "\n".join([f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}", *_remarks(outcome, finalists)])
+    is_found = outcome.found is not None and outcome.found.rate is not None  # at a lower rate than were compared
+    verdict = "recommended" if best.keeps_goals or is_found else "no setting keeps the goals; the nearest"
+    lines = [f"{verdict}: {flags}", f"because: {reason(outcome, finalists)}"]
+    if outcome.found is not None:
+        lines.append(outcome.found.sentence)
+    return "\n".join([*lines, *_remarks(outcome, finalists)])
 
 
 def reason(outcome: Outcome, finalists: list[Standing]) -> str:
@@ -227,6 +237,7 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
             "bound them; a higher --rate shows which"
         )
     if outcome.predicted:
+        yield from _certainty(outcome, best)
         yield _accuracy(outcome, finalists)
 
 
@@ -244,6 +255,16 @@ def rates_of_repeats(outcome: Outcome, standing: Standing) -> list[float]:
     """Return tokens/s of each repeat at the best arrival rate, in order of measurement."""
     repeats = outcome.sweep.results[standing.setting][1.0]
     return [run["output_tokens_per_second"] for runs in repeats for run in runs if run["rate"] == standing.best["rate"]]
+
+
+def _certainty(outcome: Outcome, best: Standing) -> Iterator[str]:
+    """Yield how far the forecasts may be off, of the recommended setting."""
+    if outcome.fit_error is not None:
+        yield f"forecasts are within {outcome.fit_error:.0%} if the steps are (p90 of the calibration's fit)"
+    predicted = outcome.predicted.get(best.setting)
+    expected = next((p for p in predicted.points if p["rate"] == best.best["rate"]), None) if predicted else None
+    if expected is not None and (note := warning(expected.get("utilisation"))) is not None:
+        yield note
 
 
 def _accuracy(outcome: Outcome, finalists: list[Standing]) -> str:

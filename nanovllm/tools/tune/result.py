@@ -26,6 +26,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "predicted": [
             {"options": setting.options, "runs": standing.points} for setting, standing in outcome.predicted.items()
         ],
+        "fit_error": outcome.fit_error,
+        "found_rate": outcome.found.as_json() if outcome.found else None,
         "refused": [{"options": options, "reason": reason} for options, reason in outcome.refused],
     }
 

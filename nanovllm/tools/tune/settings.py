@@ -112,7 +112,14 @@ def _given(options: dict[str, int | None]) -> dict[str, int]:
 
 
 def values_to_try(
-    device: str, named: Values, *, backend: str, longest_prompt: int, most_at_once: int, wide: bool
+    device: str,
+    named: Values,
+    *,
+    backend: str,
+    longest_prompt: int,
+    most_at_once: int,
+    wide: bool,
+    only_named: bool = False,
 ) -> Values:
     """Return the values to try for each option: named ones, else values around the device's defaults.
 
@@ -121,7 +128,10 @@ def values_to_try(
         longest_prompt: length in tokens; above half a step's budget, limits of partial prefills are tried too.
         most_at_once: maximum number of concurrent requests; bounds `max_num_seqs`.
         wide: more values, for the simulator.
+        only_named: leave options that are not named at their defaults.
     """
+    if only_named:
+        return dict.fromkeys(SWEPT, (None,)) | named
     defaults, factors = DEVICE_DEFAULTS[device], WIDE if wide else NARROW
     budgets = [int(factor * defaults.max_num_batched_tokens) for factor in factors]
     num_seqs = [int(factor * defaults.max_num_seqs) for factor in factors]

@@ -1,4 +1,7 @@
-"""Trace files: a workload as JSON lines, one object per request; docs/guide/benchmarking.md has the format."""
+"""Trace files: a workload as JSON lines, one object per request; docs/guide/benchmarking.md has the format.
+
+`read_trace` also takes recorded traffic without prompts, see `recorded.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanovllm.tools.workloads.recorded import format_of, read_recorded
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
 FIELDS = ("arrival", "prompt", "output_tokens", "after", "priority", "cache_salt")
@@ -33,14 +37,19 @@ def write_trace(workload: Workload, path: str | Path) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def read_trace(path: str | Path, *, tokenize: Tokenize | None = None) -> Workload:
+def read_trace(path: str | Path, *, tokenize: Tokenize | None = None, first: int | None = None) -> Workload:
     """Read a workload.
 
     Args:
         tokenize: maps text prompts to token ids; without it they are refused.
+        first: keep so many of the first requests.
 
     Raises ValueError naming file and line for invalid input.
     """
+    with open(path, encoding="utf-8") as file:
+        begin = next((line for line in file if line.strip()), "")
+    if (kind := format_of(begin)) is not None:
+        return read_recorded(Path(path), kind, first=first)
     requests: list[TimedRequest] = []
     latest = 0.0
     with open(path, encoding="utf-8") as file:
@@ -60,7 +69,8 @@ def read_trace(path: str | Path, *, tokenize: Tokenize | None = None) -> Workloa
             requests.append(request)
     if not requests:
         raise ValueError(f"{path} holds no request; write one JSON object a line.")
-    return Workload(Path(path).stem, requests, {"trace": str(path)})
+    workload = Workload(Path(path).stem, requests, {"trace": str(path)})
+    return workload if first is None else workload.first(first)
 
 
 def _request(line: str, number: int, tokenize: Tokenize | None) -> TimedRequest:

@@ -1,0 +1,20 @@
+"""Errors of files in plain words."""
+
+from __future__ import annotations
+
+import os
+
+
+def in_words(error: Exception) -> str:
+    """What the command prints of an error: that of a file without its number, with what the file is to the user."""
+    path = getattr(error, "filename", None)
+    if not isinstance(error, OSError) or path is None:
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
+        return f"there is no {'file' if os.path.isdir(folder) else 'folder for the file'} {path}."
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder, where a file is needed."
+    if isinstance(error, PermissionError):
+        return f"this user may not open {path}."
+    return f"{path}: {error.strerror}."

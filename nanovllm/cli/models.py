@@ -1,0 +1,116 @@
+"""The command `nanovllm models`: what this machine has, and what may be fetched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.flags import add_verbose_flag
+from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.model.source import WEIGHT_PATTERNS
+
+DESCRIPTION = "List the models of this machine: the embedded default and those in the cache of the Hugging Face hub."
+HEADINGS = ("MODEL", "SIZE", "CONTEXT", "ARCHITECTURE", "STATE")
+READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """name: for --model. size: bytes on disk. context: longest sequence in tokens. state: ready, or not."""
+
+    name: str
+    size: int | None
+    context: int | None
+    architecture: str | None
+    state: str
+    folder: str | None
+
+
+def add_models_command(commands: Any) -> None:
+    """Register the subcommand."""
+    models = commands.add_parser("models", help="list models", description=DESCRIPTION, allow_abbrev=False)
+    models.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
+    add_verbose_flag(models)
+    models.set_defaults(run=_models)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from huggingface_hub import constants
+
+    found = [_default_model(), *_cached_models()]
+    if options.json:
+        for model in found:
+            print(json.dumps(asdict(model)))
+        return 0
+    rows = [HEADINGS, *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    fetched = "not now: HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "fetched at its first use"
+    print(f"\nAlso: a folder with a transformers model, -m PATH, or a model of the hub, -m ORG/NAME ({fetched}).")
+    return 0
+
+
+def _default_model() -> ListedModel:
+    folder = default_folder()
+    if not folder.is_dir():
+        return ListedModel(DEFAULT_MODEL, None, None, None, "the default, fetched at its first use (93 MB)", None)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return _listed(DEFAULT_MODEL, folder, size, f"{READY}, the default")
+
+
+def _cached_models() -> Iterator[ListedModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id.lower()):
+        if repo.repo_type == "model" and repo.revisions:
+            newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+            yield _listed(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
+
+
+def _listed(name: str, folder: Path, size: int, state: str = READY) -> ListedModel:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        is_gguf = any(folder.glob("*.gguf"))
+        state = "GGUF, which is not read" if is_gguf else "no config.json: not a transformers model"
+        return ListedModel(name, size, None, None, state, str(folder))
+    text = config.get("text_config") or config
+    missing = [path for path in _shards(folder) if not path.exists()]
+    if missing:
+        state = f"incomplete, {missing[0].name} is missing: it is fetched at its next use"
+    return ListedModel(
+        name,
+        size,
+        text.get("max_position_embeddings"),
+        next(iter(config.get("architectures") or ()), config.get("model_type")),
+        state,
+        str(folder),
+    )
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of weights that the snapshot needs."""
+    for index in folder.glob("*.index.json"):
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError):
+            continue
+        return [folder / name for name in sorted(set(names))]
+    found = [path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)]
+    return found or [folder / "model.safetensors"]
+
+
+def _row(model: ListedModel) -> tuple[str, ...]:
+    size = "" if model.size is None else f"{model.size / 1e6:,.0f} MB"
+    context = "" if model.context is None else f"{model.context:,}"
+    return model.name, size, context, model.architecture or "", model.state

@@ -1,0 +1,106 @@
+"""The command `nanovllm run-batch`: OpenAI's batch file in, its output file out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
+from nanovllm.cli.model_names import check_model_exists
+from nanovllm.cli.serve import NEEDS
+from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
+
+DESCRIPTION = f"""
+Answer a file in OpenAI's batch format: each line has custom_id, method, url ({", ".join(ENDPOINTS)}) and body. Each
+line of the output has custom_id and the response, in the order in which they end. Exit status 1 if a line failed.
+"""
+
+
+def add_run_batch_command(commands: Any) -> None:
+    """Register the subcommand."""
+    batch = commands.add_parser(
+        "run-batch", help="answer a file in OpenAI's batch format", description=DESCRIPTION, allow_abbrev=False,
+        usage="nanovllm run-batch -i FILE -o FILE [options] [MODEL]",
+    )  # fmt: skip
+    batch.add_argument("-i", "--input-file", metavar="FILE", required=True, help="requests, - for standard input")
+    batch.add_argument("-o", "--output-file", metavar="FILE", required=True, help="responses; a new file")
+    batch.add_argument(
+        "--error-file", metavar="FILE",
+        help="responses of lines that failed, as OpenAI has them apart (default: in the output file)",
+    )  # fmt: skip
+    batch.add_argument(
+        "--resume", action="store_true", help="go on with files that exist: leave out the lines that have a response"
+    )
+    batch.add_argument("--served-model-name", metavar="NAME", help="name of the model in the lines' bodies")
+    add_model_argument(batch)
+    batch.set_defaults(run=_run_batch)
+    add_model_flags(batch, leave_out={"max_queue"})
+
+
+def _run_batch(options: argparse.Namespace) -> int:
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(f"run-batch needs {', '.join(missing)}: pip install 'nanovllm[serve]'.")
+    take_model_argument(options)
+    engine_given = engine_options(options)
+    requests = _read(options.input_file)
+    outputs = [Path(name).expanduser() for name in (options.output_file, options.error_file) if name is not None]
+    for path in outputs:
+        if path.exists() and not options.resume:
+            raise ValueError(f"{path} exists. Go on with it by --resume, or name another file.")
+    answered = set().union(*map(answered_ids, outputs))
+    left = [request for request in requests if request.custom_id not in answered]
+    if not left:
+        print(f"nanovllm: all {len(requests)} lines have a response", file=sys.stderr)
+        return 0
+    check_model_exists(options.model, options.tokenizer)
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("a", encoding="utf-8")) for path in outputs]
+        return _answer(left, files, options, engine_given)
+
+
+def _read(name: str) -> list[BatchRequest]:
+    if name == "-":
+        return read_batch(sys.stdin)
+    try:
+        with Path(name).expanduser().open(encoding="utf-8") as file:
+            return read_batch(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
+def _answer(
+    requests: Sequence[BatchRequest], files: Sequence[TextIO], options: argparse.Namespace, engine_given: dict[str, Any]
+) -> int:
+    """Answer the requests; the first file takes responses, the last one those that failed."""
+    from nanovllm.async_llm import AsyncLLM  # imports torch
+    from nanovllm.server.batch import BatchAnswer, batch_settings, run_batch
+
+    settings = batch_settings(options.served_model_name)
+    engine = AsyncLLM(options.model, tokenizer=options.tokenizer, **engine_given)
+    counts: Counter[bool] = Counter()  # by whether the line failed
+    with tqdm(total=len(requests), desc="Lines", disable=not sys.stderr.isatty()) as bar:
+
+        def write(answer: BatchAnswer) -> None:
+            has_failed = answer.status >= 400
+            print(answer.line, file=files[-1] if has_failed else files[0], flush=True)
+            counts[has_failed] += 1
+            bar.update()
+
+        try:
+            asyncio.run(run_batch(engine, settings, requests, write, model=options.model))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            left = len(requests) - counts.total()
+            print(f"nanovllm: {counts[False]} lines answered, {counts[True]} failed, {left} left", file=sys.stderr)
+    return int(counts[True] > 0)

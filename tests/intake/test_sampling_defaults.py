@@ -1,0 +1,101 @@
+"""Sampling defaults of a model's generation config: used by requests that leave fields out, and by no others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams
+from tests.support.serving import serving
+from tests.support.tiny_models import save_tiny, tiny_model
+
+OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 64}
+OWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+OTHERS = {"do_sample": True, "max_new_tokens": 3, "typical_p": 0.5, "eos_token_id": 7}
+PROMPT = [5] * 50
+
+
+def folder_with(folder: Path, **generation_config) -> Path:
+    save_tiny(folder)
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return folder_with(tmp_path_factory.mktemp("models") / "own", **OWN, **OTHERS)
+
+
+def test_requests_without_parameters_are_sampled_as_the_model_says(folder):
+    with LLM(folder, **OPTIONS) as llm, LLM(folder, generation_config="none", **OPTIONS) as plain:
+        assert llm.default_sampling_params == SamplingParams(**OWN)
+        assert plain.default_sampling_params == SamplingParams()
+        own, explicit = (
+            [llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in (llm, plain)]
+            for params in (None, SamplingParams(**OWN))
+        )
+        # A request's noise follows from its number: the first of one engine is compared with the first of the other.
+        assert own[0] != own[1]
+        assert explicit[0] == explicit[1]
+        plain_again = plain.generate(PROMPT, SamplingParams(seed=3), use_tqdm=False)[0].outputs[0].token_ids
+        assert llm.generate(PROMPT, SamplingParams(seed=3), use_tqdm=False)[0].outputs[0].token_ids == plain_again
+
+
+def test_the_first_requests_of_two_engines_agree(folder):
+    """Without parameters, and with the model's own written out."""
+    answers = []
+    for params in (None, SamplingParams(**OWN)):
+        with LLM(folder, **OPTIONS) as llm:
+            answers.append(llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 3  # max_new_tokens is none of them
+
+
+def test_the_asynchronous_engine_has_the_same(folder):
+    async def answers() -> None:
+        async with AsyncLLM(folder, **OPTIONS) as llm:
+            assert llm.default_sampling_params == SamplingParams(**OWN)
+            seeded = replace(llm.default_sampling_params, seed=4)
+            assert [out async for out in llm.generate(PROMPT, seeded, output_kind="final")]
+
+    asyncio.run(answers())
+
+
+def test_a_served_request_takes_the_fields_that_it_leaves_out_from_the_model():
+    model = tiny_model()
+    for name, value in OWN.items():
+        setattr(model.generation_config, name, value)
+    body = {"model": "tiny", "prompt": "one two", "max_tokens": 12, "seed": 6}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 12, "seed": 6}
+    with serving(model=model) as running, running.http() as http:
+
+        def text(path: str, **fields) -> str:
+            choice = http.post(path, json=(chat if "chat" in path else body) | fields).json()["choices"][0]
+            return choice["text"] if "text" in choice else choice["message"]["content"]
+
+        none = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert text(path) == text(path, **OWN) != text(path, **none)
+            assert text(path, temperature=0.9) == text(path, **OWN | {"temperature": 0.9})
+
+
+def test_a_model_that_names_none_is_sampled_at_temperature_one():
+    with LLM(tiny_model(), **OPTIONS) as llm:
+        assert llm.default_sampling_params == SamplingParams()
+
+
+def test_values_out_of_range_are_refused_with_a_way_around_them(tmp_path):
+    folder = folder_with(tmp_path / "bad", top_p=1.7)
+    with pytest.raises(ModelLoadError, match=r"top_p is 1\.7.*generation_config='none'"):
+        LLM(folder, **OPTIONS)
+    with LLM(folder, generation_config="none", **OPTIONS) as llm:
+        assert llm.default_sampling_params == SamplingParams()
+
+
+def test_the_option_is_one_of_two():
+    with pytest.raises(ValueError, match="generation_config is 'vllm'; it must be one of auto, none"):
+        EngineConfig(generation_config="vllm")

@@ -1,0 +1,299 @@
+"""The live view's chat in a browser: Markdown that cannot run, edits, retries, conversations that stay, and curl."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.live_pages import answered, ask, live_pages, question, state
+from tests.support.serving import Serving, serving
+
+# Each would run script, load something or break out of its place, in one renderer of Markdown or another.
+HOSTILE = """<script>document.title = "ran"</script>
+<img src=x onerror="document.title='ran'"><svg onload="document.title='ran'"></svg>
+
+[a](javascript:document.title='ran') [b](JaVaScRiPt&colon;document.title='ran')
+[c](data:text/html,<script>parent.document.title='ran'</script>)
+[d](&#106;avascript:document.title='ran') <javascript:document.title='ran'>
+[e](vbscript:x) [f](//evil.example/x) [g]("onclick=x)
+![h](https://evil.example/pixel.png) ![i](javascript:document.title='ran' "t")
+
+| x |
+|---|
+| <iframe srcdoc="<script>parent.document.title='ran'</script>"></iframe> |
+
+- <details open ontoggle="document.title='ran'">
+- [x] <b onmouseover="document.title='ran'">bold</b>
+
+```html"><img src=x onerror="document.title='ran'">
+</code></pre><script>document.title = "ran"</script>
+```
+
+<math><mtext></mtext><mglyph><style><img src=x onerror="document.title='ran'"></style></mglyph></math>
+<a href="javascript:document.title='ran'">z</a> <form action="https://evil.example"><input name=x></form>
+
+[r]: javascript:document.title='ran'
+[r] and [ok](https://example.org/?a=1&b=2)
+"""
+ALLOWED = {"P", "A", "CODE", "PRE", "DIV", "SPAN", "BUTTON", "UL", "LI", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving(max_model_len=1024) as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    with live_pages(browser) as open_page:
+        yield open_page
+
+
+def answer_with(page: Page, text: str, size: int = 7) -> list[dict[str, Any]]:
+    """Answer the page's questions with `text` in pieces of `size` characters; returns the list of their bodies."""
+    bodies = []
+
+    def fulfil(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        deltas = [{"content": text[at : at + size]} for at in range(0, len(text), size)]
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+        events = [f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n" for choice in choices]
+        route.fulfill(content_type="text/event-stream", body="".join(events) + "data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", fulfil)
+    return bodies
+
+
+def said(page: Page) -> Any:
+    return page.locator(".message.assistant .said").last
+
+
+def test_markdown_is_shown_as_headings_lists_tables_and_code(running, open_page):
+    page = open_page(running.url)
+    answer_with(
+        page,
+        "# Title\n\nA **bold** `x < 1` and\n\n1. one\n2. two\n   - in\n\n| a | b |\n|--|--:|\n| 1 | 2 |\n\n"
+        "> quote &amp; more\n\n" + "-" * 80 + "\n\n```python\nif a < b:\n    pass\n```\n\n[site](https://example.org)",
+    )
+    ask(page)
+    answered(page, 1)
+    said_by = said(page)
+    expect(said_by.locator("h3")).to_have_text("Title")
+    expect(said_by.locator("strong")).to_have_text("bold")
+    expect(said_by.locator("p code")).to_have_text("x < 1")
+    assert said_by.locator("ol > li").count() == 2
+    expect(said_by.locator("ol ul li")).to_have_text("in")
+    expect(said_by.locator("td").nth(1)).to_have_text("2")
+    expect(said_by.locator("blockquote")).to_have_text("quote & more")
+    assert said_by.locator("hr").count() == 1
+    expect(said_by.locator("pre code")).to_have_text("if a < b:\n    pass")
+    expect(said_by.locator(".code_head span")).to_have_text("python")
+    expect(said_by.get_by_role("link")).to_have_attribute("href", "https://example.org/")
+    expect(said_by.get_by_role("link")).to_have_attribute("rel", "noopener noreferrer")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    said_by.get_by_role("button", name="Copy code").click()
+    expect(page.locator("#announce")).to_have_text("Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == "if a < b:\n    pass"
+
+
+@pytest.mark.parametrize("size", [1, 4000])
+def test_nothing_of_what_the_model_says_runs_or_loads(running, open_page, size):
+    page = open_page(running.url)
+    answer_with(page, HOSTILE, size)
+    ask(page, "<b>bold?</b><script>document.title = 'ran'</script>")
+    answered(page, 1)
+    for _ in range(2):  # as it came, and as it was kept
+        tags = page.evaluate("() => [...document.querySelectorAll('.said *')].map((one) => one.tagName)")
+        assert set(tags) <= ALLOWED
+        attributes = page.evaluate(
+            "() => [...document.querySelectorAll('.said *')].flatMap((one) => one.getAttributeNames())"
+        )
+        assert set(attributes) <= {"class", "href", "target", "rel", "title", "tabindex", "role", "aria-label", "type"}
+        links = page.evaluate("() => [...document.querySelectorAll('.said a')].map((one) => one.href)")
+        assert set(links) == {"https://evil.example/pixel.png", "https://example.org/?a=1&b=2"}
+        expect(said(page)).to_contain_text("<iframe srcdoc=")
+        expect(page.locator(".message.user .said")).to_contain_text("<b>bold?</b>")
+        assert page.title() == "nanovllm"
+        page.reload()
+        expect(page.locator(".message .facts")).to_have_count(1)
+
+
+def test_the_browser_refuses_to_parse_text_as_html(running, open_page):
+    page = open_page(running.url, allowed="TrustedHTML|Trusted Type|Content Security Policy|violates")
+    refused = """() => { try { document.body.innerHTML = "<b>x</b>"; return false; }
+                         catch (error) { return error instanceof TypeError; } }"""
+    assert page.evaluate(refused)
+
+
+@pytest.mark.parametrize(
+    "text", [">" * 30_000 + "x", "- " * 5_000 + "x", "-   " * 46 + "x", "[" * 3_000, "`" * 9_999, "*a " * 3_000]
+)
+def test_text_that_would_exhaust_a_parser_is_shown_all_the_same(running, open_page, text):
+    page = open_page(running.url)
+    answer_with(page, text, 10_000)
+    ask(page)
+    answered(page, 1)
+    assert len(said(page).inner_text()) > 0
+    ask(page)
+    answered(page, 2)
+
+
+def test_reasoning_is_apart_from_the_answer(running, open_page):
+    page = open_page(running.url)
+    chunk = {"reasoning_content": "Let me <b>think</b>.", "content": "Paris"}
+    event = {"id": "x", "choices": [{"index": 0, "delta": chunk, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page)
+    expect(said(page)).to_have_text("Paris")
+    page.get_by_text("Reasoning", exact=True).click()
+    expect(page.locator(".thought .plain")).to_have_text("Let me <b>think</b>.")
+
+
+def test_a_question_is_edited_and_an_answer_is_tried_again(running, open_page):
+    page = open_page(running.url)
+    bodies = answer_with(page, "Yes.")
+    for number, text in enumerate(("one", "two", "three"), 1):
+        ask(page, text)
+        answered(page, number)
+    with page.expect_response("**/v1/chat/completions"):
+        page.get_by_role("button", name="Retry").click()
+    answered(page, 3)
+    assert bodies[3]["messages"] == bodies[2]["messages"]
+    page.locator(".message.user").nth(1).get_by_role("button", name="Edit").click()
+    expect(question(page)).to_have_value("two")
+    expect(page.locator("#editing")).to_be_visible()
+    question(page).press("Escape")
+    expect(question(page)).to_have_value("")
+    page.locator(".message.user").nth(1).get_by_role("button", name="Edit").click()
+    question(page).fill("2")
+    question(page).press("Enter")
+    answered(page, 2)
+    assert [message["content"] for message in bodies[4]["messages"]] == ["one", "Yes.", "2"]
+    question(page).press("ArrowUp")
+    expect(question(page)).to_have_value("2")
+
+
+def test_system_prompt_and_fields_are_sent_and_empty_ones_are_not(running, open_page):
+    page = open_page(running.url)
+    bodies = answer_with(page, "Yes.")
+    page.get_by_text("System prompt and sampling").click()
+    page.get_by_label("System prompt", exact=True).fill("Be short.")
+    page.get_by_label("Top-p").fill("0.9")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Temperature").fill("")
+    ask(page, "Hi", max_tokens=9)
+    answered(page, 1)
+    assert bodies[0]["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    sampling = {
+        name: value
+        for name, value in bodies[0].items()
+        if name not in ("model", "messages", "stream", "stream_options")
+    }
+    assert sampling == {"max_completion_tokens": 9, "top_p": 0.9, "seed": 7}
+    page.reload()
+    expect(page.get_by_label("Top-p")).to_have_value("0.9")
+    expect(page.get_by_label("System prompt", exact=True)).to_have_value("Be short.")
+
+
+def test_a_seed_gives_the_same_answer_again_and_the_server_accepts_every_field(running, open_page):
+    page = open_page(running.url)
+    page.get_by_text("System prompt and sampling").click()
+    fields = (("Top-p", "0.9"), ("Top-k", "20"), ("Min-p", "0.01"), ("Repetition penalty", "1.1"), ("Seed", "5"))
+    for name, value in fields:
+        page.get_by_label(name).fill(value)
+    ask(page, max_tokens=20)
+    answered(page, 1)
+    first = said(page).inner_text()
+    page.get_by_role("button", name="Retry").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    answered(page, 1)
+    assert said(page).inner_text() == first != ""
+
+
+def test_conversations_stay_in_the_browser_until_they_are_deleted(running, open_page):
+    page = open_page(running.url)
+    answer_with(page, "Yes.")
+    for text in ("first one", "second <b>one</b>"):
+        ask(page, text)
+        answered(page, 1)
+        page.get_by_role("button", name="New conversation").click()
+        expect(page.locator(".message")).to_have_count(0)
+    page.get_by_role("button", name="Conversations").click()
+    rows = page.locator("#list .title")
+    expect(rows).to_have_text(["second <b>one</b>", "first one"])
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all").click()
+    exported = json.loads(download.value.path().read_text())
+    assert [one["messages"] for one in exported] == [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+        for text in ("second <b>one</b>", "first one")
+    ]
+    rows.nth(1).click()
+    expect(page.locator(".message.user .said")).to_have_text("first one")
+    page.reload()
+    expect(page.locator(".message.user .said")).to_have_text("first one")  # the tab stays with its own
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Delete: first one").click()
+    expect(rows).to_have_count(2)
+    page.get_by_role("button", name="Sure? Delete: first one").click()
+    expect(rows).to_have_text(["second <b>one</b>"])
+    expect(page.locator(".message")).to_have_count(0)  # it was open
+    page.get_by_role("button", name="Delete all").click()
+    page.get_by_role("button", name="Sure?").click()
+    expect(page.locator("#list")).to_have_text("None yet.")
+    assert "one" not in page.evaluate("() => Object.keys(localStorage).filter((key) => key.includes('chat')).join()")
+
+
+def test_what_others_wrote_into_the_storage_is_passed_over(running, open_page):
+    page = open_page(running.url)
+    page.evaluate(
+        """() => { localStorage.setItem("nanovllm-chat-a", "{"); localStorage.setItem("nanovllm-chat-b", '{"id": 1}');
+                   localStorage.setItem("nanovllm-fields", "[1"); sessionStorage.setItem("nanovllm-open", "a"); }"""
+    )
+    page.reload()
+    state(page, "live")
+    page.get_by_role("button", name="Conversations").click()
+    expect(page.locator("#list")).to_have_text("None yet.")
+
+
+def test_a_full_storage_is_told_and_the_answer_is_shown(running, open_page):
+    page = open_page(running.url)
+    page.evaluate(
+        """() => { let size = 1 << 22; while (size >= 1) {
+            try { localStorage.setItem("fill" + size + Math.random(), "x".repeat(size)); } catch { size >>= 1; } } }"""
+    )
+    answer_with(page, "Yes.")
+    ask(page)
+    expect(said(page)).to_have_text("Yes.")
+    expect(page.locator("#storage")).to_contain_text("no room")
+
+
+def test_the_next_request_as_curl_is_what_the_page_would_send(running, open_page):
+    page = open_page(running.url)
+    text = 'It\'s $HOME `date` "x" \\ and\na line'
+    question(page).fill(text)
+    page.get_by_label("Max tokens").fill("5")
+    page.get_by_text("System prompt and sampling").click()
+    page.get_by_role("button", name="As curl").click()
+    words = [word for word in shlex.split(page.locator("#text").inner_text()) if word.strip()]
+    assert words[:2] == ["curl", f"{running.url}/v1/chat/completions"]
+    assert words[2:5:2] == ["-H", "-d"]
+    body = json.loads(words[5])
+    assert body["messages"] == [{"role": "user", "content": text}]
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", content=words[5], headers=dict([words[3].split(": ")]))
+    assert answer.json()["usage"]["completion_tokens"] <= 5
+    page.evaluate("() => sessionStorage.setItem('nanovllm-api-key', 'secret')")
+    page.get_by_role("button", name="Close").click()
+    page.get_by_role("button", name="As curl").click()
+    expect(page.locator("#text")).to_have_text(re.compile(r"Bearer \$NANOVLLM_API_KEY"))
+    assert "secret" not in page.locator("#text").inner_text()

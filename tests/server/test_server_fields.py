@@ -1,0 +1,107 @@
+"""Fields that clients send and that cannot change an answer; unknown ones; the error of a prompt that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from nanovllm.server.settings import ServerSettings
+from tests.support.serving import MODEL, Serving, serving
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "c1"},
+]
+CACHED = {"cache_control": {"type": "ephemeral"}}
+# The same conversation as agents and gateways send it.
+DECORATED: list[dict[str, Any]] = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief.", **CACHED}], **CACHED},
+    {"role": "user", "content": [{"type": "text", "text": "Hello", **CACHED}], **CACHED},
+    {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "annotations": [{"a": "b"}], **CACHED},
+    {"role": "tool", "content": "3", "tool_call_id": "c1", **CACHED},
+]  # fmt: skip
+HARMLESS: dict[str, Any] = {
+    "metadata": {"trace": "7"}, "store": True, "service_tier": "flex", "safety_identifier": "u1", "user": "u1",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"},
+    "top_logprobs": 0, "verbosity": "medium", "modalities": ["text"], "prediction": {"type": "content", "content": "x"},
+}  # fmt: skip
+# What LiteLLM looks for in an error's text to tell a prompt that is too long; aider asks LiteLLM.
+LITELLM = "this model's maximum context length is"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serving]:
+    with serving() as running:
+        yield running
+
+
+def test_what_cannot_change_an_answer_is_taken_and_changes_none(running):
+    with running.client() as client:
+        options = {"model": MODEL, "seed": 3, "max_tokens": 8, "tools": [TOOL]}
+        plain = client.chat.completions.create(messages=MESSAGES, **options)
+        other = client.chat.completions.create(messages=DECORATED, **(options | {"tools": [TOOL | CACHED]}), **HARMLESS)
+        chunks = client.chat.completions.create(
+            messages=DECORATED, **options, stream=True,
+            stream_options={"include_usage": True, "include_obfuscation": True},
+        )  # fmt: skip
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert other.choices[0].message == plain.choices[0].message
+        assert other.usage == plain.usage.model_copy(
+            update={"prompt_tokens_details": other.usage.prompt_tokens_details}
+        )
+        assert text == (plain.choices[0].message.content or "")
+
+
+def test_what_could_change_an_answer_is_refused_by_name_still(running):
+    with running.http() as http:
+        for field, value in {"verbosity": "low", "moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
+            error = http.post("/v1/chat/completions", json={"messages": MESSAGES, field: value}).json()["error"]
+            assert error["param"] == field
+
+
+@pytest.mark.parametrize("padding", [0, 40_000])  # a large body is read in another thread
+def test_unknown_fields_are_left_out_and_logged_once_where_the_server_is_told_to(caplog, padding):
+    settings = {"unknown_fields": "warn", "max_prompt_chars": 100_000}
+    body = {"messages": [*MESSAGES, {"role": "user", "content": "x", "mood": 1}], "max_tokens": 2, "tempratur": 9,
+            "other": 1, "seed": 3}  # fmt: skip
+    with serving(settings) as running, running.http() as http:
+        known = {"messages": [*MESSAGES, {"role": "user", "content": "x"}], "max_tokens": 2, "seed": 3}
+        for given in (body, body):
+            answer = http.post("/v1/chat/completions", json=given | {"metadata": {"pad": " " * padding}})
+            assert answer.status_code == 200, answer.text
+        expected = http.post("/v1/chat/completions", json=known).json()["choices"]
+        assert answer.json()["choices"] == expected
+        refused = http.post("/v1/chat/completions", json=known | {"logit_bias": {"x": 1}})
+        assert refused.status_code == 400  # a known field with a bad value
+    logged = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    names = ("ChatRequest.tempratur", "ChatRequest.other", "UserMessage.mood")
+    assert len(logged) == 3 and all(any(name in line for line in logged) for name in names)
+
+
+def test_the_switch_has_two_positions():
+    with pytest.raises(ValueError, match="unknown_fields is 'drop'; it must be one of refuse, warn"):
+        ServerSettings(unknown_fields="drop")
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running):
+    with running.client() as client:
+        for prompt in ([5] * 600, "x" * 20_000):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model=MODEL, prompt=prompt)
+            assert refused.value.code == "context_length_exceeded" and LITELLM in str(refused.value).lower()
+        long = [{"role": "user", "content": "word " * 1000}]
+        with pytest.raises(openai.BadRequestError, match="is 512 tokens") as refused:
+            client.chat.completions.create(model=MODEL, messages=long)
+        assert refused.value.code == "context_length_exceeded" and LITELLM in str(refused.value).lower()
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as refused:
+            client.messages.create(model=MODEL, messages=long, max_tokens=4)
+        assert LITELLM in str(refused.value).lower()

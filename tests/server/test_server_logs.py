@@ -1,0 +1,192 @@
+"""x-request-id, the access log, JSON logs, counts by API key, and spans."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm.server.logs import JsonFormatter
+from nanovllm.server.security import ApiKeys
+from nanovllm.server.settings import ServerSettings
+from tests.support.prometheus import figures
+from tests.support.serving import Serving, comes_true, raw_stream, serving
+
+BODY = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory) -> Iterator[Serving]:
+    """A server with two keys, one of which has a name."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# ours\nsecret-a # alice\nsecret-b\n")
+    with serving({"api_key_file": str(keys)}) as running:
+        yield running
+
+
+@pytest.fixture
+def log(caplog) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    return caplog
+
+
+def accesses(log: pytest.LogCaptureFixture, count: int) -> list[logging.LogRecord]:
+    """The lines of `count` requests; the last one is written after its response."""
+
+    def found() -> list[logging.LogRecord]:
+        return [record for record in log.records if record.name == "nanovllm.access"]
+
+    comes_true(lambda: len(found()) >= count)
+    assert len(found()) == count
+    return found()
+
+
+def test_a_request_keeps_its_id_and_gets_one_if_it_has_none_that_fits(running, log):
+    with running.http(headers={"Authorization": "Bearer secret-a"}) as http:
+        given = http.post("/v1/completions?key=x", json=BODY, headers={"x-request-id": "gateway-7"})
+        assert given.headers["x-request-id"] == "gateway-7"
+        fresh = http.get("/v1/models").headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", fresh)
+        for bad in ("a b", "x" * 129, ""):
+            assert http.get("/version", headers={"x-request-id": bad}).headers["x-request-id"] != bad
+        assert http.get("/nowhere", headers={"x-request-id": "n"}).headers["x-request-id"] == "n"
+    first = accesses(log, 6)[0].getMessage()
+    shape = r"\d{4}-\d\d-\d\dT[\d:.]+Z 127\.0\.0\.1:\d+ POST /v1/completions 200 0\.\d{3}s key=alice request=gateway-7 "
+    assert re.fullmatch(shape + f"answer={given.json()['id']}", first) or re.match(shape, first)
+    assert given.json()["id"] in first and "secret" not in first and "key=x" not in first
+
+
+def test_streams_refusals_and_clients_that_leave_have_their_line(running, log):
+    with running.http() as http:
+        body = json.dumps(BODY | {"stream": True})
+        headers = {"Authorization": "Bearer secret-b", "Content-Type": "application/json"}
+        assert http.post("/v1/completions", content=body, headers=headers).text.endswith("[DONE]\n\n")
+        assert http.post("/v1/completions", json=BODY).status_code == 401
+        wrong = http.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer x", "x-request-id": "w"})
+        assert wrong.status_code == 401 and wrong.headers["x-request-id"] == "w"
+    text = [record.getMessage() for record in accesses(log, 3)]
+    assert " 200 " in text[0] and "key=key-2 " in text[0]
+    assert " 401 " in text[1] and "key=none " in text[1] and "key=invalid " in text[2]
+
+
+def test_the_access_log_can_be_turned_off(log):
+    with serving({"access_log": False}) as other, other.http() as http:
+        assert http.get("/version").headers["x-request-id"]
+    assert not [record for record in log.records if record.name.endswith("access")]
+
+
+def test_a_line_of_json_has_the_fields_of_an_access_and_of_an_exception(running, log):
+    with running.http(headers={"Authorization": "Bearer secret-a"}) as http:
+        http.post("/v1/completions", json=BODY, headers={"x-request-id": "r1"})
+    (record,) = accesses(log, 1)
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["level"], line["method"], line["path"], line["status"]) == ("INFO", "POST", "/v1/completions", 200)
+    assert line["key"] == "alice" and line["seconds"] > 0.0 and line["answer"].startswith("cmpl-")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        failed = logging.LogRecord("nanovllm", logging.ERROR, "f", 1, "it %s", ("failed",), sys.exc_info())
+    text = JsonFormatter().format(failed)
+    line = json.loads(text)
+    assert "\n" not in text and line["message"] == "it failed" and "two\nlines" in line["exception"]
+
+
+def test_every_line_of_a_server_with_json_logs_is_an_object(tmp_path):
+    """Also those before the model is loaded, and the last ones."""
+    code = "import sys; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["serve", "--log-format", "json", "--port", "0", "--host", "0.0.0.0", "--model", str(tmp_path / "no")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    *logged, error = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and error.startswith("nanovllm: error: ")
+    assert logged and all(json.loads(line)["logger"].startswith("nanovllm") for line in logged if line[0] == "{")
+
+
+def test_requests_and_tokens_are_counted_by_key_those_of_clients_that_left_too(tmp_path):
+    (tmp_path / "keys").write_text("a # alice\nb\n")
+    with serving({"api_key_file": str(tmp_path / "keys")}, max_model_len=2048) as running:
+        with running.http(headers={"Authorization": "Bearer a"}) as http:
+            assert http.post("/v1/completions", json=BODY | {"n": 2}).status_code == 200
+            assert http.post("/v1/completions", json=BODY | {"prompt": []}).status_code == 400
+            text = http.get("/metrics").text
+        assert 'key="alice",kind="generation",model_name="tiny"} 8.0' in text
+        assert 'key="alice",kind="prompt",model_name="tiny"} 3.0' in text
+        assert 'nanovllm:key_requests_total{finished_reason="length",key="alice",model_name="tiny"} 1.0' in text
+        assert 'block_size="16"' in text and 'num_gpu_blocks="128"' in text and "cache_config_info" in text
+
+
+def test_a_client_that_left_before_the_answer_counts_for_its_tokens():
+    with serving(max_model_len=2048) as running:
+        connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False})
+        comes_true(lambda: running.stats().num_output_tokens > 3)
+        connection.close()
+        comes_true(running.is_idle)
+        comes_true(lambda: "key_requests_total{finished_reason=abort,key=none}" in figures(running))
+        found = figures(running)
+        assert found["key_tokens_total{key=none,kind=prompt}"] == 2
+        assert found["key_tokens_total{key=none,kind=generation}"] == running.stats().num_output_tokens
+        assert not running.app.state.server.in_flight._facts
+
+
+def test_names_of_keys_come_from_the_file_or_their_order(tmp_path):
+    (tmp_path / "keys").write_text("a # alice\nb#c\n")
+    settings = ServerSettings(api_key=("first",), api_key_file=str(tmp_path / "keys"))
+    keys = ApiKeys(settings.api_keys(), settings.key_names())
+    assert [keys.name_of(f"Bearer {key}") for key in ("first", "a", "b#c")] == ["key-1", "alice", "key-3"]
+
+
+# ------------------------------------------------------------------------------------------------------------- spans
+
+
+@pytest.fixture
+def spans() -> Any:
+    """The module of spans, and a provider with the spans that ended."""
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed (nanovllm[otel])")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from nanovllm.server.spans import SpanWriter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return SpanWriter(provider, "tiny").write, exporter
+
+
+def test_a_request_is_a_span_below_the_clients(spans):
+    write, exporter = spans
+    with serving() as running, running.http() as http:
+        running.app.state.server.in_flight.listeners.append(write)
+        http.post("/v1/completions", json=BODY | {"seed": 5}, headers={"traceparent": PARENT, "x-request-id": "r"})
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 2})
+        comes_true(lambda: len(exporter.get_finished_spans()) == 2)
+    first, second = exporter.get_finished_spans()
+    assert (first.name, second.name) == ("text_completion tiny", "chat tiny")
+    assert (
+        format(first.context.trace_id, "032x") == PARENT[3:35] and format(first.parent.span_id, "016x") == PARENT[36:52]
+    )
+    assert second.parent is None
+    values = first.attributes
+    assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == (3, 4)
+    assert (values["gen_ai.request.max_tokens"], values["gen_ai.request.seed"]) == (4, 5)
+    assert values["gen_ai.response.finish_reasons"] == ("length",) and values["gen_ai.response.id"].startswith("cmpl-")
+    assert 0 < values["gen_ai.latency.time_to_first_token"] <= values["gen_ai.latency.e2e"]
+    assert first.end_time > first.start_time > 1.6e18
+
+
+def test_nobody_imports_opentelemetry_unasked_and_without_it_the_option_says_what_to_install():
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None\n"
+        "import nanovllm.server.app\n"
+        "assert 'nanovllm.server.spans' not in sys.modules\n"
+        "try: import nanovllm.server.spans\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install 'nanovllm[otel]'" in done.stdout, done.stderr

@@ -1,0 +1,206 @@
+"""A server's record of its requests: what it holds, what survives a kill, and that the tools read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
+from nanovllm.server import recorder as module
+from nanovllm.server.recorder import Recorder, prefix_hashes
+from nanovllm.server.settings import ServerSettings
+from nanovllm.streaming.streams import OutputRouter, Stream
+from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.tools.workloads.files import read_trace
+from tests.support.serving import comes_true, raw_stream, serving
+from tests.support.sweeps import CALIBRATION, COST
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ended(length: int, arrival: float = 0.0, **options: Any) -> tuple[NewRequest, RequestOutput]:
+    """A request of `length` prompt tokens that got three tokens."""
+    request = NewRequest("r", list(range(length)), SamplingParams(), arrival_time=arrival, **options)
+    metrics = RequestMetrics(arrival, num_prompt_tokens=length, num_output_tokens=3)
+    completion = CompletionOutput(0, "abc", [1, 2, 3], "length", None)
+    return request, RequestOutput("r", None, request.prompt_token_ids, [completion], True, 0, metrics)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """The record of two prompts with a common prefix, one of them streamed and with two samples; of clients that left
+    before and after tokens; of a request that ran out of time."""
+    path = tmp_path_factory.mktemp("record") / "yesterday.jsonl"
+    shared = list(range(20, 148))
+    with serving({"record": str(path)}, max_model_len=2048) as running, running.http() as http:
+        first = {"prompt": [*shared, 5, 6], "max_tokens": 4, "ignore_eos": True}
+        assert http.post("/v1/completions", json=first).status_code == 200
+        second = {"prompt": [*shared, 7], "max_tokens": 3, "n": 2, "ignore_eos": True, "stream": True, "priority": 4}
+        assert http.post("/v1/completions", json=second).status_code == 200
+        for stream in (True, False):
+            before = running.stats().num_output_tokens
+            left = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            connection = raw_stream(running, left)
+            comes_true(lambda before=before: running.stats().num_output_tokens > before + 2)
+            connection.close()
+            comes_true(running.is_idle)
+        late = {"prompt": [9], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
+        assert http.post("/v1/completions", json=late).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [1], "n": 0}).status_code == 400  # never queued
+        recorder = running.app.state.recorder
+        comes_true(lambda: recorder.num_recorded == 5)
+    recorder.close()
+    return path
+
+
+def test_a_line_has_arrival_lengths_and_hashes_and_no_token(recorded):
+    first, second, *_ = lines(recorded)
+    assert set(first) == {"arrival", "prompt_tokens", "output_tokens", "block_tokens", "hash_ids", "ended"}
+    assert (first["prompt_tokens"], first["output_tokens"], first["ended"]) == (130, 4, "length")
+    assert (second["prompt_tokens"], second["output_tokens"], second["n"], second["priority"]) == (129, 6, 2, 4)
+    assert first["hash_ids"][:2] == second["hash_ids"][:2] and first["hash_ids"][2] != second["hash_ids"][2]
+    assert 0.0 < second["arrival"] - first["arrival"] < 60.0
+
+
+def test_requests_whose_clients_left_are_recorded_as_such_with_the_tokens_that_they_got(recorded):
+    for line in lines(recorded)[2:4]:
+        assert line["ended"] == "abort" and 2 < line["output_tokens"] < 2000
+    assert lines(recorded)[4]["ended"] == "timeout"
+
+
+def test_the_record_is_a_workload_with_the_prefixes_that_were_shared(recorded, caplog):
+    workload = read_trace(recorded)
+    assert "of 5 requests did not end by themselves: 2 abort, 1 timeout" in caplog.text
+    assert [len(r.prompt_token_ids) for r in workload.requests] == [130, 129, 129, 2, 2, 1]  # a request a sample
+    assert [r.num_output_tokens for r in workload.requests][:3] == [4, 3, 3]
+    assert workload.is_timed and workload.requests[0].arrival == 0.0 and workload.requests[1].priority == 4
+    short = [replace(request, num_output_tokens=2) for request in workload.requests]
+    config = CALIBRATION.resolve(EngineConfig(block_size=16))
+    figures = simulate(replace(workload, requests=short), config, COST).figures()
+    assert figures["cached_tokens"] == 2 * 128
+
+
+def test_prefixes_count_as_shared_within_one_salt_and_cannot_be_looked_up_without_the_key():
+    tokens = list(range(200))
+    hashes = prefix_hashes(tokens, "", b"key")
+    assert len(hashes) == 4 and len(set(hashes)) == 4 and max(hashes) < 2**53
+    assert prefix_hashes(tokens[:130], "", b"key")[:2] == hashes[:2]
+    assert not set(hashes) & {*prefix_hashes(tokens, "a", b"key"), *prefix_hashes(tokens, "", b"other")}
+    assert prefix_hashes([7, *tokens[1:]], "", b"key")[1] != hashes[1]  # equal blocks after different ones
+
+
+def test_a_torn_last_line_is_left_out_by_readers_and_removed_by_the_next_server(tmp_path, caplog):
+    path = tmp_path / "r.jsonl"
+    one = Recorder(path)
+    for arrival in (2.0, 1.0):  # in order of their ends
+        one.record(*ended(5, arrival))
+    one.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    workload = read_trace(path)
+    assert [r.arrival for r in workload.requests] == [0.0, 1.0] and "the last line, 3, was torn" in caplog.text
+    two = Recorder(path)
+    two.record(*ended(6))
+    two.close()
+    assert path.read_bytes()[: len(whole)] == whole and len(lines(path)) == 3
+    path.write_bytes(whole[:40] + b"\n" + whole)  # not at the end: no accident
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("text", ["secret\n", '{"arrival": 0, "prompt": [1], "output_tokens": 1}\n', "no line"])
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path, text):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="holds something else"):
+        Recorder(path)
+    assert path.read_text() == text
+    with pytest.raises(OSError, match="nowhere"):
+        Recorder.check(tmp_path / "nowhere" / "r.jsonl")
+
+
+def test_a_full_file_is_renamed_and_begun_anew(tmp_path):
+    path = tmp_path / "r.jsonl"
+    recorder = Recorder(path, max_bytes=300)
+    for _ in range(5):
+        recorder.record(*ended(5))
+    recorder.close()
+    assert len(lines(path)) + len(lines(tmp_path / "r.jsonl.1")) in (3, 4) and path.stat().st_size <= 300
+    assert len(read_trace(path).requests) == len(lines(path))
+
+
+def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path, caplog, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(module, "MAX_QUEUED_TOKENS", 3 * (5 + module.REQUEST_TOKENS))
+    written = Recorder._write
+    monkeypatch.setattr(Recorder, "_write", lambda self, line: (gate.wait(), written(self, line)))
+    recorder = Recorder(tmp_path / "r.jsonl")
+    for _ in range(20):
+        recorder.record(*ended(5))
+    gate.set()
+    recorder.close()
+    assert "the disk is too slow" in caplog.text
+    left_out = int(re.search(r"(\d+) requests were left out", caplog.text)[1])
+    assert left_out >= 16 and recorder.num_recorded + left_out == 20
+
+
+def test_a_disk_that_fails_ends_the_record_and_not_the_server(tmp_path, caplog, monkeypatch):
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    recorder = Recorder(tmp_path / "r.jsonl")
+    monkeypatch.setattr(module.os, "write", fail)
+    recorder.record(*ended(5))
+    recorder._thread.join(10.0)
+    recorder.record(*ended(5))
+    recorder.close()
+    assert "recording ends: [Errno 28]" in caplog.text and recorder.num_recorded == 0
+
+
+def test_an_engine_that_dies_leaves_its_requests_as_errors(tmp_path):
+    recorder = Recorder(tmp_path / "r.jsonl")
+    request, _ = ended(5)
+    recorder.record(request, None)
+    recorder.close()
+    (line,) = lines(tmp_path / "r.jsonl")
+    assert (line["ended"], line["output_tokens"]) == ("error", 0)
+    assert read_trace(tmp_path / "r.jsonl").requests[0].num_output_tokens == 1
+
+
+def test_the_servers_option_is_checked():
+    with pytest.raises(ValueError, match="record_max_bytes"):
+        ServerSettings(record_max_bytes=0)
+    with pytest.raises(TypeError, match="record"):
+        ServerSettings(record="")
+
+
+def test_requests_that_are_open_when_the_engine_dies_end_once_and_a_listener_that_raises_is_dropped(caplog):
+    told: list[tuple[str, bool]] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    async def run() -> None:
+        router = OutputRouter()
+        router.on_end += [fail, lambda request, output: told.append((request.request_id, output is None))]
+        request, output = ended(3)
+        for name in ("a", "b"):
+            router.open(replace(request, request_id=name), Stream(OutputKind.FINAL))
+        router.deliver([replace(output, request_id="a")])
+        router.end(RuntimeError)
+        router.record_end("b", None)
+
+    asyncio.run(run())
+    assert told == [("a", False), ("b", True)] and caplog.text.count("it is not called again") == 1

@@ -1,0 +1,48 @@
+"""Texts that the package can say: strings of its source, with `…` for what is filled in."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "nanovllm"
+GAP = "…"
+_LOGGED = ("warning", "error", "exception")
+
+
+def source_texts() -> list[str]:
+    """Every string of the package's source, docstrings included."""
+    return [text for tree in _trees() for node in ast.walk(tree) if (text := _text(node))]
+
+
+def logged_texts() -> set[str]:
+    """What loggers are given as a warning or an error."""
+    return {
+        text
+        for tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOGGED
+        and isinstance(node.func.value, ast.Name) and node.func.value.id == "logger"
+        and (text := _text(node.args[0])) and text != GAP
+    }  # fmt: skip
+
+
+def says(text: str, quoted: str) -> bool:
+    """Whether a text of the source can read as quoted, whose gaps stand for anything."""
+    parts = [part for part in re.split(rf"\s*{GAP}\s*", quoted.strip()) if part]
+    return re.search(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None
+
+
+def _trees() -> Iterator[ast.AST]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[-+.\d]*[sdrgfi]", GAP, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else GAP for part in node.values)
+    return None

@@ -1,0 +1,85 @@
+"""Snippets of the documentation: fenced blocks, each with the note that stands before it in a comment of the page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
+}
+# A note is a comment, which readers do not see: before a block its own, with "of this page" that of all its blocks.
+_FENCE = re.compile(
+    r"^(?:<!-- snippet: (?P<note>[^\n]*?) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_OF_PAGE = re.compile(r"^<!-- snippets of this page: (.*?) -->$", re.MULTILINE)
+_ENDS_OF_COMMANDS = {"&&", "||", "|", ";", "&", "(", ")"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block.
+
+    note: how it runs: "" as it is; "not run: REASON"; "in the background", until the page ends; "slow"; "with FLAGS",
+        which each command `nanovllm` gets in addition; "slow; with FLAGS".
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    note: str
+
+    @property
+    def is_slow(self) -> bool:
+        return self.note.startswith("slow")
+
+    @property
+    def flags(self) -> str:
+        return self.note.partition("with ")[2] if not self.note.startswith("not run") else ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def snippets(page: str) -> list[Snippet]:
+    """The fenced blocks of a page, in order."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    of_page = _OF_PAGE.search(text)
+    return [
+        Snippet(
+            page, text[: found.start("text")].count("\n") + 1, found["language"], found["text"],
+            found["note"] or (of_page[1] if of_page else ""),
+        )
+        for found in _FENCE.finditer(text)
+    ]  # fmt: skip
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script, without assignments of variables and redirections."""
+    text = re.sub(r"<<'?(\w+)'?\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)  # documents that it holds
+    for line in text.replace("\\\n", " ").splitlines():
+        reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+        reader.wordchars += "{}[]$:=,*@!%^+"
+        command: list[str] = []
+        for word in [*reader, ";"]:
+            if word in _ENDS_OF_COMMANDS:
+                if command:
+                    yield _without_redirections(command)
+                command = []
+            elif command or not re.fullmatch(r"\w+=.*", word):
+                command.append(word)
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    return [
+        word
+        for number, word in enumerate(words)
+        if not re.fullmatch(r"[<>]+&?", word) and not (number and re.fullmatch(r"[<>]+&?", words[number - 1]))
+    ]

@@ -1,0 +1,228 @@
+"""Commands within a conversation, and the prompt of `nanovllm chat` at a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from nanovllm import SamplingParams
+from nanovllm.cli.conversation import Conversation, Left
+from nanovllm.cli.terminal import Terminal
+from tests.support.command_line import ENGINE, SHORT, assert_refused
+
+DOWN, UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[B", "\x1b[A", "\x1b\r", "\x03", "\x04"
+
+
+@pytest.fixture
+def shown() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def talk(shown) -> Conversation:
+    return Conversation("be brief", {"max_tokens": 256, "temperature": 0.5}, show=shown.append)
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(
+    ("line", "question"),
+    [
+        ("hello", "hello"),
+        ("", None),
+        ("   ", None),
+        (" /help is a word", "/help is a word"),
+        ("/usr/bin/env is a path", "/usr/bin/env is a path"),
+        ('"""one\ntwo"""', "one\ntwo"),
+        ('"""\none\n"""', "one"),
+        ('""""""', None),
+    ],
+)
+def test_what_is_no_command_is_a_message(talk, line, question):
+    assert talk.read(line) == question
+
+
+def test_help_lists_every_command(talk, shown):
+    assert talk.read("/help") is None
+    for name in ("system", "set", "retry", "save", "reset", "exit"):
+        assert f"/{name}" in shown[0]
+
+
+def test_system_shows_changes_and_removes_the_system_prompt(talk, shown):
+    talk.read("/system")
+    talk.read("/system answer in rhymes")
+    assert talk.with_question("hi")[0] == {"role": "system", "content": "answer in rhymes"}
+    talk.read("/system -")
+    assert talk.with_question("hi") == [{"role": "user", "content": "hi"}]
+    talk.read("/system")
+    assert shown == ["be brief", "there is no system prompt"]
+
+
+def test_set_changes_shows_and_restores_options(talk, shown):
+    for line in ("/set top-k 4", "/set temperature 0.9", "/set max_tokens 1k", "/set stop END", "/set ignore_eos on"):
+        talk.read(line)
+    assert SamplingParams(**talk.sampling) == SamplingParams(
+        top_k=4, temperature=0.9, max_tokens=1000, stop=("END",), ignore_eos=True
+    )
+    for name in ("top_k", "temperature", "stop", "ignore_eos"):
+        talk.read(f"/set {name} -")
+    talk.read("/set")
+    assert sorted(shown[-1].splitlines()) == ["max_tokens 1000", "temperature 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set temperature", "needs a value"),
+        ("/set temperature hot", "it must be a number"),
+        ("/set temperature -1", "temperature is -1.0"),
+        ("/set max_tokens 1.5", "not a whole number"),
+        ("/set ignore_eos maybe", "it must be one of"),
+        ("/set n 3", "not an option of a conversation"),
+        ("/sytem be brief", "did you mean /system?"),
+        ("/retry", "no message"),
+        ("/save", "needs a file"),
+    ],
+)
+def test_a_command_that_cannot_be_done_changes_nothing(talk, line, named):
+    before = dict(talk.sampling)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        talk.read(line)
+    assert talk.sampling == before
+
+
+def test_retry_takes_the_last_answer_back(talk):
+    talk.record("one", "first")
+    talk.record("two", "second")
+    assert talk.read("/retry") == "two"
+    assert [message["content"] for message in talk.with_question("two")] == ["be brief", "one", "first", "two"]
+
+
+def test_save_writes_the_conversation(talk, shown, tmp_path):
+    talk.record("größe", "answer")
+    talk.read(f"/save {tmp_path / 'talk.json'}")
+    assert json.loads((tmp_path / "talk.json").read_text()) == {"messages": talk.with_question("")[:-1]}
+    assert "3 messages" in shown[0]
+    with pytest.raises(OSError, match="nowhere"):
+        talk.read(f"/save {tmp_path / 'nowhere' / 'talk.json'}")
+
+
+@pytest.mark.parametrize("line", ["/exit", "/quit", "/bye "])
+def test_exit_leaves(talk, line):
+    with pytest.raises(Left):
+        talk.read(line)
+
+
+def test_commands_work_from_a_pipe_too(run, tmp_path):
+    lines = '/set max_tokens 2\n"""hello\nand again"""\n/retry\n/save ' + str(tmp_path / "talk.json") + "\n"
+    status, out, _ = run("chat", *SHORT, stdin=lines)
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert status == 0
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[0]["content"] == "hello\nand again"
+    assert out.splitlines()[:2] == [messages[1]["content"]] * 2
+    assert run("chat", stdin="/nonsense\n")[0] == 2
+    assert_refused(run("chat", stdin='"""never closed\n'), "ends within")
+
+
+# ------------------------------------------------------------------------------------------------------------- terminal
+
+
+@contextmanager
+def typed(keys: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[tuple[Terminal, PipeInput]]:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(cache))
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+        keyboard.send_text(keys)
+        yield Terminal(lambda: None, keeps_history=True), keyboard
+
+
+def test_enter_sends_and_alt_enter_breaks_the_line(monkeypatch, tmp_path):
+    with typed(f"hello{ALT_ENTER}world\r", monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == "hello\nworld"
+
+
+def test_enter_breaks_the_line_until_quotes_are_closed(monkeypatch, tmp_path):
+    with typed('"""one\rtwo"""\r', monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == '"""one\ntwo"""'
+
+
+def test_pasted_lines_are_one_message(monkeypatch, tmp_path):
+    with typed("\x1b[200~one\ntwo\n\x1b[201~three\r", monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == "one\ntwo\nthree"
+
+
+def test_history_outlives_the_conversation_and_is_private(monkeypatch, tmp_path):
+    with typed("first\r", monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == "first"
+    assert (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
+    with typed(f"{UP}!\r", monkeypatch, tmp_path) as (terminal, _):
+        assert terminal.read() == "first!"
+
+
+def test_control_c_clears_the_line_and_control_d_leaves(monkeypatch, tmp_path):
+    with typed(f"hello{CTRL_C}world\r{CTRL_C}", monkeypatch, tmp_path) as (terminal, keyboard):
+        assert terminal.read() == "world"
+        with pytest.raises(KeyboardInterrupt):
+            terminal.read()
+        keyboard.send_text(CTRL_D)
+        with pytest.raises(EOFError):
+            terminal.read()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_prompt(monkeypatch, tmp_path):
+    with typed("", monkeypatch, tmp_path) as (terminal, _):
+        terminal.leave(OSError("no such model"))
+        with pytest.raises(OSError, match="no such model"):
+            terminal.read()
+
+
+@pytest.fixture(scope="module")
+def chat(folder, tmp_path_factory) -> Iterator[pexpect.spawn]:
+    """The command at a terminal, with its model loaded."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "NANOVLLM_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
+    arguments = ["-m", "nanovllm.cli", "chat", str(folder), *ENGINE, "--max-tokens", "200", "--ignore-eos"]
+    child = pexpect.spawn(sys.executable, arguments, env=environ, encoding="utf-8", timeout=120)
+    yield child
+    child.close(force=True)
+
+
+def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
+    chat.expect(">")
+    chat.expect("loading ")  # beside it
+    chat.send("/set max_tokens 3\r")
+    chat.send("/set\r")
+    chat.expect("max_tokens 3\r?\n")
+    chat.send("hello\r")
+    chat.expect("cut at 3 tokens")
+    chat.send("/set max_tokens 200\r")
+    chat.send("/retry\r")
+    chat.expect("cut at 200 tokens")
+
+
+def test_at_a_terminal_errors_do_not_end_the_conversation(chat):
+    chat.send("/sytem\r")
+    chat.expect("did you mean /system")
+    chat.send(f"{'hello ' * 300}\r")
+    chat.expect(r"max_model_len")
+    chat.send("/set max_tokens 2\r")
+    chat.send("/reset\r")
+    chat.send("and now\r")
+    chat.expect("cut at 2 tokens")
+    chat.send("/exit\r")
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 0

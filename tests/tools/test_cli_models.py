@@ -1,0 +1,77 @@
+"""`nanovllm models`: the embedded default and the hub's cache, each with its state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from nanovllm.cli.main import main
+from nanovllm.model.default_model import default_folder
+from tests.support.tiny_models import save_tiny
+
+
+def cache_model(hub: Path, name: str) -> Path:
+    """A folder for a model's files in the layout of the hub's cache."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    (tmp_path / "hub").mkdir()
+    save_tiny(cache_model(tmp_path / "hub", "own/tiny"))
+    (cache_model(tmp_path / "hub", "own/packed") / "model.Q4_0.gguf").write_bytes(b"GGUF")
+    partial = cache_model(tmp_path / "hub", "own/partial")
+    (partial / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}')
+    return tmp_path / "hub"
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    assert main(["models", "--json"]) == 0
+    return {found["name"]: found for found in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+def test_what_the_cache_holds_is_listed_with_its_state(hub, capsys):
+    found = listed(capsys)
+    assert list(found) == ["smollm2-135m-instruct", "own/packed", "own/partial", "own/tiny"]
+    assert "93 MB" in found["smollm2-135m-instruct"]["state"]
+    assert found["own/tiny"]["state"] == "ready"
+    assert (found["own/tiny"]["architecture"], found["own/tiny"]["context"]) == ("LlamaForCausalLM", 2048)
+    assert found["own/tiny"]["size"] > 100_000
+    assert "model.safetensors is missing" in found["own/partial"]["state"]
+    assert "GGUF" in found["own/packed"]["state"]
+
+
+def test_the_default_is_ready_once_it_is_there(hub, capsys):
+    save_tiny(default_folder())
+    assert listed(capsys)["smollm2-135m-instruct"]["state"] == "ready, the default"
+
+
+def test_the_table_says_what_else_may_be_named(hub, capsys, monkeypatch):
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "own/tiny" in out and "2,048" in out and "-m ORG/NAME" in out
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["models"]) == 0
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().out
+
+
+def test_a_model_that_is_nowhere_is_refused_with_the_nearest_name(hub, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "-m", "own/tinny", "hello"]) == 2
+    err = capsys.readouterr().err
+    assert "Did you mean own/tiny" in err and "HF_HUB_OFFLINE" in err and "nanovllm models" in err
+    assert main(["generate", "-m", "not a name!", "hello"]) == 2
+    assert "no id of the hub" in capsys.readouterr().err

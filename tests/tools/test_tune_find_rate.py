@@ -1,0 +1,125 @@
+"""`nanovllm tune --find-rate`: bisection between rates, and a whole command over simulated engines."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from nanovllm.cli import tune as command
+from nanovllm.cli.main import main
+from nanovllm.tools.tune import measuring
+from nanovllm.tools.tune.find_rate import FoundRate, find_rate, rates_around
+from nanovllm.tools.workloads.files import read_trace
+from tests.support.sweeps import CALIBRATION, ITL_40, as_played, run
+
+
+def limit_at(limit: float, asked: list[float]) -> Callable[[float], dict]:
+    """A machine that keeps the goal up to a rate; `asked` gets the rates that it was measured at."""
+
+    def play(rate: float) -> dict:
+        asked.append(rate)
+        return run(100.0, itl=0.03 if rate <= limit else 0.05, arrivals=rate)
+
+    return play
+
+
+@pytest.mark.parametrize("limit", [0.9, 3.1, 4.0, 5.9, 9.99])
+def test_the_rate_is_the_highest_that_keeps_the_goals_within_the_tolerance(limit):
+    asked: list[float] = []
+    play = limit_at(limit, asked)
+    points = [play(rate) for rate in rates_around(10.0)]
+    asked.clear()
+    found = find_rate(play, [ITL_40], points, 10.0)
+    assert found.rate <= limit < found.fails_at <= 1.05 * found.rate
+    assert len(asked) <= 8 and len(set(asked)) == len(asked)
+
+
+def test_no_rate_above_the_capacity_is_asked_for():
+    asked: list[float] = []
+    play = limit_at(1e9, asked)
+    assert find_rate(play, [ITL_40], [play(4.0), play(8.0)], 10.0) == FoundRate(10.0, None, 10.0)
+    assert max(asked) == 10.0
+
+
+def test_a_goal_that_no_rate_keeps_is_given_up():
+    asked: list[float] = []
+    play = limit_at(0.0, asked)
+    found = find_rate(play, [ITL_40], [play(4.0), play(8.0)], 10.0)
+    assert found.rate is None and found.fails_at == 0.125 and "no rate keeps the goals" in found.sentence
+
+
+WORKLOAD = ["--workload", "random:requests=60,prompt=100,output=6,vocab=512", "--device", "cpu", "--model", "m"]
+NAMED = ["--only-named", "--max-num-batched-tokens", "128,1024", "--repeats", "1"]
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[dict]:
+    """Replaces the engines' processes by simulations; the options of each."""
+    options: list[dict] = []
+
+    def simulated(engine, traces, settings, folder) -> list[dict]:
+        options.append(engine.options)
+        about = {"environment": {"torch": "9"}, "config": engine.options}
+        limits = {name: engine.options[name] for name in ("max_num_batched_tokens", "max_num_seqs", "block_size")}
+        workloads = [read_trace(trace) for trace in traces]
+        runs = [as_played(workload, limits) for workload in workloads]
+        return [
+            run | about | {"seconds": workload.num_output_tokens / run["output_tokens_per_second"]}
+            for run, workload in zip(runs, workloads, strict=True)
+        ]
+
+    monkeypatch.setattr(command, "environment", lambda: {"torch": "9"})
+    monkeypatch.setattr(measuring, "run_in_subprocess", simulated)
+    return options
+
+
+def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measured, tmp_path, capsys, monkeypatch):
+    fixed = ["--max-model-len", "256", "--kv-events", "tcp://*:5557", "--engine-seed", "7"]
+    fixed += ["--output", str(tmp_path / "t")]
+    arguments = ["tune", *WORKLOAD, *NAMED, *fixed, "--find-rate", "--ttft-p99", "120ms"]
+    assert main(arguments) == 0
+    reported = capsys.readouterr()
+    assert "highest rate that keeps the goals: " in reported.out and "nanovllm serve --config" in reported.err
+    result = json.loads((tmp_path / "t" / "result.json").read_text())
+    found, best = result["found_rate"], result["recommended"]["options"]
+    assert found["rate"] < found["fails_at"] <= 1.05 * found["rate"] and found["fails_at"] <= found["capacity"]
+    assert {options["max_num_batched_tokens"] for options in measured} == {128, 1024}
+    assert {options["max_num_seqs"] for options in measured} == {64}  # not named: the default
+    count = len(measured)
+    assert main(arguments) == 0
+    assert len(measured) == count  # all of it is in the journal
+    calls = []
+    monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
+    file = tmp_path / "t" / "serve.toml"
+    assert main(["serve", "--config", str(file), "--port", "9"]) == 0
+    ((model, _, settings, engine),) = calls
+    assert (model, settings.port, engine["max_model_len"], engine["seed"]) == ("m", 9, 256, 7)
+    assert engine["max_num_batched_tokens"] == best["max_num_batched_tokens"]
+    assert engine["kv_events"] == "tcp://*:5557"
+    assert set(tomllib.loads(file.read_text())) >= {"model", "block_size", "max_num_seqs", "engine_seed"}
+
+
+def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(measured, tmp_path, capsys):
+    replace(CALIBRATION, residuals={"p90": 0.07}).save(tmp_path / "costs.json")
+    arguments = ["--find-rate", "--itl-p99", "1s", "--simulate", str(tmp_path / "costs.json"), "--candidates", "2"]
+    assert main(["tune", *WORKLOAD, *NAMED, "--output", str(tmp_path / "t"), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "which is the capacity" in out and "forecasts are within 7% if the steps are" in out
+    assert "the utilisation is" in out and "above 0.8" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--find-rate"], "--find-rate needs a goal"),
+        (["--find-rate", "--itl-p99", "1s", "--rate", "3"], "leave --rate out"),
+        (["--only-named"], "--only-named sweeps what is named, and nothing is"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(capsys, tmp_path, arguments, named):
+    assert main(["tune", *WORKLOAD, "--output", str(tmp_path / "t"), *arguments]) == 2
+    assert named in capsys.readouterr().err and not (tmp_path / "t").exists()
