@@ -86,9 +86,8 @@ class EngineConfig:
         cores. Limits hold for each of them, except max_queue.
     routing: how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is
         overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".
-    generation_config: "auto" takes the temperature, top_k, top_p, min_p and repetition_penalty of the model's own
-        generation_config.json for requests that leave them out; "none" takes those of `SamplingParams`. An explicit
-        `SamplingParams` is used as it is.
+    generation_config: for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and
+        repetition_penalty of the model's own generation_config.json; "none" takes the defaults of `SamplingParams`.
     revision: branch, tag or commit of a hub model.
     trust_remote_code: run code that comes with a hub model.
     tensor_parallel_size: processes, of one GPU each, that share the model: each holds a part of the weights and of the

@@ -98,14 +98,9 @@ class LLM(Scoring):
         logits are not finite ends with finish_reason "error"; any other failure ends them all and raises.
         """
         engine = self._open_engine()
-        requests = engine.input_processor.process(
-            prompts,
-            sampling_params,
-            request_ids=self._request_ids,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout=timeout,
-        )
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        process = engine.input_processor.process
+        requests = process(prompts, sampling_params, request_ids=self._request_ids, **options)
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True)
         show_rate = rate_display(bar, engine.num_output_tokens) if use_tqdm else None
@@ -124,10 +119,7 @@ class LLM(Scoring):
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete prompts as `generate` does, yielding the index of each and its `RequestOutput` when it has ended.
 
-        Args:
-            **options: priority, cache_salt and timeout, as in `generate`.
-
-        Bad input raises here, before any work starts. Closing the iterator ends the prompts that are left.
+        Its options are those of `generate` but use_tqdm. Closing the iterator ends the prompts that are left.
         """
         processor = self._open_engine().input_processor
         requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
@@ -162,15 +154,9 @@ class LLM(Scoring):
 
         Steps are taken while the iterator is read, so `timeout` ends the request when it is read next.
         """
-        request = self._open_engine().input_processor.process_one(
-            next(self._request_ids),
-            prompt,
-            sampling_params,
-            output_kind=OutputKind.CUMULATIVE,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout=timeout,
-        )
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
+        process, number = self._open_engine().input_processor.process_one, next(self._request_ids)
+        request = process(number, prompt, sampling_params, output_kind=OutputKind.CUMULATIVE, **options)
         interrupts = InterruptsHeld()
         return interrupts.held_in(self._run([request], interrupts))
 
@@ -184,11 +170,7 @@ class LLM(Scoring):
         return self._open_engine().input_processor.chat.apply(messages)
 
     def _run(
-        self,
-        requests: list[NewRequest],
-        interrupts: InterruptsHeld,
-        *,
-        after_step: Callable[[], None] | None = None,
+        self, requests: list[NewRequest], interrupts: InterruptsHeld, *, after_step: Callable[[], None] | None = None
     ) -> Generator[RequestOutput]:
         """Queue requests and yield their outputs; leaving early, or by an exception, ends them.
 

@@ -19,6 +19,9 @@ from nanovllm.model.module_watch import modules_of
 # each kernel apart is faster.
 FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
+# Versions of a layer's code: one for each kind of layer, and more where layers share K and V (Gemma 3n). PyTorch's own
+# limit is 8, beyond which there is an error.
+MOST_VERSIONS = 64
 
 
 def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
@@ -36,6 +39,7 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     Args:
         layers: the decoder layers of `model`, all of one kind.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VERSIONS)
     if next(model.parameters()).device.type == "cpu":
         compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}

@@ -35,7 +35,7 @@ NOT_RUN = {
     "lm-eval, in .ci/evaluation": 2,
     "minutes of virtual time": 2,
     "root": 1,
-    "runs until it is interrupted": 1,
+    "runs until it is interrupted": 2,
     "several GPUs": 5,
     "the network, in .ci/run": 3,
     "the tests themselves": 2,

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.execution.capturable import HostTransfers, why_not_captured
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.compiled_layers import _call_compiled
+from nanovllm.model.compiled_layers import _call_compiled, compile_calls
 from tests.support.tiny_models import tiny_model
 
 DEVICE = torch.device("meta")  # stands for a GPU: not the host
@@ -57,3 +57,24 @@ def test_layers_of_several_streams_compile_once_for_any_number_of_rows(streams):
         states = torch.randn(*streams, 1, num_rows, 8)
         torch.testing.assert_close(run(states, numbers[:num_rows]), layer(states) + numbers[:num_rows, None])
     assert len(compiled) == 1
+
+
+class Scale(torch.nn.Module):
+    """A number of the module is a constant of its code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight, self.number = torch.nn.Parameter(torch.ones(3)), number
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.weight * self.number
+
+
+def test_layers_of_more_kinds_than_pytorch_lets_compile_are_compiled(monkeypatch):
+    compile_with = torch.compile
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", lambda function, **rest: compile_with(function, backend="eager", **rest))
+    layers, states = [Scale(number) for number in range(12)], torch.ones(1, 5, 3)
+    calls = compile_calls(torch.nn.ModuleList(layers), layers)
+    for number, layer in enumerate(layers):
+        assert torch.equal(calls[layer](states), number * states)

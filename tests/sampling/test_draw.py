@@ -88,7 +88,7 @@ def test_inputs_say_zero_for_what_is_off():
 @pytest.mark.parametrize("option", [
     {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3]}, {"logits_processors": lambda ids, row: row},
     {"min_tokens": 3}, {"logit_bias": {3: 1.0}, "presence_penalty": 1.0},
-], ids=str)  # fmt: skip
+], ids=", ".join)  # fmt: skip
 def test_what_needs_the_samplers_own_code(option):
     plain, asking = requests_of(len(WAYS)), request(**option)
     assert draw_extras(plain, [2] * len(plain)) == DrawExtras()
