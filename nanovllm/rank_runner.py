@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
-from nanovllm.execution.workers import StepOrder, WorkerProcesses, computing_with
+from nanovllm.execution.workers import CLOSE_SECONDS, StepOrder, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
@@ -127,8 +129,15 @@ class RankRunner(ModelRunner):
         refuse("weights_changed", TENSOR_PARALLEL)
 
     def close(self) -> None:
+        if self._workers is None:
+            super().close()
+            return
+        abort = threading.Timer(CLOSE_SECONDS, self._workers.abort)  # of a step in which a rank is stuck
+        abort.daemon = True
+        with suppress(RuntimeError):  # Python starts no thread while it ends
+            abort.start()
         try:
             super().close()  # first: NCCL frees its memory once the graphs that use it are gone
         finally:
-            if self._workers is not None:
-                self._workers.close()
+            abort.cancel()
+            self._workers.close()

@@ -139,11 +139,13 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
                     _answer(loading.wait(), conversation, question, options.timeout, is_terminal=True)
             except Left:
                 break
-            except (ValueError, OSError) as error:  # such as too long a conversation: the user can /reset
+            except (ValueError, RuntimeError, OSError) as error:  # such as too long a conversation: the user can /reset
                 if loading.has_failed:
                     loading.wait()
+                conversation.restore()
                 print(f"nanovllm: error: {in_words(error)}", file=sys.stderr)
             except KeyboardInterrupt:
+                conversation.restore()
                 print(flush=True)
     finally:
         if not loading.is_done:  # nothing can end a load that has begun, and nobody wants to wait for it

@@ -50,6 +50,7 @@ class Conversation:
     show: Callable[[str], None]
     messages: list[dict[str, str]] = field(default_factory=list)
     given: dict[str, Any] = field(init=False)  # the options at the start
+    _replaced: list[dict[str, str]] = field(init=False, default_factory=list)  # what a /retry answers again
 
     def __post_init__(self) -> None:
         self.given = dict(self.sampling)
@@ -87,7 +88,13 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages, {"role": "user", "content": question}]
 
+    def restore(self) -> None:
+        """Take back a /retry that got no answer."""
+        self.messages += self._replaced
+        self._replaced = []
+
     def record(self, question: str, answer: str) -> None:
+        self._replaced = []
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     # ------------------------------------------------------------------------------------------------------ commands
@@ -107,9 +114,9 @@ class Conversation:
     def _retry(self) -> str:
         if not self.messages:
             raise ValueError("there is no message to answer again.")
-        question = self.messages[-2]["content"]
+        self._replaced = self.messages[-2:]
         del self.messages[-2:]
-        return question
+        return str(self._replaced[0]["content"])
 
     def _save(self, file: str) -> None:
         if not file:

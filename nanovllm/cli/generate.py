@@ -87,6 +87,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.raw and options.system is not None:
         raise ValueError("--system is a message of the chat template, which --raw leaves out. Give one of the two.")
     requests = read_requests(options.prompts, options.file, options.format)
+    _check_templates(requests, options)
     own = [_own_options(number, request, sampling, options) for number, request in enumerate(requests, 1)]
     writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
@@ -120,6 +121,18 @@ def _own_options(
     return given, priority, timeout
 
 
+def _check_templates(requests: Sequence[Request], options: argparse.Namespace) -> None:
+    """Raise ValueError for flags of the chat template that say nothing about a request."""
+    for number, request in enumerate(requests, 1):
+        if isinstance(request.prompt, str):
+            continue
+        if options.system is not None:
+            kind = "a conversation, which has its own messages" if request.is_conversation else "token ids"
+            raise ValueError(f"--system is for texts, but request {number} is {kind}. Leave --system out.")
+        if options.chat and not request.is_conversation:
+            raise ValueError(f"--chat applies the chat template to text, not to {request.prompt!r}. Leave --chat out.")
+
+
 def _tracing(path: str | None) -> AbstractContextManager[TraceWriter | None]:
     if path is None:
         return nullcontext()
@@ -134,8 +147,6 @@ def _as_prompt(llm: LLM, request: Request, options: argparse.Namespace) -> Any:
     if request.is_conversation:
         return llm.apply_chat_template(given)[0]
     if not isinstance(given, str):
-        if options.chat:
-            raise ValueError(f"--chat applies the chat template to text, not to {given!r}. Leave --chat out.")
         return given
     must_chat = options.chat or options.system is not None
     if options.raw or not (must_chat or getattr(llm.tokenizer, "chat_template", None)):

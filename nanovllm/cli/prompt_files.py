@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import select
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import text
 
+PATIENCE_S = 2.0  # with standard input that is silent
 NAMES = ("id", "custom_id")  # of a request, carried through to its answer
 OPTIONS = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
 
@@ -71,10 +73,22 @@ def _read_standard_input() -> str:
         return ""
     if sys.stdin.isatty():
         print("nanovllm: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr)
+    else:
+        _tell_if_silent()
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
+def _tell_if_silent() -> None:
+    """Say what the command waits for: a pipe that nobody closes, as a service may have one, looks like a slow model."""
+    try:
+        is_ready = bool(select.select([sys.stdin], [], [], PATIENCE_S)[0])
+    except (OSError, ValueError):  # no file of the system
+        return
+    if not is_ready:
+        print("nanovllm: waiting for standard input; if it holds no prompt, add < /dev/null", file=sys.stderr)
 
 
 def _read_file(path: Path) -> str:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 CLI_DEFAULTS = {"max_tokens": 256}  # a command must end by itself
 TEMPERATURE = "temperature"
+OF_SAMPLING = {TEMPERATURE, "top_k", "top_p", "min_p"}  # without effect on greedy requests
 HELP = {  # where the default is not a value
-    TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples"
+    TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples "
+    "or with top_k, top_p or min_p"
 }
 
 
@@ -75,9 +77,9 @@ def sampling_params(options: dict[str, Any], model: SamplingParams) -> SamplingP
 
     Args:
         model: its default parameters; where they are `SamplingParams()` the model names none, and is greedy here:
-            small models answer best so.
+            small models answer best so. Options that are of sampling alone ask for it.
     """
-    if TEMPERATURE not in options and model == SamplingParams() and options.get("n", 1) == 1:
+    if not OF_SAMPLING & options.keys() and model == SamplingParams() and options.get("n", 1) == 1:
         options = options | {TEMPERATURE: 0.0}
     return replace(model, **options)
 

@@ -200,8 +200,7 @@ class WorkerProcesses:
                 gone.append(self._lifelines.index(oldest))
                 self._processes[gone[-1]].kill()
         self._record_failure(gone)
-        if self.ranks is not None:
-            self.ranks.abort()
+        self.abort()
         self._end_processes()
         if self._callback is not None and (callback := self._callback()) is not None:
             callback(self._error())
@@ -286,11 +285,15 @@ class WorkerProcesses:
             for process in self._processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, end - time.monotonic()))
-        if self.ranks is not None:
-            self.ranks.abort()
+        self.abort()
         self._end_processes()
         with self._lock:
             self._failure = self._failure or "the engine was closed"
+
+    def abort(self) -> None:
+        """End the collectives in progress, which wait for a rank that is gone or stuck."""
+        if self.ranks is not None:
+            self.ranks.abort()
 
     def _end_processes(self) -> None:
         for process in self._processes:

@@ -111,7 +111,8 @@ def pull_sum(
     own_flags = (tl.load(buffers + RANK) + flags_at).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(SIZE):
         seen = tl.atomic_add(own_flags + channel * SIZE + peer, 0, sem="acquire", scope="sys")
-        while (seen != use) & (tl.load(is_aborted, volatile=True) == 0):
+        # A peer that has this rank's values may be in its next use already, and has counted on.
+        while (seen - use < 0) & (tl.load(is_aborted, volatile=True) == 0):
             seen = tl.atomic_add(own_flags + channel * SIZE + peer, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), tl.float32)
@@ -140,6 +141,7 @@ class OneShotReduce:
         self._push_uses = torch.zeros(_PUSH_CHANNELS, dtype=torch.int32, device=device)
         self._is_aborted = torch.zeros(1, dtype=torch.int32, device=device)
         self._abort_stream = torch.cuda.Stream(device)
+        self._one = torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._rank, self._size = rank, size
         self._ways: list[Reduce | None] = []  # for each of `_TIMED_VALUES`; None: NCCL's
         self.choice: dict[int, str] = {}  # the same by name
@@ -207,8 +209,9 @@ class OneShotReduce:
 
     def abort(self) -> None:
         """Let no kernel wait any more."""
+        # By a copy: a kernel might wait for those that wait, to be loaded or for room.
         with torch.cuda.stream(self._abort_stream):
-            self._is_aborted.fill_(1)
+            self._is_aborted.copy_(self._one, non_blocking=True)
 
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -124,8 +124,10 @@ class Ranks:
         if self.device.type == "cuda" and not self._is_aborted:
             self._is_aborted = True
             if self._one_shot is not None:
-                self._one_shot.abort()
-            threading.Thread(target=self._group.abort, name="nanovllm-abort", daemon=True).start()
+                with suppress(RuntimeError):  # of a device that has failed: its kernels have ended
+                    self._one_shot.abort()
+            with suppress(RuntimeError):  # Python starts no thread while it ends; NCCL's memory goes with the process
+                threading.Thread(target=self._group.abort, name="nanovllm-abort", daemon=True).start()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import os
 import posixpath
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Stage:
 
     Args:
         model, engine_options: as for `AsyncLLM`.
-        sampling_params: options of all rows, by name.
+        sampling_params: options of all rows, by name; those left out are `AsyncLLM.default_sampling_params`.
         id_column: column whose value seeds a row's noise, unless its options have a seed. None: not repeatable.
         seed: another gives other texts.
         raise_errors: whether a row that cannot be served ends the job.
@@ -116,7 +117,7 @@ class Stage:
         unknown = set(options) - set(SamplingParams.__dataclass_fields__)
         if unknown:
             raise TypeError(f"sampling_params has {', '.join(sorted(unknown))}, which is not an option.")
-        return SamplingParams(**options)
+        return replace(self._llm.default_sampling_params, **options)
 
     def _name(self, row: dict[str, Any]) -> str:
         return "" if self._id_column is None else repr(row[self._id_column])

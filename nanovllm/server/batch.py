@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from nanovllm.server.batch_files import BatchRequest
 from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
 from nanovllm.validation import MAX_PRIORITY
+
+logger = logging.getLogger("nanovllm")
 
 MANY = 2**24
 # The file is its owner's: no limit but the engine's.
@@ -108,7 +111,12 @@ async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, st
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
     }  # fmt: skip
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # a defect: the application has answered with 500, and raises it for the log
+        if not sent:
+            raise
+        logger.exception("the server failed to answer a line")
     start = sent[0]
     data = b"".join(message.get("body", b"") for message in sent[1:])
     return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, json.loads(data)

@@ -13,6 +13,7 @@ ENDPOINTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank",
 )  # fmt: skip
 FIELDS = ("custom_id", "method", "url", "body")
+BEGIN = b'{"id": "batch_req_'  # of each line of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,10 @@ def answered_ids(path: Path) -> set[str]:
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     try:
-        found = {json.loads(line)["custom_id"] for line in data[:whole].splitlines()}
+        answers = [json.loads(line) for line in data[:whole].splitlines()]
+        found = {answer["custom_id"] for answer in answers if answer["response"]}  # which a request has not
+        if not data[whole:].startswith(BEGIN[: len(data) - whole]):
+            raise ValueError("the last line was not torn from an output")
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not the output of a batch, and cannot be continued. Name another.") from None
     if whole < len(data):

@@ -7,6 +7,7 @@ never written: a guessed prompt cannot be looked up in the file.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -100,7 +101,7 @@ class Recorder:
                 with self._lock:
                     self._num_queued_tokens -= len(ended.request.prompt_token_ids) + REQUEST_TOKENS
                 self._write(line)
-        except OSError as error:
+        except Exception as error:
             logger.error("%s: recording ends: %s", self._path, error)
             with self._lock:  # no further request is queued
                 self._num_queued_tokens, self.num_dropped = MAX_QUEUED_TOKENS, self.num_dropped + 1
@@ -151,9 +152,13 @@ def prefix_hashes(token_ids: list[int], salt: str, key: bytes) -> list[int]:
 
 
 def _open_record(path: Path) -> tuple[int, int]:
-    """Open a record to append to, without a line that a killed process has torn; returns descriptor and size."""
+    """Open a record to append to, without a line that a killed process has torn; returns descriptor and size.
+
+    The descriptor holds a lock: a second writer could take a line of the first for torn, or rename the file under it.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        _lock(file, path)
         size = os.fstat(file).st_size
         if size == 0:
             return file, 0
@@ -169,6 +174,15 @@ def _open_record(path: Path) -> tuple[int, int]:
     except BaseException:
         os.close(file)
         raise
+
+
+def _lock(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"record is {str(path)!r}, to which another server writes. Name another file.") from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def _last_parts(file: int, size: int) -> list[bytes]:

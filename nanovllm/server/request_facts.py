@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -13,6 +14,8 @@ from starlette.datastructures import Headers
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.sequence import NewRequest
+
+logger = logging.getLogger("nanovllm")
 
 REQUEST_ID = "x-request-id"
 NO_KEY = "none"  # name of the key where none is required
@@ -76,5 +79,9 @@ class InFlight:
         facts = self._facts.pop(request.request_id, None)
         if facts is None:
             return
-        for listener in self.listeners:
-            listener(facts, request, output)
+        for listener in tuple(self.listeners):
+            try:
+                listener(facts, request, output)
+            except Exception:  # the others go on
+                self.listeners.remove(listener)
+                logger.exception("%s raised at the end of a request; it is not called again", listener)

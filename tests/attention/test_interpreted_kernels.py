@@ -1,4 +1,5 @@
-"""Decodes by Triton's interpreter, those that read shared blocks together and those of layers beyond plain attention.
+"""Decodes by Triton's interpreter, those that read shared blocks together and those of layers beyond plain attention;
+and a sum over ranks.
 
 tests/gpu/test_shared_decodes.py and test_layer_kinds_on_gpu.py are for a GPU.
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 
 import pytest
+import torch
 
 from tests.support.gpu_steps import run
 from tests.support.paged_cases import TRAITS, PagedCase
@@ -49,3 +52,23 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
     for contexts in ([100, 7, 33, 0, 16], [300], [250, 120]):
         case = PagedCase([(context, 1) for context in contexts], head_dim=48, groups=2, **TRAITS[trait])
         case.check(run(case, "cpu", by_kernel=True))
+
+
+def test_a_sum_over_ranks_does_not_wait_for_a_peer_that_has_gone_on():
+    from nanovllm.kernels import one_shot_reduce as one_shot
+
+    memory = torch.zeros(2, one_shot._FLAGS_AT + 4096, dtype=torch.uint8)
+    memory[0, one_shot._FLAGS_AT :].view(torch.int32)[1] = 2  # of rank 1: in its second use
+    memory[1, one_shot._HALF_BYTES :].view(torch.float32)[:5] = torch.arange(5.0)  # what it left of the first
+    buffers = torch.tensor([part.data_ptr() for part in memory])
+    uses, is_aborted = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    total = torch.zeros(5)
+    end = threading.Timer(5, is_aborted.fill_, (1,))
+    end.start()
+    one_shot.pull_sum[(1,)](
+        torch.arange(5.0), total, buffers, uses, is_aborted, 5, one_shot._HALF_BYTES, one_shot._FLAGS_AT,
+        RANK=0, SIZE=2, BLOCK=one_shot._BLOCK, WORD_BYTES=one_shot._WORD_BYTES,
+    )  # fmt: skip
+    end.cancel()
+    assert not is_aborted.item(), "it waited"
+    assert total.tolist() == [0, 2, 4, 6, 8]

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,6 +19,8 @@ import torch
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
 from nanovllm.execution import workers
+from nanovllm.model.ranks import Ranks
+from nanovllm.rank_runner import RankRunner
 from nanovllm.server.app import create_app
 from nanovllm.server.settings import ServerSettings
 from tests.support.async_llms import bounded, collect
@@ -215,3 +219,36 @@ def test_unsupported_models_are_refused_by_name(tmp_path, no_process):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no tensor parallel plan"):
         LLM(tmp_path, tokenizer=object(), tensor_parallel_size=2)
+
+
+def test_an_abort_at_the_end_of_python_or_of_a_failed_device_is_quiet(monkeypatch):
+    class Failed:
+        asked = 0
+
+        def abort(self):
+            self.asked += 1
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def start(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # since Python 3.12
+
+    ranks = object.__new__(Ranks)
+    ranks.device, ranks._is_aborted, ranks._one_shot, ranks._group = torch.device("cuda"), False, Failed(), Failed()
+    monkeypatch.setattr("threading.Thread.start", start)
+    ranks.abort()
+    ranks.abort()
+    assert ranks._one_shot.asked == 1
+
+
+def test_an_engine_closes_though_a_rank_is_stuck_in_a_step(monkeypatch):
+    monkeypatch.setattr("nanovllm.rank_runner.CLOSE_SECONDS", 0.01)
+    is_aborted, events = threading.Event(), []
+    runner = object.__new__(RankRunner)
+    runner._workers = SimpleNamespace(abort=is_aborted.set, close=lambda: events.append("workers ended"))
+
+    def wait_for_device(_):
+        events.append(is_aborted.wait(10))
+
+    monkeypatch.setattr("nanovllm.model_runner.ModelRunner.close", wait_for_device)
+    runner.close()
+    assert events == [True, "workers ended"]

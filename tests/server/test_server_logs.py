@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import NewRequest
 from nanovllm.server.logs import JsonFormatter
+from nanovllm.server.request_facts import CURRENT, InFlight, RequestFacts
 from nanovllm.server.security import ApiKeys
 from nanovllm.server.settings import ServerSettings
 from tests.support.prometheus import figures
@@ -101,7 +104,9 @@ def test_a_line_of_json_has_the_fields_of_an_access_and_of_an_exception(running,
 def test_every_line_of_a_server_with_json_logs_is_an_object(tmp_path):
     """Also those before the model is loaded, and the last ones."""
     code = "import sys; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["serve", "--log-format", "json", "--port", "0", "--host", "0.0.0.0", "--model", str(tmp_path / "no")]
+    arguments = ["serve", "--log-format", "json", "--port", "0", "--host", "0.0.0.0", "--model", str(tmp_path)]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # what is looked at before the first line
+        (tmp_path / name).write_text("{}")
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     *logged, error = done.stderr.strip().splitlines()
     assert done.returncode == 2 and error.startswith("nanovllm: error: ")
@@ -132,6 +137,22 @@ def test_a_client_that_left_before_the_answer_counts_for_its_tokens():
         assert found["key_tokens_total{key=none,kind=prompt}"] == 2
         assert found["key_tokens_total{key=none,kind=generation}"] == running.stats().num_output_tokens
         assert not running.app.state.server.in_flight._facts
+
+
+def test_a_listener_that_raises_takes_no_other_with_it_and_leaves_no_facts(caplog):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no collector")
+
+    told: list[str] = []
+    in_flight = InFlight()
+    in_flight.listeners += [fail, lambda facts, request, output: told.append(facts.request_id)]
+    token = CURRENT.set(RequestFacts("mine"))
+    in_flight.add(["a", "b"])
+    CURRENT.reset(token)
+    for name in ("a", "b"):
+        in_flight.end(NewRequest(name, [1], SamplingParams()), None)
+    assert told == ["mine", "mine"] and not in_flight._facts
+    assert caplog.text.count("it is not called again") == 1
 
 
 def test_names_of_keys_come_from_the_file_or_their_order(tmp_path):

@@ -108,6 +108,9 @@ def test_retry_takes_the_last_answer_back(talk):
     talk.record("one", "first")
     talk.record("two", "second")
     assert talk.read("/retry") == "two"
+    talk.restore()  # there was no answer
+    assert talk.messages[-1]["content"] == "second"
+    assert talk.read("/retry") == "two"
     assert [message["content"] for message in talk.with_question("two")] == ["be brief", "one", "first", "two"]
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
+from nanovllm.cli import prompt_files
 from nanovllm.cli.main import main
+from nanovllm.cli.prompt_files import read_requests
 from nanovllm.outputs import RequestOutput
 from tests.support.command_line import ENGINE, SHORT, assert_refused, generated, records
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
@@ -56,6 +58,23 @@ def test_a_closed_standard_input_adds_nothing(run, monkeypatch, folder, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["generate", "--model", str(folder), *ENGINE, "one", *JSON]) == 0
     assert prompts_of((0, capsys.readouterr().out, "")) == ["one"]
+
+
+def test_a_standard_input_that_nobody_closes_is_told_of(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    select = prompt_files.select.select
+
+    def closed_later(*arguments: Any) -> Any:
+        found = select(*arguments)
+        os.close(writer)
+        return found
+
+    monkeypatch.setattr(prompt_files, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(prompt_files.select, "select", closed_later)
+    with os.fdopen(reader) as silent:
+        monkeypatch.setattr(sys, "stdin", silent)
+        assert [request.prompt for request in read_requests(["one"], None, None)] == ["one"]
+    assert "waiting for standard input" in capsys.readouterr().err
 
 
 def test_bytes_that_are_no_text_are_named(run, tmp_path):
@@ -111,10 +130,17 @@ def test_options_of_the_model_are_the_defaults_and_flags_come_first(run, folder,
             ["--temperature", "0"],
             ["--generation-config", "none"],
             ["--generation-config", "none", "--n", "1"],
+            ["--generation-config", "none", "--top-k", "5"],
         )
     ]
     assert found[0] == generated(folder, "hello", temperature=0.7, top_k=5, seed=3) != found[1]
-    assert found[1] == found[2] == generated(folder, "hello")
+    assert found[1] == found[2] == found[3] == generated(folder, "hello")
+    assert found[4] == generated(folder, "hello", temperature=1.0, top_k=5, seed=3) != found[3]
+
+
+@pytest.mark.parametrize("line", ["[5, 6, 7]", '{"messages": [{"role": "user", "content": "hello"}]}'])
+def test_a_system_prompt_for_what_takes_none_is_refused(run, line):
+    assert_refused(run("generate", "--system", "be brief", "--format", "jsonl", stdin=line), "--system", "request 1")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from nanovllm import AsyncLLM
 from nanovllm.engine import Engine
+from nanovllm.server.openai.completions import CompletionJob
 from tests.support.command_line import assert_refused, generated
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -90,6 +91,22 @@ def test_a_line_that_fails_has_its_error_and_the_others_their_answers(batch):
     assert "stream" in failed["stream"]["body"]["error"]["message"]
 
 
+def test_a_defect_costs_one_line(batch, monkeypatch):
+    begin = CompletionJob.__init__
+
+    def failing(self, state, request, body, *rest):
+        if body.prompt == "boom":
+            raise ZeroDivisionError
+        begin(self, state, request, body, *rest)
+
+    monkeypatch.setattr(CompletionJob, "__init__", failing)
+    (status, _, err), found = batch([line("boom", prompt="boom"), *GOOD])
+    assert status == 1 and "3 lines answered, 1 failed, 0 left" in err
+    assert {name: answer["response"]["status_code"] for name, answer in found.items()} == {
+        "boom": 500, "chat": 200, "text": 200, "embedding": 200,
+    }  # fmt: skip
+
+
 def test_lines_that_fail_go_to_a_file_of_their_own(batch, tmp_path):
     errors = tmp_path / "errors.jsonl"
     (status, _, _), found = batch([*GOOD, BAD[0]], "--error-file", str(errors))
@@ -161,3 +178,9 @@ def test_files_are_checked_before_the_model_is_loaded(batch, run, monkeypatch, t
     assert_refused(run("run-batch", *flags), "notes.txt exists", "--resume")
     assert_refused(run("run-batch", *flags, "--resume"), "not the output of a batch")
     assert (tmp_path / "notes.txt").read_text() == "notes\n"
+    before = source.read_text()  # whose last line has no end
+    assert_refused(run("run-batch", "-i", str(source), "-o", str(source), "--resume"), "not the output of a batch")
+    two = tmp_path / "two.jsonl"
+    two.write_text(f"{before}\n{before}\n")
+    assert_refused(run("run-batch", "-i", str(source), "-o", str(two), "--resume"), "not the output of a batch")
+    assert source.read_text() == before

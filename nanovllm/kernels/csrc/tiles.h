@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;
 constexpr int kTileSteps = kTileDepth / 2;
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__linux__)
 
 // Linux gives the tiles' registers to a process that asks, once, for all of its threads.
 inline bool ask_for_tiles() {
@@ -89,6 +89,8 @@ class Tiles {
       layout.row_bytes[tile] = 64;
       layout.num_rows[tile] = (uint8_t)(rows < 1 ? 1 : rows > kTileRows ? kTileRows : rows);
     }
+    // Some compilers think that it reads the first eight bytes alone, and might leave out the rest.
+    asm volatile("" ::"r"(&layout) : "memory");
     _tile_loadconfig(&layout);
     rows_ = num_rows;
   }

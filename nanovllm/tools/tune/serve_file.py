@@ -32,4 +32,4 @@ def serve_file(outcome: Outcome, renamed: Mapping[str, str]) -> str:
 
 def _value(value: Any) -> str:
     """Format a number, text, truth value or list as TOML, whose texts are JSON's."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)  # TOML has no surrogates
