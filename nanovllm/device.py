@@ -1,9 +1,11 @@
-"""Errors of the device, copies to and from it, its memory, the lock for captures, and kernels by name."""
+"""Errors of the device, copies to and from it, its memory, the lock for captures, kernels by name, and the compiler."""
 
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
 import threading
 from importlib import import_module
 from typing import Any, NoReturn
@@ -61,3 +63,8 @@ def find_kernel(file: str, name: str) -> Any | None:
         if not (error.name or "").startswith(("nanovllm.kernels", "triton")):
             raise
         return None
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler's name, as torch.compile chooses it: asking there imports a third of a second of code."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -293,9 +293,9 @@ class Engine:
         with self._changing():
             self.block_manager.reset_prefix_cache()
 
-    def use_idle_time(self) -> bool:
-        """Capture one of the CUDA graphs that usually come; False if there is none to capture."""
-        return self.model_runner.capture_ahead()
+    def use_idle_time(self, *, captures: bool) -> bool:
+        """Take some of a CPU's KV memory, or capture one of the usual CUDA graphs; False if there is nothing to do."""
+        return self.model_runner.binding.caches.take_some_memory() or (captures and self.model_runner.capture_ahead())
 
     def num_output_tokens(self) -> int:
         """Tokens generated since construction."""

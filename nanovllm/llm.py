@@ -30,6 +30,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import Scoring
 from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.idle_thread import take_memory_when_idle
 
 
 class LLM(Scoring):
@@ -70,6 +71,7 @@ class LLM(Scoring):
         self._request_ids: Iterator[str] = map(str, itertools.count())
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: where its call looks
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
+        take_memory_when_idle(engine)
 
     # ----------------------------------------------------------------------------------------------- generation
 

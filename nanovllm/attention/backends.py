@@ -20,7 +20,7 @@ from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
-from nanovllm.device import find_kernel
+from nanovllm.device import cpp_compiler, find_kernel
 from nanovllm.errors import KernelBuildError
 from nanovllm.layer_traits import LayerTraits, kinds_of
 from nanovllm.option_checks import FLASH_BLOCK_SIZE
@@ -152,13 +152,7 @@ def _missing_compiler(device: torch.device) -> str | None:
     if device.type == "cuda":  # Triton builds its launchers in C
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
         return None if any(shutil.which(name) for name in names) else "a C compiler"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return None if shutil.which(get_cpp_compiler()) else "a C++ compiler"
-    except (InvalidCxxCompiler, RuntimeError, OSError):
-        return "a C++ compiler"
+    return None if shutil.which(cpp_compiler()) else "a C++ compiler"
 
 
 def _auto_takes_flash(layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig) -> bool:

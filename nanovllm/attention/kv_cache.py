@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from nanovllm.attention.first_touch import FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.device import find_kernel
@@ -29,6 +30,7 @@ class KVCaches:
         self._device = device
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
+        self._first_touch = FirstTouch([])
         self.of_layers: list[LayerCache] = []
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -62,6 +64,8 @@ class KVCaches:
                     found.update(zip(part, zip(*both, strict=True), strict=True))
                     self._together += [(group, caches) for caches in both]
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
+        if self._device.type == "cpu":
+            self._first_touch = FirstTouch([caches for _, caches in self._together])
 
     def _zeros(self, *shape: int) -> Tensor:
         dtype = self._layers[0].dtype
@@ -85,6 +89,10 @@ class KVCaches:
             for _, caches in self._together:
                 caches.zero_()
 
+    def take_some_memory(self) -> bool:
+        """Take a piece of a CPU's memory, a few milliseconds, at any time; False if none is left or to be had."""
+        return self._first_touch.take_next()
+
     def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:
         """Zero blocks [n] int64 of every cache of a group.
 
@@ -98,5 +106,6 @@ class KVCaches:
                 caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
 
     def release(self) -> None:
+        self._first_touch.stop()
         self.of_layers = []
         self._together = []

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TextIO
 
 from nanovllm import __version__
-from nanovllm.cli.bench import add_bench_command
-from nanovllm.cli.chat import add_chat_command
 from nanovllm.cli.errors import in_words
-from nanovllm.cli.generate import add_generate_command
-from nanovllm.cli.models import add_models_command
-from nanovllm.cli.run_batch import add_run_batch_command
-from nanovllm.cli.serve import add_serve_command
-from nanovllm.cli.simulate import add_calibrate_command, add_simulate_command
 from nanovllm.cli.suggestions import SuggestingParser
-from nanovllm.cli.timeline import add_timeline_command
-from nanovllm.cli.tune import add_tune_command
+
+# The file of each command, imported where it is given, or all for the list of commands.
+COMMANDS = {
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "run-batch": "run_batch",
+    "models": "models",
+    "bench": "bench",
+    "calibrate": "simulate",
+    "simulate": "simulate",
+    "timeline": "timeline",
+    "tune": "tune",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 if a request ended with an error, 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser(given).parse_args(given)
+    atexit.register(gc.freeze)  # else Python's last collection goes through all of torch: a second
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)
@@ -53,23 +63,14 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-def _parser() -> SuggestingParser:
+def _parser(arguments: Sequence[str] = ()) -> SuggestingParser:
+    """The parser of the command that the first argument names, of all commands if it names none."""
     parser = SuggestingParser(prog="nanovllm", description="Inference for the language models of transformers.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in (
-        add_generate_command,
-        add_chat_command,
-        add_serve_command,
-        add_run_batch_command,
-        add_models_command,
-        add_bench_command,
-        add_calibrate_command,
-        add_simulate_command,
-        add_timeline_command,
-        add_tune_command,
-    ):
-        add_command(commands)
+    for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
+        file = import_module(f"nanovllm.cli.{COMMANDS[name]}")
+        getattr(file, f"add_{name.replace('-', '_')}_command")(commands)
     return parser
 
 

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from nanovllm.device import cpp_compiler
 from nanovllm.errors import KernelBuildError
 from nanovllm.kernels.packed_product import LANES, can_pack
 from nanovllm.paths import cache_root
@@ -83,8 +84,6 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
 
     Raises KernelBuildError, or ValueError for a dtype or a head size that they do not serve.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     value_dim = value_dim or head_dim
     if dtype not in ELEMENTS or head_dim % LANES or value_dim % LANES:
         raise ValueError(
@@ -92,7 +91,7 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
             f"{head_dim if head_dim % LANES else value_dim}."
         )
     sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
-    options = [get_cpp_compiler(), *FLAGS, *(f"-D{name}={size}" for name, size in sizes.items())]
+    options = [cpp_compiler(), *FLAGS, *(f"-D{name}={size}" for name, size in sizes.items())]
     texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     identity = "\0".join([*options, *texts, processor()])
     library = cache_root() / "kernels" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"

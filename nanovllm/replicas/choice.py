@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanovllm.gc_control import collector_paused
 from nanovllm.observability.step_records import StepHook
 from nanovllm.streaming.engines import AnyEngine
 
@@ -20,7 +21,8 @@ def open_engine(
     """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
     if options.get("data_parallel_size", 1) == 1:
-        from nanovllm.build import build_engine
+        with collector_paused():  # transformers is imported here
+            from nanovllm.build import build_engine
 
         return build_engine(model, tokenizer, on_step, options, trace=trace)
     from nanovllm.replicas.opening import open_pool  # with msgspec

@@ -248,7 +248,7 @@ class ReplicaPool:
             self._bury(replica)
         self._fleet.restart()
 
-    def use_idle_time(self) -> bool:
+    def use_idle_time(self, *, captures: bool) -> bool:
         """Watch the replicas for a moment while there are no requests; there is always more to watch."""
         self.step()
         return True

@@ -116,8 +116,11 @@ class Replica:
         share, descriptor = self._share, other.fileno()
         # Not by multiprocessing, which would import the caller's main module again.
         program = (
-            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {sys.path}; "
-            f"from nanovllm.replicas.engine_process import main; main({descriptor}, {os.getpid()})"
+            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {sys.path}\n"
+            "from nanovllm.gc_control import collector_paused\n"
+            "with collector_paused():\n"
+            "    from nanovllm.replicas.engine_process import main\n"
+            f"main({descriptor}, {os.getpid()})"
         )
         with other:
             self._process = subprocess.Popen(

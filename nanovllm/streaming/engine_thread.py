@@ -44,7 +44,7 @@ class AnyRouter(Protocol):
 
 
 class EngineThread:
-    """Steps an engine in its own thread while there is work; captures CUDA graphs or sleeps while idle.
+    """Steps an engine in its own thread while there is work; uses idle time or sleeps without.
 
     It runs submitted calls in order between two steps, and hands each step's outputs to the router. It ends when it is
     stopped or when anything except a step fails; later calls are refused, and all streams are ended.
@@ -62,7 +62,8 @@ class EngineThread:
         self._stats = engine.stats()  # as of the end of the last step
         self._busy_since: float | None = None  # end of the last step, or arrival of work after it; None while idle
         self._wake = engine.wake
-        self._prepares = prepares_when_idle or self._wake is not None  # False once a capture failed
+        self._captures = prepares_when_idle
+        self._has_idle_work = True  # False once it failed
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         atexit.register(self._stop_at_exit)  # C++ code of a daemon thread must not run during interpreter shutdown
@@ -177,23 +178,23 @@ class EngineThread:
             return not self._is_stopping
 
     def _use_idle_time(self) -> None:
-        """Capture further CUDA graphs, one at a time, while there is no work.
+        """Take a CPU's KV memory, or capture further CUDA graphs, a piece at a time, while there is no work.
 
         Starts after IDLE_SECONDS: a client that sends one request after another would wait for a capture each time.
         """
-        if not self._prepares:
+        if not self._has_idle_work:
             return
         with self._changes:
             if self._changes.wait_for(lambda: self._calls or self._is_stopping, IDLE_SECONDS):
                 return
         try:
             # Asked anew in each idle time: steps in between may have missed further shapes.
-            while not self._calls and not self._is_stopping and self._engine.use_idle_time():
+            while not self._calls and not self._is_stopping and self._engine.use_idle_time(captures=self._captures):
                 pass
         except (DeviceError, EngineDeadError):
             raise
         except Exception:  # a step that needs this graph reports the error to its requests
-            self._prepares = False
+            self._has_idle_work = False
             logger.warning("capturing CUDA graphs while idle failed and is disabled", exc_info=True)
 
     def _answer(self) -> None:

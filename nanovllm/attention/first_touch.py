@@ -1,0 +1,112 @@
+"""Takes the memory of a CPU's KV cache ahead of the steps that write to it, a piece at a time, contents unchanged."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+logger = logging.getLogger("nanovllm")
+
+# Of one piece: a huge page, one to four milliseconds, for which a request that arrives meanwhile shares the machine.
+PIECE_BYTES = 2 * 2**20
+# Left to the rest of the machine, or of the container: beyond that, memory is taken by the steps that need it.
+RESERVE_BYTES = 2**30
+# Linux 5.14: fault pages in as for a write, but write nothing: blocks in use, or being written to, keep what they hold.
+MADV_POPULATE_WRITE = 23
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class FirstTouch:
+    """Pages of fresh mappings, in the order in which blocks come to use: the first of every layer, then the next.
+
+    Safe beside steps in another thread: no content changes, and a piece in flight keeps its mapping alive.
+    """
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        """Args: caches: [n, ...] each, contiguous and mapped by themselves; `n` parts that fill alike."""
+        self._caches = list(caches)
+        self._pieces = _pieces(self._caches)
+
+    def take_next(self) -> bool:
+        """Take one piece; False if none is left, the system has no way to, or memory is short."""
+        if _madvise() is None or free_memory() < RESERVE_BYTES + PIECE_BYTES:
+            return False
+        piece = next(self._pieces, None)
+        if piece is None:
+            return False
+        error = _populate(*piece)
+        if error:
+            logger.debug("the KV cache's memory is taken by the steps that use it: madvise failed with error %d", error)
+            self.stop()
+        return not error
+
+    def stop(self) -> None:
+        """Forget what is left."""
+        self._pieces = iter(())
+        self._caches = []
+
+
+def _pieces(caches: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """(address, bytes, its tensor) of each piece, on page boundaries; an end of less than a page is left out."""
+    parts = [(part.data_ptr(), part.numel() * part.element_size(), part) for cache in caches for part in cache]
+    for offset in range(0, max((size for _, size, _ in parts), default=0), PIECE_BYTES):
+        for address, size, part in parts:
+            first = -(-(address + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (address + min(offset + PIECE_BYTES, size)) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                yield first, last - first, part
+
+
+def _populate(address: int, num_bytes: int, _owner: Tensor) -> int:
+    """Fault pages in; returns errno, 0 if all went well. `_owner` keeps them mapped meanwhile."""
+    madvise = _madvise()
+    assert madvise is not None
+    return ctypes.get_errno() if madvise(address, num_bytes, MADV_POPULATE_WRITE) else 0
+
+
+@cache
+def _madvise() -> Any:
+    """The system's function, which runs without the interpreter's lock; None where it cannot do this."""
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return function
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of each control group that it is in."""
+    free = int(psutil.virtual_memory().available)
+    for folder in _groups():
+        try:
+            limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+            if limit != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+                used = int((folder / "memory.current").read_text(encoding="ascii")) - int(stat["inactive_file"])
+                free = min(free, int(limit) - used)
+        except (OSError, ValueError, KeyError):  # no such file at the root
+            continue
+    return free
+
+
+@cache
+def _groups() -> tuple[Path, ...]:
+    """Folders of the control groups (version 2) that limit this process, from its own to the root."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+    own = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
+    if own is None:
+        return ()
+    folders = [CGROUPS / own, *(CGROUPS / own).parents]
+    return tuple(folders[: folders.index(CGROUPS) + 1])

@@ -1,0 +1,223 @@
+"""The KV cache's memory on a CPU, taken in idle time: what it holds stays, and requests come first."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.attention import first_touch
+from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, FirstTouch
+from nanovllm.attention.kv_cache import KVCaches
+from tests.support import async_llms
+from tests.support.async_llms import bounded, comes_true
+from tests.support.llms import GREEDY, generate, open_llm, token_ids
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
+    reason="Linux before 5.14, or another system, cannot take memory without writing to it",
+)  # fmt: skip
+NUM_SLOTS = 8192  # of 3 KV heads of 64 values: 12 MiB of K and V a layer in float32, 6 pieces
+BLOCKS = {"num_kv_blocks": NUM_SLOTS // 16}
+
+
+@contextmanager
+def pool(num_layers: int = 2, num_slots: int = NUM_SLOTS) -> Iterator[KVCaches]:
+    traits = SimpleNamespace(num_kv_heads=3, head_dim=64, value_dim=64, shares=None, shares_of=lambda index: index)
+    layers: Any = [SimpleNamespace(traits=traits, dtype=torch.float32) for _ in range(num_layers)]
+    caches = KVCaches(layers, torch.device("cpu"))
+    caches.allocate(num_slots)
+    yield caches
+    caches.release()
+
+
+def resident_bytes(caches: Any) -> int:
+    """What the system has given of these tensors' memory, in whole pages."""
+    count = 0
+    for cache in caches:
+        pages = (ctypes.c_ubyte * (cache.nbytes // mmap.PAGESIZE))()
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        assert mincore(ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages) == 0
+        count += sum(page & 1 for page in pages)
+    return count * mmap.PAGESIZE
+
+
+def idle_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nanovllm-idle"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_all_memory_is_taken_and_no_content_changes():
+    generator = torch.Generator().manual_seed(0)
+    with pool() as caches:
+        before = [cache[:, 1000:1100].normal_(generator=generator).clone() for cache in caches.of_layers]
+        num_bytes = sum(cache.nbytes for cache in caches.of_layers)
+        assert resident_bytes(caches.of_layers) < num_bytes
+        count = sum(1 for _ in iter(caches.take_some_memory, False))
+        assert count == num_bytes // PIECE_BYTES
+        assert resident_bytes(caches.of_layers) == num_bytes
+        for cache, values in zip(caches.of_layers, before, strict=True):
+            assert torch.equal(cache[:, 1000:1100], values)
+            assert not cache[:, :1000].any() and not cache[:, 1100:].any()
+
+
+def test_slots_written_meanwhile_keep_what_was_written():
+    with pool(num_layers=4) as caches:
+        taker = threading.Thread(target=lambda: sum(1 for _ in iter(caches.take_some_memory, False)))
+        taker.start()
+        for slot in range(0, NUM_SLOTS, 16):
+            for number, cache in enumerate(caches.of_layers):
+                cache[:, slot : slot + 16] = slot + number
+        taker.join()
+        expected = torch.arange(NUM_SLOTS).div(16, rounding_mode="floor") * 16
+        for number, cache in enumerate(caches.of_layers):
+            assert torch.equal(cache, (expected + number).float().view(1, -1, 1, 1).expand_as(cache))
+
+
+def test_the_first_blocks_of_all_layers_are_taken_first():
+    with pool() as caches:
+        for _ in range(4):  # K and V of each of two layers
+            assert caches.take_some_memory()
+        per_slot = caches.of_layers[0][0, 0].nbytes
+        for cache in caches.of_layers:
+            for part in cache:
+                assert resident_bytes([part[: PIECE_BYTES // per_slot]]) >= PIECE_BYTES - mmap.PAGESIZE
+
+
+def test_nothing_is_taken_after_the_release_nor_where_memory_is_short(monkeypatch):
+    with pool() as caches:
+        monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES - 1)
+        assert not caches.take_some_memory() and resident_bytes(caches.of_layers) == 0
+        monkeypatch.setattr(first_touch, "free_memory", lambda: RESERVE_BYTES + PIECE_BYTES)
+        assert caches.take_some_memory()  # there is room again
+    assert not caches.take_some_memory()
+
+
+def test_a_system_that_refuses_is_asked_once(monkeypatch):
+    asked = []
+    with pool() as caches:
+        monkeypatch.setattr(
+            first_touch, "_madvise", lambda: lambda *call: asked.append(call) or ctypes.set_errno(22) or -1
+        )
+        assert not caches.take_some_memory() and not caches.take_some_memory()
+        assert len(asked) == 1 and resident_bytes(caches.of_layers) == 0
+
+
+def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
+    inner = tmp_path / "pod" / "container"
+    inner.mkdir(parents=True)
+    for folder, limit in ((inner, "max"), (tmp_path / "pod", "5000000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("3000000\n")
+        (folder / "memory.stat").write_text("anon 100\ninactive_file 500000\n")
+    monkeypatch.setattr(first_touch, "_groups", lambda: (inner, tmp_path / "pod", tmp_path))
+    assert first_touch.free_memory() == 2_500_000
+
+
+def test_parts_smaller_than_a_page_take_nothing():
+    assert not FirstTouch([torch.zeros(2, 3)]).take_next()
+    assert not FirstTouch([]).take_next()
+
+
+def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
+    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    with open_llm() as plain:
+        expected = token_ids(generate(plain, [[5, 6, 7], [8, 9]]))
+    allowed = threading.Event()
+    free_memory = first_touch.free_memory
+    monkeypatch.setattr(first_touch, "free_memory", lambda: allowed.wait(20.0) and free_memory())
+    taken, take = [], KVCaches.take_some_memory
+
+    def take_and_note(caches: KVCaches) -> bool:
+        if threading.current_thread().name == "nanovllm-idle":
+            taken.append(llm_is_busy())
+        return take(caches)
+
+    def llm_is_busy() -> bool:
+        return bool(llms and llms[0]._engine.has_unfinished)
+
+    llms: list[Any] = []
+    allowed.set()
+    monkeypatch.setattr(KVCaches, "take_some_memory", take_and_note)
+    with open_llm(**BLOCKS) as llm:
+        allowed.clear()
+        llms.append(llm)
+        stream = llm.stream([5, 6, 7], GREEDY)
+        next(stream)
+        asked = len(taken)
+        allowed.set()
+        assert token_ids(generate(llm, [[5, 6, 7], [8, 9]])) == expected
+        assert len(taken) <= asked + 1  # at most the piece that was begun before the request
+        stream.close()  # the request is aborted
+        caches = llm._engine.model_runner.binding.caches.of_layers
+        until(lambda: resident_bytes(caches) == sum(cache.nbytes for cache in caches))
+        assert not any(taken[asked + 1 :])
+        assert token_ids(generate(llm, [[5, 6, 7], [8, 9]])) == expected
+
+
+def test_closing_ends_the_thread_of_an_llm(monkeypatch):
+    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    before, taken = idle_threads(), []
+    monkeypatch.setattr(first_touch, "_populate", lambda *_: taken.append(time.sleep(0.01)) or 0)
+    with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16):
+        [thread] = [each for each in idle_threads() if each not in before]
+    thread.join(5.0)
+    assert not thread.is_alive() and len(taken) < 16
+
+
+def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
+    monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
+    before = idle_threads()
+    monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
+    llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
+    [thread] = [each for each in idle_threads() if each not in before]
+    del llm
+    gc.collect()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads, which is what is tested
+def test_a_forked_child_takes_nothing(monkeypatch):
+    monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
+    with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16) as llm:
+        assert idle_threads()
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            os._exit(len(idle_threads()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert generate(llm, [[5, 6, 7]])
+
+
+@bounded
+async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
+    monkeypatch.setattr("nanovllm.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    async with async_llms.open_llm(**BLOCKS) as llm:
+        caches = llm._engine_thread._engine.model_runner.binding.caches.of_layers
+
+        async def all_is_taken() -> bool:
+            return resident_bytes(caches) == sum(cache.nbytes for cache in caches)
+
+        assert await comes_true(all_is_taken)
+        assert await async_llms.answer(llm.generate([5, 6, 7], async_llms.GREEDY))
+
+
+def test_a_gpu_has_nothing_to_take():
+    assert not KVCaches([], torch.device("cuda")).take_some_memory()

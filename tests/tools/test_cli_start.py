@@ -1,0 +1,68 @@
+"""What a start of the command imports, and how its process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.attention import backends
+from nanovllm.cli import main
+from nanovllm.device import cpp_compiler
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+# None of them serves a first token; each costs a tenth of a second or more, or pulls in what does.
+NOT_IMPORTED = (
+    "torch._inductor.codecache", "torch._inductor.compile_fx", "torch.export.pt2_archive", "gguf", "llguidance",
+    "fastapi", "uvicorn", "pydantic", "openai", "msgspec", "zmq", "ray", "pandas", "scipy", "sklearn", "matplotlib",
+    "accelerate", "numpy.testing", "nanovllm.async_llm", "nanovllm.server", "nanovllm.replicas.pool", "nanovllm.tools",
+    "nanovllm.cli.bench", "nanovllm.cli.serve", "nanovllm.cli.tune", "nanovllm.cli.simulate",
+)  # fmt: skip
+PROGRAM = """
+import atexit, gc, json, sys
+atexit.register(lambda: print(json.dumps([gc.get_freeze_count(), sorted(sys.modules)]), file=sys.stderr))
+from nanovllm.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_start_imports_nothing_heavy_that_the_first_token_needs_not_and_ends_without_a_collection(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    arguments = ["generate", "a b c", "--raw", "--max-tokens", "1", "--temperature", "0", "--model", str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, *arguments, "--max-model-len", "128"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    num_frozen, modules = json.loads(done.stderr.splitlines()[-1])
+    assert {"torch", "transformers", "nanovllm.model_runner"} <= set(modules)
+    assert [name for name in NOT_IMPORTED if name in modules] == []
+    assert num_frozen > 100_000  # what Python would go through otherwise
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_a_command_that_is_named_has_the_parser_that_it_has_among_all(name):
+    def help_of(arguments: list[str]) -> str:
+        (commands,) = (action for action in main._parser(arguments)._actions if action.dest == "command")
+        return commands.choices[name].format_help()
+
+    assert help_of([name]) == help_of([])
+
+
+def test_an_unknown_command_is_corrected_among_all(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["genrate"])
+    assert "generate" in capsys.readouterr().err
+
+
+def test_the_compiler_is_the_one_that_torch_finds(monkeypatch):
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    assert cpp_compiler() == get_cpp_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cpp_compiler() == "no-such-compiler"
+    assert backends._missing_compiler(backends.torch.device("cpu")) == "a C++ compiler"
