@@ -44,9 +44,9 @@ def main() -> None:
         environ = clean_environ(work / "cache")
         check_help(scripts, work, environ)
         text = generate(scripts, model, work, environ)
-        libraries = list((work / "cache").glob("nanovllm/kernels/*.so"))
-        if len(libraries) != 1:
-            raise SystemExit(f"generate left {len(libraries)} kernel libraries in an empty cache; it must build one.")
+        libraries = sorted(path.name.split("-")[0] for path in (work / "cache").glob("nanovllm/kernels/*.so"))
+        if libraries != ["kernels", "sampling"]:
+            raise SystemExit(f"generate left the kernel libraries {libraries} in an empty cache; it must build two.")
         served = serve(scripts, model, work, environ)
     if served != text:
         raise SystemExit(f"the server answers {served!r} where generate prints {text!r}.")

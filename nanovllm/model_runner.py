@@ -33,6 +33,7 @@ from nanovllm.execution.dummy_batches import (
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.group_layouts import with_groups
 from nanovllm.model.binding import ModelBinding
+from nanovllm.sampling.draw_on_cpu import load_row_kernels
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.sampler import Sampler
@@ -52,13 +53,12 @@ class ModelRunner:
     """
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools) -> None:
-        self.binding = binding
-        self.device = binding.device
-        self.config = config
-        self.pools = pools
+        self.binding, self.device = binding, binding.device
+        self.config, self.pools = config, pools
         self._choice = choice
         self._begin_report: Callable[..., StepLogprobs]
-        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs)
+        self._row_kernels = load_row_kernels() if choice.kernels else None
+        self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=self._row_kernels)
         self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
         self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its index
@@ -135,8 +135,7 @@ class ModelRunner:
         return Sampler(**self._sampler_options())
 
     def _sampler_options(self) -> dict[str, Any]:
-        own = {"keep_bits": self._choice.kernels[0].keep_bits} if self._choice.kernels else {}
-        return {"compiles": self._choice.uses_graphs, **own}
+        return {"compiles": self._choice.uses_graphs, "row_kernels": self._row_kernels}
 
     def _execute_dummies(self, batches: Iterable[Spans]) -> None:
         for spans in batches:

@@ -16,9 +16,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from nanovllm.device import cpp_compiler
@@ -40,7 +38,6 @@ _SIGNATURES = {
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
     "linear": [c_void_p] * 3 + [c_int64, c_int],
     "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
-    "keep_bits": [c_void_p] * 3 + [c_int64] * 3 + [c_int],
 }
 
 
@@ -59,17 +56,6 @@ class Kernels:
         self.attention_outputs: Any = functions.attention_outputs
         self.linear: Any = functions.linear
         self.linear_unrounded: Any = functions.linear_unrounded
-        self._keep_bits: Any = functions.keep_bits
-
-    def keep_bits(self, logits: torch.Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-        """As `sampling.structured.keep_bits`."""
-        if not logits.is_contiguous():
-            raise ValueError("keep_bits needs contiguous logits.")
-        indices = np.asarray(rows, np.int64)
-        self._keep_bits(
-            logits.data_ptr(), indices.ctypes.data, np.ascontiguousarray(masks).ctypes.data,
-            len(indices), logits.shape[1], masks.shape[1], torch.get_num_threads(),
-        )  # fmt: skip
 
     def can_pack(self, linears: Sequence[nn.Linear]) -> bool:
         """Whether `PackedProduct` takes these layers, side by side."""
@@ -91,14 +77,28 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
             f"{head_dim if head_dim % LANES else value_dim}."
         )
     sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
-    options = [cpp_compiler(), *FLAGS, *(f"-D{name}={size}" for name, size in sizes.items())]
-    texts = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
-    identity = "\0".join([*options, *texts, processor()])
-    library = cache_root() / "kernels" / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    options = [f"-D{name}={size}" for name, size in sizes.items()]
+    return Kernels(built_library("kernels", options, SOURCES), dtype, num_groups)
+
+
+def built_library(name: str, options: list[str], folder: Path, others: Sequence[Path] = ()) -> Path:
+    """The shared library of a folder's sources, from the cache folder if this processor's is there already.
+
+    Args:
+        name: what its file's name begins with.
+        options: of the compiler, besides FLAGS.
+        others: files outside of the folder that its sources include.
+
+    Raises KernelBuildError.
+    """
+    command = [cpp_compiler(), *FLAGS, *options]
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *others)]
+    identity = "\0".join([*command, *texts, processor()])
+    library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
         logger.warning("compiling the C++ kernels for this processor and model shape: a few seconds, once")
-        _build([*options, *(str(path) for path in sorted(SOURCES.glob("*.cpp")))], library)
-    return Kernels(library, dtype, num_groups)
+        _build([*command, *(str(path) for path in sorted(folder.glob("*.cpp")))], library)
+    return library
 
 
 def processor() -> str:

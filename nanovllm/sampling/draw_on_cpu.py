@@ -1,14 +1,55 @@
-"""The draw on a CPU: row by row, so that a row's noise stays within the cache; of all tokens, or of one rank's."""
+"""The draw on a CPU, in C++ and in torch: row by row, so that a row's noise stays within the cache."""
 
 from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch import NON_FINITE
+from nanovllm.device import find_kernel
+from nanovllm.errors import KernelBuildError
 from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.filters import keep_likely
+from nanovllm.sampling.filters import keep_likely, least_levels
 from nanovllm.sampling.noise import gumbel_noise, token_counters
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
+
+logger = logging.getLogger("nanovllm")
+
+_UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
+
+
+def load_row_kernels() -> RowKernels | None:
+    """The C++ kernels that sample rows on a CPU; None, said in a line, if they cannot be built."""
+    load = find_kernel("cpp_sampling", "load_row_kernels")
+    try:
+        return None if load is None else load()
+    except KernelBuildError as error:
+        logger.warning("sampling takes torch's operations: the C++ kernels are unavailable: %s", error)
+        return None
+
+
+def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:
+    """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
+
+    The kernels' noise is torch's but for its last digits. Where these might decide, one row in twenty thousand,
+    torch draws, so the tokens are the same with and without kernels.
+    """
+    if row_kernels is None or not row_kernels.can_read(logits):
+        scores, token_ids = best_on_cpu(logits, inputs)
+        return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
+    least = least_levels(torch.from_numpy(inputs.min_p))  # -inf where it is off
+    token_ids = torch.from_numpy(row_kernels.draw(logits, inputs, least))
+    unsure = (token_ids == _UNSURE).nonzero()[:, 0]
+    if len(unsure):
+        own = DrawInputs(*(values[unsure.numpy()] for values in inputs))
+        token_ids[unsure] = draw_on_cpu(logits[unsure], own)
+    return token_ids
 
 
 def best_on_cpu(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,11 @@ from nanovllm.batch_layout import BatchLayout
 from nanovllm.device import find_kernel, to_device, to_host
 from nanovllm.outputs import Logprob, TokenLogprobs
 from nanovllm.sampling.embeddings import EmbeddedRows
+from nanovllm.sampling.filters import total_masses
 from nanovllm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
 
 MOST_BY_KERNEL = 32  # most probable tokens of a row; for more, a GPU sorts
 ROWS_AT_ONCE = 64  # a piece of a prompt takes this many rows of logits, in float32 and in the model's own dtype
@@ -40,10 +45,22 @@ class Measured:
     ranks: Tensor
 
     @classmethod
-    def from_logits(cls, logits: Tensor, token_ids: Tensor, num_top: int, *, by_kernel: bool = True) -> Measured:
+    def from_logits(
+        cls,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_top: int,
+        *,
+        by_kernel: bool = True,
+        row_kernels: RowKernels | None = None,
+    ) -> Measured:
         """Args: logits [num_rows, vocab_size], any float dtype; token_ids [num_rows], below 0 where there is none, and
         from vocab_size on for tokens without a logit.
         """
+        if row_kernels is not None and row_kernels.can_read(logits):
+            chosen = token_ids.clamp(min=0)
+            if (stats := row_kernels.measure(logits, chosen, num_top)) is not None:
+                return cls(*_logprobs(logits, chosen[:, None], *stats))
         if by_kernel and logits.is_cuda and num_top <= MOST_BY_KERNEL and (kernel := _kernel()) is not None:
             return cls(*kernel(logits, token_ids, num_top))
         parts = [
@@ -104,13 +121,33 @@ def _kernel() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] 
 
 
 def _measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = token_ids.clamp(min=0)[:, None]
-    last = logits.shape[1] - 1
+    chosen, last = token_ids.clamp(min=0)[:, None], logits.shape[1] - 1
     logits_of_chosen = logits.gather(1, chosen.clamp(max=last)).masked_fill_(chosen > last, -torch.inf)
-    top = logits.topk(num_top, dim=-1)
-    logprobs = torch.cat([logits_of_chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
     ranks = (logits > logits_of_chosen).sum(dim=-1) + 1
-    return torch.cat([chosen, top.indices], dim=1), logprobs, ranks
+    largest = logits.amax(dim=-1)
+    total = total_masses(logits, largest[:, None])[:, 0]
+    return _logprobs(logits, chosen, _most_probable(logits, num_top), largest, total, ranks)
+
+
+def _most_probable(logits: Tensor, num_top: int) -> Tensor:
+    """Token ids [num_rows, num_top]; on a CPU, of equal logits the lower first (a GPU's host would have to wait)."""
+    top = logits.topk(min(num_top + 1, logits.shape[1]))
+    top_ids = top.indices[:, :num_top]
+    if logits.device.type == "cpu":
+        for row in (top.values[:, 1:] == top.values[:, :-1]).any(dim=-1).nonzero()[:, 0].tolist():
+            token_ids = (~(logits[row] < top.values[row, num_top - 1])).nonzero()[:, 0]  # a NaN is largest
+            order = logits[row, token_ids].sort(descending=True, stable=True).indices
+            top_ids[row] = token_ids[order[:num_top]]
+    return top_ids
+
+
+def _logprobs(
+    logits: Tensor, chosen: Tensor, top_ids: Tensor, largest: Tensor, total: Tensor, ranks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Measured`, by the largest logit and the total of the masses, [num_rows] each."""
+    token_ids, last = torch.cat([chosen, top_ids], dim=1), logits.shape[1] - 1
+    levels = logits.gather(1, token_ids.clamp(max=last)).float() - largest[:, None]
+    return token_ids, (levels - total.log().float()[:, None]).masked_fill_(token_ids > last, -torch.inf), ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +187,20 @@ class StepLogprobs:
 
     Args:
         by_kernel: measure by the one of `kernels/`, compiled at its first call, where it exists; on a GPU.
+        row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
     """
 
     def __init__(
-        self, prompt: PromptRows | None = None, embedded: EmbeddedRows | None = None, *, by_kernel: bool = True
+        self,
+        prompt: PromptRows | None = None,
+        embedded: EmbeddedRows | None = None,
+        *,
+        by_kernel: bool = True,
+        row_kernels: RowKernels | None = None,
     ) -> None:
         self.prompt = prompt
         self.embedded = embedded
-        self._by_kernel = by_kernel
+        self._measure = partial(Measured.from_logits, by_kernel=by_kernel, row_kernels=row_kernels)
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
         self._sequences: list[Sequence] = []
@@ -183,14 +226,14 @@ class StepLogprobs:
         assert self.prompt is not None
         first = ROWS_AT_ONCE * len(self._prompt_pieces)
         token_ids = to_device(self.prompt.token_ids[first : first + len(logits)], logits.device)
-        measured = Measured.from_logits(logits, token_ids, self.prompt.num_top, by_kernel=self._by_kernel)
+        measured = self._measure(logits, token_ids, self.prompt.num_top)
         self._prompt_pieces.append(measured)
 
     def add_sampled(self, sequences: SequenceABC[Sequence], logits: Tensor, token_ids: Tensor) -> None:
         """Take the logits [num_rows, vocab_size] with which these sequences drew token_ids [num_rows]."""
         self._sequences = list(sequences)
         num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
-        self._sampled = Measured.from_logits(logits, token_ids, num_top, by_kernel=self._by_kernel)
+        self._sampled = self._measure(logits, token_ids, num_top)
 
     def add_measured(self, sequences: SequenceABC[Sequence], measured: PackedMeasured) -> None:
         """Take what was measured when these sequences drew their tokens."""

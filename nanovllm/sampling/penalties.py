@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from nanovllm.device import find_kernel, to_device
 from nanovllm.sampling.structured import has_kernels, keep_bits, keep_bits_by_kernel, token_masks
 from nanovllm.sequence import Sequence
 
-PENALTY_FIELDS = 8  # of the kernel's description of a row
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
 
-KeepBits = Callable[[Tensor, list[int], NDArray[np.int32]], None]  # as `structured.keep_bits`
+PENALTY_FIELDS = 8  # of the kernel's description of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def change_logits(
     errors: dict[Sequence, str] | None = None,
     *,
     by_kernels: bool = True,
-    keep_bits: KeepBits = keep_bits,
+    row_kernels: RowKernels | None = None,
 ) -> Tensor:
     """Apply to each row what its request asks for; rows that ask for nothing cost nothing.
 
@@ -72,8 +73,8 @@ def change_logits(
         sequences, positions: as in `Sampler.sample`.
         latest: None if all tokens are known.
         errors: takes what went wrong in a request's own functions; its row is then -inf throughout.
-        keep_bits: applies the masks of structured outputs.
         by_kernels: on a GPU, by those of `kernels/`, compiled at their first call, where they exist.
+        row_kernels: on a CPU, `kernels.cpp_sampling.RowKernels`.
 
     Returns logits, in float32 if any row was changed.
     """
@@ -82,7 +83,7 @@ def change_logits(
         return logits
     logits = logits.float()
     errors = {} if errors is None else errors
-    step = _Step(sequences, positions, latest, errors, by_kernels and logits.is_cuda, keep_bits)
+    step = _Step(sequences, positions, latest, errors, by_kernels and logits.is_cuda, row_kernels)
     for applies, apply in _CHANGES:
         chosen = [row for row in rows if applies(sequences[row])]
         if chosen:
@@ -99,7 +100,7 @@ class _Step:
     latest: LatestTokens | None
     errors: dict[Sequence, str]
     by_kernels: bool
-    keep_bits: KeepBits
+    row_kernels: RowKernels | None
 
 
 @cache
@@ -125,7 +126,10 @@ def _keep_allowed(logits: Tensor, rows: list[int], step: _Step) -> None:
 
 def _keep_form(logits: Tensor, rows: list[int], step: _Step) -> None:
     masks = token_masks([step.sequences[row] for row in rows], [step.positions[row] for row in rows], step.errors)
-    (keep_bits_by_kernel if step.by_kernels and has_kernels() else step.keep_bits)(logits, rows, masks)
+    if step.row_kernels is not None:
+        step.row_kernels.keep_bits(logits, rows, masks)
+    else:
+        (keep_bits_by_kernel if step.by_kernels and has_kernels() else keep_bits)(logits, rows, masks)
 
 
 def _forbid_bad_words(logits: Tensor, rows: list[int], step: _Step) -> None:
@@ -217,7 +221,9 @@ def _count_in_flight(counts: Tensor, latest: NDArray[np.int64], previous: Tensor
 
 
 def _penalise(logits: Tensor, rows: list[int], step: _Step) -> None:
-    if step.by_kernels and (kernel := _kernel("penalise")) is not None:
+    if step.row_kernels is not None:
+        _penalise_by(step.row_kernels.penalise, logits, rows, step)
+    elif step.by_kernels and (kernel := _kernel("penalise")) is not None:
         _penalise_by(kernel, logits, rows, step)
     else:
         _penalise_by_counts(logits, rows, step)

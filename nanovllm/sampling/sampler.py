@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,11 @@ from torch import Tensor
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.device import find_kernel, to_device
 from nanovllm.sampling.draw import DrawInputs, draw
-from nanovllm.sampling.draw_on_cpu import best_on_cpu
+from nanovllm.sampling.draw_on_cpu import draw_on_cpu
 from nanovllm.sampling.emptied_rows import emptied_rows
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
-from nanovllm.sampling.penalties import KeepBits, LatestTokens, change_logits
-from nanovllm.sampling.structured import keep_bits
+from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sequence import Sequence
 
 
@@ -30,11 +30,12 @@ class Sampler:
 
     Args:
         compiles: sample by kernels of our own (on a GPU).
-        keep_bits: applies the masks of structured outputs.
+        row_kernels: the C++ kernels of a CPU, `kernels.cpp_sampling.RowKernels`.
     """
 
-    def __init__(self, *, compiles: bool = False, keep_bits: KeepBits = keep_bits) -> None:
-        self._change_logits = partial(change_logits, by_kernels=compiles, keep_bits=keep_bits)
+    def __init__(self, *, compiles: bool = False, row_kernels: Any = None) -> None:
+        self._row_kernels = row_kernels
+        self._change_logits = partial(change_logits, by_kernels=compiles, row_kernels=row_kernels)
         kernel = find_kernel("gumbel_draw", "draw_on_gpu") if compiles else None
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
@@ -94,8 +95,7 @@ class Sampler:
         """Draw from logits that are as the requests want them before the temperature."""
         inputs = DrawInputs.from_sequences(sequences, positions)
         if logits.device.type == "cpu":
-            scores, token_ids = best_on_cpu(logits, inputs)
-            return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
+            return draw_on_cpu(logits, inputs, self._row_kernels)
         return self.draw(logits, inputs.to_device(logits.device), has_filters=inputs.has_filters())
 
     @staticmethod

@@ -109,7 +109,7 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
 def test_the_kernels_keep_within_their_memory(tmp_path):
-    """A build with AddressSanitizer, in a process of its own, runs attention and whole models of two kinds.
+    """A build with AddressSanitizer, in a process of its own, runs attention, sampling and whole models of two kinds.
 
     All are of one shape, so that there is one build a dtype. What tiles load, the sanitizer does not see.
     """
@@ -132,7 +132,10 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
                 with LLM(folder, num_kv_blocks=40, block_size=16, max_num_seqs=4) as llm:
                     assert len(llm._engine.model_runner.binding._fused_layers) == 1
                     prompts = random_prompts(6, low=1, high=100, seed=5)
-                    llm.generate(prompts, SamplingParams(max_tokens=5), use_tqdm=False)
+                    options = {{"top_k": 90, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 3}}
+                    params = [SamplingParams(max_tokens=5, **options) if n % 2 else SamplingParams(max_tokens=5)
+                              for n in range(6)]
+                    llm.generate(prompts, params, use_tqdm=False)
         print("no complaints")
     """
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
@@ -144,7 +147,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
-    assert len(list((tmp_path / "kernels").iterdir())) == 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 3  # two dtypes, and sampling
 
 
 @pytest.mark.parametrize("uses_tiles", [True, False])

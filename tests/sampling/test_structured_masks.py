@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.cpp import load_kernels
+from nanovllm.kernels.cpp_sampling import load_row_kernels
 from nanovllm.sampling.structured import keep_bits
 
 
 @functools.cache
 def by_kernels():
-    return load_kernels(torch.float32, 64, 3).keep_bits
+    return load_row_kernels().keep_bits
 
 
 @pytest.mark.parametrize("form", ["torch", "C++"])

@@ -208,6 +208,7 @@ def test_one_prompt_is_streamed(run, monkeypatch):
     assert out.getvalue() == texts[-1] + "\n"
 
 
+@pytest.mark.usefixtures("sigint_is_heeded")
 def test_ctrl_c_leaves_the_answers_that_were_written(folder):
     """In a process of its own, whose second prompt would take 200 tokens of a huge batch of them."""
     short, long = {"prompt": [5, 6], "max_tokens": 1}, {"prompt": [5, 6], "max_tokens": 250, "ignore_eos": True}

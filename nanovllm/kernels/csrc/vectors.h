@@ -1,43 +1,15 @@
 // Vectors of 16 floats, and their exchange with memory of the model's ELEMENT type (float or bfloat16).
-//
-// GCC's and Clang's vector extensions: the same code becomes AVX-512, AVX2 or NEON, as the processor has it.
 #pragma once
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "lanes.h"
 
 namespace {
 
-constexpr int kLanes = 16;
-using Floats = float __attribute__((vector_size(4 * kLanes)));
-using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
-using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
-using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
-
-struct bfloat16 {
-  uint16_t bits;
-};
 using Element = ELEMENT;
-
-inline Floats load(const float* from) {
-  Floats values;
-  std::memcpy(&values, from, sizeof(values));
-  return values;
-}
-
-inline Floats load(const bfloat16* from) {
-  Halves bits;
-  std::memcpy(&bits, from, sizeof(bits));
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
-
-inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 
 inline Halves rounded(Floats values) {
 #ifdef __AVX512BF16__

@@ -7,7 +7,7 @@
 // 0; added, so that NaN stays NaN. Bit i % 32 of word i / 32 is token i's.
 extern "C" void keep_bits(float* logits, const int64_t* rows, const uint32_t* masks, int64_t num_rows,
                           int64_t vocab_size, int64_t num_words, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
   for (int64_t at = 0; at < num_rows; ++at) {
     float* row = logits + rows[at] * vocab_size;
     const uint32_t* mask = masks + at * num_words;
