@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -71,18 +71,20 @@ class LLM(Scoring):
         self._request_ids: Iterator[str] = map(str, itertools.count())
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: where its call looks
         self._abandoned: deque[str] = deque()  # ids of requests whose call has ended
+        self._close = weakref.finalize(self, engine.close)  # an LLM that is dropped gives its memory back at once
+        self._close.atexit = False
         take_memory_when_idle(engine)
 
     # ----------------------------------------------------------------------------------------------- generation
 
     def generate(
         self,
-        prompts: Prompt | SequenceABC[Prompt],
-        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | SequenceABC[int] = 0,
-        cache_salt: str | SequenceABC[str] = "",
-        timeout: float | SequenceABC[float] | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str] = "",
+        timeout: float | Sequence[float] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; returns one `RequestOutput` each, in their order.
@@ -115,8 +117,8 @@ class LLM(Scoring):
 
     def as_completed(
         self,
-        prompts: Prompt | SequenceABC[Prompt],
-        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete prompts as `generate` does, yielding the index of each and its `RequestOutput` when it has ended.
@@ -131,8 +133,8 @@ class LLM(Scoring):
 
     def chat(
         self,
-        messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]],
-        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations through the tokenizer's chat template.
@@ -162,9 +164,7 @@ class LLM(Scoring):
         interrupts = InterruptsHeld()
         return interrupts.held_in(self._run([request], interrupts))
 
-    def apply_chat_template(
-        self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]
-    ) -> list[list[int]]:
+    def apply_chat_template(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[int]]:
         """Token ids of one conversation or several, ready for the answer; always a list of prompts.
 
         Texts that spell a control token are encoded as plain text, see `allow_control_tokens_in_messages`.
@@ -287,10 +287,8 @@ class LLM(Scoring):
 
     def close(self) -> None:
         """End all requests, free the caches and the model; does nothing again, or in a forked child."""
-        if os.getpid() != self._process_id:
-            return
-        with suppress(EngineClosedError), InterruptsHeld(), self._turn() as engine:
-            engine.close()
+        with suppress(EngineClosedError, ForkedChildError), InterruptsHeld(), self._turn():
+            self._close()
             self._engine = None
 
     def __enter__(self) -> LLM:

@@ -32,6 +32,7 @@ def _run(reference: weakref.ref[AnyEngine]) -> None:
         if not (has_worked or engine.has_unfinished):
             if not engine.use_idle_time(captures=False):
                 return
-            continue
-        del engine
-        time.sleep(IDLE_SECONDS)
+            del engine
+        else:
+            del engine
+            time.sleep(IDLE_SECONDS)

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch
 from nanovllm.attention import first_touch
 from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, FirstTouch
 from nanovllm.attention.kv_cache import KVCaches
+from nanovllm.gc_control import collector_paused
 from tests.support import async_llms
 from tests.support.async_llms import bounded, comes_true
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
@@ -188,10 +190,19 @@ def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
     monkeypatch.setattr(first_touch, "_populate", lambda *_: time.sleep(0.01) or 0)
     llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
     [thread] = [each for each in idle_threads() if each not in before]
+    engine = weakref.ref(llm._engine)
     del llm
-    gc.collect()
     thread.join(5.0)
-    assert not thread.is_alive()
+    gc.collect()
+    assert not thread.is_alive() and engine() is None
+
+
+def test_an_llm_that_is_dropped_gives_its_memory_back_without_a_collection():
+    with collector_paused():
+        llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
+        caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding.caches.of_layers[0]]
+        del llm
+        assert [cache() for cache in caches] == [None] * 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads, which is what is tested
