@@ -240,8 +240,8 @@ def test_penalties_and_log_probabilities_of_a_head_equal_those_of_the_host():
     needed = extras.needed(requests, positions)
     assert needed is not None and needed.penalises and needed.num_top == 5
     head = HeadShape(16, True, False, *needed)
-    assert extras.upload(head, requests, positions, latest)
-    assert not extras.upload(head, requests, positions, latest), "the buffer is large enough"
+    assert extras.upload(head, requests, positions, lambda: latest, {})
+    assert not extras.upload(head, requests, positions, lambda: latest, {}), "the buffer is large enough"
     logits = 3 * torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16):
         given = logits.to(dtype).cuda()
