@@ -91,7 +91,6 @@ def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLim
         model_name=type(loaded.model).__name__,
         has_base_model=binding.has_base_model,
         allow_control_tokens=config.allow_control_tokens_in_messages,
-        tensor_parallel_size=config.tensor_parallel_size,
         eos_token_ids=tuple(token for token in loaded.eos_token_ids if 0 <= token < binding.vocab_size),
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
     )

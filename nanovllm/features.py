@@ -39,11 +39,10 @@ FEATURES: dict[str, Refusals] = {
     "generate": WORKS,
     "as_completed": WORKS,
     "default_sampling_params": WORKS,
+    "sampling_defaults": WORKS,
     "chat": WORKS,
-    "embed": {
-        TENSOR_PARALLEL: "hidden states are taken on one rank alone. Embed with one GPU.",
-    },
-    "score": WORKS,  # by "cosine" where `embed` does
+    "embed": WORKS,
+    "score": WORKS,
     "stream": WORKS,
     "submit": WORKS,
     "submit_chat": WORKS,

@@ -137,11 +137,9 @@ class LLM(Scoring):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations through the tokenizer's chat template.
+        """Answer conversations through the tokenizer's chat template, with the options of `generate`.
 
-        Args:
-            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
-            sampling_params, **options: as in `generate`.
+        Args: messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
         """
         return self.generate(self.apply_chat_template(messages), sampling_params, **options)
 
@@ -219,8 +217,7 @@ class LLM(Scoring):
                 interrupts.is_in_step = False
         while engine.outputs:
             output = engine.outputs.popleft()
-            finished = output.finished
-            inbox = self._inboxes.pop(output.request_id, None) if finished else self._inboxes.get(output.request_id)
+            inbox = (self._inboxes.pop if output.finished else self._inboxes.get)(output.request_id, None)
             if inbox is not None:  # else its call has ended, and the request is about to be aborted
                 inbox.append(output)
 
@@ -262,6 +259,11 @@ class LLM(Scoring):
     def default_sampling_params(self) -> SamplingParams:
         """What requests without parameters use; for others: `dataclasses.replace(llm.default_sampling_params, ...)`."""
         return self._open_engine().input_processor.default_params
+
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """The sampling options that the model's generation config sets, by name; empty if they are left out."""
+        return dict(self._open_engine().input_processor.limits.sampling_defaults)
 
     def stats(self) -> EngineStats:
         with InterruptsHeld(), self._turn() as engine:

@@ -19,7 +19,8 @@ from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
-from nanovllm.execution.workers import CLOSE_SECONDS, StepOrder, WorkerProcesses, computing_with
+from nanovllm.execution.step_order import StepOrder
+from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
@@ -88,7 +89,7 @@ class RankRunner(ModelRunner):
         assert self._workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
-            self._workers.send("follow", StepOrder.from_step(layout, draws, report.prompt))
+            self._workers.send("follow", StepOrder.from_step(layout, draws, report))
             return partial(self._draw_together, self._executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
             self._workers.fail(error)
@@ -108,7 +109,7 @@ class RankRunner(ModelRunner):
         self.sampler.step_draws = order.draws
         batch = ScheduledBatch(0, tuple(order.layout.entries))
         masks: Any = self.backend.plan(order.layout)
-        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt))()
+        self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
 
     def capture_ahead(self) -> bool:
         if self._workers is None:

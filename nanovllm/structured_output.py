@@ -18,6 +18,10 @@ MAX_SCHEMA_DEPTH = 100  # objects and arrays within one another in a schema
 MAX_CHOICES = 10_000
 
 
+# Between the parts of a document: room to indent it, and an end, which small models may not find by themselves.
+WHITE_SPACE = r"\n?[ \t]{0,24}"
+
+
 class GrammarError(Exception):
     """An output cannot follow its grammar any further: a limit on work was met, or a token is none of the grammar's."""
 
@@ -88,6 +92,16 @@ class StructuredOutput:
 
 
 KINDS = tuple(field.name for field in fields(StructuredOutput))
+
+
+def with_white_space(schema: Any) -> Any:
+    """The schema with an end to the white space of its documents, unless it says by `x-guidance` what that may be."""
+    if not isinstance(schema, dict):
+        return schema
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict) or own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+        return schema
+    return schema | {"x-guidance": own | {"whitespace_pattern": WHITE_SPACE}}
 
 
 def structured_output(name: str, value: Any) -> StructuredOutput | None:

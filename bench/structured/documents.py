@@ -1,8 +1,9 @@
 """Sampled documents of random schemas, each validated by `jsonschema`: none that ended by itself may be invalid.
 
-    python bench/structured/documents.py [--model FOLDER] [--documents 10000] [--schemas 200] [--overlap]
+    python bench/structured/documents.py [--model FOLDER] [--documents 10000] [--schemas 200] [--suite PATH] [--overlap]
 
-Prints one line of JSON; exits with 1 if a document is invalid.
+With --suite the schemas are those of the JSON Schema Test Suite at PATH (see `suite.py`) that the engine takes. Prints
+one line of JSON; exits with 1 if a document is invalid.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+from suite import documents as documents_of_suite
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.grammar.compiler import check_form
 from nanovllm.model.default_model import DEFAULT_MODEL
 
 OPTIONS: list[dict[str, Any]] = [
@@ -61,16 +65,38 @@ def schema(choice: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
+def schemas_of_suite(folder: Path) -> list[dict[str, Any]]:
+    """Objects that the compiler takes, which refuses the others by name, and that `jsonschema` can check; each once."""
+    found = {}
+    for _, one, document, _, _ in documents_of_suite(folder):
+        if not isinstance(one, dict):
+            continue
+        try:
+            check_form(StructuredOutput(json_schema=one))
+            jsonschema.validate(document, one)
+        except jsonschema.ValidationError:
+            pass
+        except (TypeError, ValueError, jsonschema.SchemaError):  # such as a pattern that Python's `re` does not know
+            continue
+        found[json.dumps(one)] = one
+    return list(found.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--documents", type=int, default=10_000)
     parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--suite", type=Path, help="take the schemas of the JSON Schema Test Suite in this folder")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--overlap", action="store_true")
     options = parser.parse_args()
     choice = random.Random(0)
-    schemas = [schema(choice) | {"x-guidance": {"whitespace_flexible": False}} for _ in range(options.schemas)]
+    if options.suite is not None:
+        given = schemas_of_suite(options.suite)
+    else:
+        given = [schema(choice) for _ in range(options.schemas)]
+    schemas = [one | {"x-guidance": {"whitespace_flexible": False}} for one in given]
     chosen = [schemas[number % len(schemas)] for number in range(options.documents)]
     params = [
         SamplingParams(
@@ -97,7 +123,8 @@ def main() -> int:
             ends["invalid"] += 1
             print(json.dumps(one), repr(completion.text), error.message, file=sys.stderr)
     seconds = round(time.monotonic() - begin, 1)
-    print(json.dumps({"documents": options.documents, "ends": dict(ends), "seconds": seconds, "model": options.model}))
+    counts = {"documents": options.documents, "schemas": len(schemas)}
+    print(json.dumps(counts | {"ends": dict(ends), "seconds": seconds, "model": options.model}))
     return int(ends["invalid"] > 0)
 
 

@@ -171,7 +171,7 @@ def _answer(
     llm: LLM, conversation: Conversation, question: str, timeout: float | None, *, is_terminal: bool = False
 ) -> None:
     """Print the answer while it streams, and record it; an interrupt ends it and keeps the text so far."""
-    params = sampling_params(conversation.sampling, llm.default_sampling_params)
+    params = sampling_params(conversation.sampling, llm)
     prompt = llm.apply_chat_template(conversation.with_question(question))[0]
     shown, is_cut = "", False
     with closing(llm.stream(prompt, params, timeout=timeout)) as stream:  # type: ignore[type-var]

@@ -27,12 +27,22 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
     """
     add_verbose_flag(command, "log engine events and print full tracebacks")
     command.add_argument(
-        "-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
+        "-m", "--model", metavar="MODEL", default=DEFAULT_MODEL, action=_ModelFlag,
         help=f"folder or hub id of the model; `nanovllm models` lists those of this machine (default: the embedded "
         f"{DEFAULT_MODEL})",
     )  # fmt: skip
+    command.set_defaults(names_model=False)
     command.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
+
+
+class _ModelFlag(argparse.Action):
+    """Sets `names_model` too: a flag may name the default, against an argument or a file that names another model."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        namespace.model, namespace.names_model = values, True
 
 
 def add_model_argument(command: argparse.ArgumentParser) -> None:
@@ -45,9 +55,9 @@ def take_model_argument(options: argparse.Namespace) -> None:
     given = options.model_argument
     if given is None:
         return
-    if options.model not in (DEFAULT_MODEL, given):
+    if options.names_model and options.model != given:
         raise ValueError(f"the model is {given!r} by the argument and {options.model!r} by --model; give one of them.")
-    options.model = given
+    options.model, options.names_model = given, True
 
 
 def add_verbose_flag(command: argparse.ArgumentParser, text: str = "print full tracebacks") -> None:

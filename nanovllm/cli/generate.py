@@ -92,7 +92,7 @@ def _generate(options: argparse.Namespace) -> int:
     writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
         prompts = [_as_prompt(llm, request, options) for request in requests]
-        params = [sampling_params(given, llm.default_sampling_params) for given, _, _ in own]
+        params = [sampling_params(given, llm) for given, _, _ in own]
         priorities, timeouts = [priority for _, priority, _ in own], [timeout for _, _, timeout in own]
         if len(prompts) == params[0].n == 1 and not options.json:
             return _stream(llm, prompts[0], params[0], priority=priorities[0], timeout=timeouts[0])

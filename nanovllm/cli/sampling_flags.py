@@ -72,16 +72,15 @@ def check_sampling(options: dict[str, Any]) -> None:
         check_form(params.structured_output)
 
 
-def sampling_params(options: dict[str, Any], model: SamplingParams) -> SamplingParams:
+def sampling_params(options: dict[str, Any], llm: LLM) -> SamplingParams:
     """The parameters of a request: its options, else the model's defaults, else those of the command.
 
-    Args:
-        model: its default parameters; where they are `SamplingParams()` the model names none, and is greedy here:
-            small models answer best so. Options that are of sampling alone ask for it.
+    A model that sets none is greedy here: small ones answer best so. Options that are of sampling alone ask for it, and
+    so does a model that sets any, be it a temperature of 1.
     """
-    if not OF_SAMPLING & options.keys() and model == SamplingParams() and options.get("n", 1) == 1:
+    if not OF_SAMPLING & options.keys() and not llm.sampling_defaults and options.get("n", 1) == 1:
         options = options | {TEMPERATURE: 0.0}
-    return replace(model, **options)
+    return replace(llm.default_sampling_params, **options)
 
 
 def _text_of(path: str, flag: str) -> str:

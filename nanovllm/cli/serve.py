@@ -24,11 +24,10 @@ from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.config import EngineConfig
-from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
-NOT_GIVEN = {"model": DEFAULT_MODEL, "tokenizer": None, "verbose": False}  # defaults of flags that always have a value
+NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that always have a value, beside --model
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 
@@ -98,5 +97,6 @@ def _read_config(options: argparse.Namespace) -> None:
                 value = whole_number(value)
             except ValueError as error:
                 raise ValueError(f"{path} holds {key!r}: {error}") from None
-        if getattr(options, name, NOT_GIVEN.get(name)) == NOT_GIVEN.get(name):
+        unset = NOT_GIVEN.get(name)
+        if not (options.names_model if name == "model" else getattr(options, name, unset) != unset):
             setattr(options, name, tuple(value) if isinstance(value, list) else value)

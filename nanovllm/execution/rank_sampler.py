@@ -20,6 +20,7 @@ from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw_extras
 from nanovllm.sampling.draw_on_cpu import best_on_cpu
+from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens
@@ -142,7 +143,7 @@ class RankLogprobs(StepLogprobs):
     """What a step returns besides its tokens: measured by rank 0, of logits that all ranks gather."""
 
     def __init__(
-        self, prompt: PromptRows | None, embedded: None = None, *, sampler: RankSampler, by_kernel: bool
+        self, prompt: PromptRows | None, embedded: EmbeddedRows | None, *, sampler: RankSampler, by_kernel: bool
     ) -> None:
         super().__init__(prompt, embedded, by_kernel=by_kernel)
         self._sampler = sampler

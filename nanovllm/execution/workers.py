@@ -24,19 +24,16 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError
 from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
-from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.logprobs import PromptRows
 
 ENTRY = "import sys; from nanovllm.build import run_worker; run_worker(int(sys.argv[1]), int(sys.argv[2]))"
 CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
@@ -60,28 +57,6 @@ class Start:
     source: str
     config: EngineConfig
     num_threads: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepOrder:
-    """A step as the other ranks need it.
-
-    layout: with entries that name no sequence.
-    draws: None if rank 0 samples.
-    """
-
-    layout: BatchLayout
-    draws: DrawInputs | None
-    prompt: PromptRows | None
-
-    @classmethod
-    def from_step(cls, layout: BatchLayout, draws: DrawInputs | None, prompt: PromptRows | None) -> StepOrder:
-        return cls(_without_sequences(layout), draws, prompt and replace(prompt, spans=[]))
-
-
-def _without_sequences(layout: BatchLayout) -> BatchLayout:
-    entries = [entry._replace(sequence=None) for entry in layout.entries]  # type: ignore[arg-type]
-    return replace(layout, entries=entries, others=tuple(map(_without_sequences, layout.others)))
 
 
 @contextlib.contextmanager

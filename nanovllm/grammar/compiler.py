@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.grammar.matcher import Matcher, shortened
-from nanovllm.structured_output import GrammarError, StructuredOutput
+from nanovllm.structured_output import GrammarError, StructuredOutput, with_white_space
 
 MAX_CACHED = 256  # compiled grammars of one tokenizer
 # llguidance's limits, and what they bound: some 20 ms for the first token's expressions and 15 ms for any other's;
@@ -24,6 +25,15 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
+# Sets of tokens, each those that its expression matches and none before it does. Where a grammar allows all texts of an
+# expression, its tokens are allowed at once, and the others are tried one by one: long tokens and those with quotes and
+# line breaks took most of the time of free text. The first three and the fifth are llguidance's own.
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{times}' for times in ("{1,10}", "{1,30}", "{1,128}", "+")),
+    r"(?s:.){1,30}",
+    r"(?s:.){1,128}",
+]
 
 
 class GrammarCompiler:
@@ -72,7 +82,7 @@ class GrammarCompiler:
             )
         num_tokens = max(self._num_logits, len(self._tokenizer))
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=num_tokens, eos_token=self._eos_token_ids)
+            return from_tokenizer(self._tokenizer, n_vocab=num_tokens, eos_token=self._eos_token_ids, slices=SLICES)
         except Exception as error:
             raise ValueError(
                 f"structured_output needs a tokenizer that llguidance can read, one of the tokenizers library; of this "
@@ -134,7 +144,8 @@ def _grammar(form: StructuredOutput) -> str:
         return str(LLMatcher.grammar_from_regex(form.regex))
     if form.choice:
         return str(LLMatcher.grammar_from_regex("|".join(map(_escaped, form.choice))))
-    return str(LLMatcher.grammar_from_json_schema(form.json_schema or '{"type": "object"}'))
+    schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(with_white_space(schema), ensure_ascii=False)))
 
 
 def _escaped(text: str) -> str:

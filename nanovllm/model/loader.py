@@ -65,10 +65,15 @@ class LoadedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:
-        """The sampling options that the generation config sets; raises ModelLoadError for values out of range."""
+        """The sampling options that the generation config sets; raises ModelLoadError for values out of range.
+
+        `do_sample: true` without a temperature is one of 1, as in `transformers`; `false` is not read.
+        """
         config = getattr(self.model, "generation_config", None)
         values = {name: getattr(config, name, None) for name in SAMPLING_DEFAULTS}
         given = {name: value for name, value in values.items() if value is not None}
+        if getattr(config, "do_sample", None) is True:
+            given.setdefault("temperature", 1.0)
         try:
             checked = SamplingParams(**given)
         except (TypeError, ValueError) as error:

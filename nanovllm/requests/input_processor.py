@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.errors import PromptTooLongError
-from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.grammar.compiler import GrammarCompiler
 from nanovllm.outputs import OutputKind
 from nanovllm.requests.chat import ChatTemplate
@@ -43,7 +42,6 @@ class RequestLimits:
     model_name: in errors.
     has_base_model: whether the head is a module apart, which prompt_logprobs needs.
     allow_control_tokens: see `EngineConfig.allow_control_tokens_in_messages`.
-    tensor_parallel_size: ranks that share the model.
     eos_token_ids: those of the model that can be sampled: its config may name others.
     sampling_defaults: fields of `SamplingParams` for requests that leave them out.
     """
@@ -54,7 +52,6 @@ class RequestLimits:
     model_name: str
     has_base_model: bool = True
     allow_control_tokens: bool = False
-    tensor_parallel_size: int = 1
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -284,8 +281,6 @@ def check_params(params: SamplingParams, limits: RequestLimits, *, has_tokenizer
         raise ValueError(
             f"{limits.model_name} has no base model apart from its head, whose hidden states could be an embedding."
         )
-    if params.embeds and limits.tensor_parallel_size > 1:
-        refuse("embed", TENSOR_PARALLEL)
     if has_tokenizer:
         return
     for name, is_used in (

@@ -37,6 +37,10 @@ class EmbeddedRows:
             return None
         return cls(places, [sampling[place] for place in places], is_all=len(places) == len(sampling))
 
+    def without_sequences(self) -> EmbeddedRows:
+        """The same rows for another rank, which computes their states with the first and records none."""
+        return EmbeddedRows(self.places, [], is_all=self.is_all)
+
     def take(self, hidden_states: Tensor, sample_rows: Tensor) -> None:
         """Keep what is wanted of the hidden states [num_rows, hidden_size] of a step, of any float dtype.
 

@@ -12,7 +12,7 @@ from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
-TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "glm", "harmony", "none")
+TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
 LOG_FORMATS = ("text", "json")
 ON_UNKNOWN = ("refuse", "warn")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
@@ -56,8 +56,8 @@ class ServerSettings:
         it.
     stall_timeout: seconds without the end of a step, while requests run, after which /health returns 503.
     drain_timeout: seconds for open requests to finish after SIGTERM or SIGINT.
-    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, glm, harmony (gpt-oss),
-        none (tool calls stay text), or auto (detected from the chat template).
+    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, seed, glm, harmony
+        (gpt-oss), none (tool calls stay text), or auto (detected from the chat template).
     reasoning_format: markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays
         content), or auto (detected from the chat template).
     unknown_fields: what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -182,10 +183,19 @@ def test_an_aborted_request_leaves_the_others_as_they_are():
 
 def test_a_request_that_times_out_keeps_the_beginning_of_its_output():
     with open_llm(overlap=True) as llm:
+        now, late = llm._engine.clock, [0.0]
+        llm._engine.clock = lambda: now() + late[0]
         endless = params_of("regex", structured_output={"regex": "[a-z]*"}, max_tokens=400, logit_bias={EOS: -100})
-        slow, other = llm.generate(PROMPTS[:2], [endless, params_of(KINDS[1])], timeout=[0.3, None], use_tqdm=False)
-    assert slow.outputs[0].finish_reason in ("timeout", "length")
-    assert results([other]) == [one_by_one()[2]]
+        slow = llm.stream(PROMPTS[0], endless, timeout=600.0)
+        seen = [list(next(slow).outputs[0].token_ids) for _ in range(5)][-1]
+        other = llm.stream(PROMPTS[1], params_of(KINDS[1]))
+        next(other)
+        late[0] = 700.0  # with a step in flight
+        *_, ended = slow
+        *_, last = other
+    assert ended.outputs[0].finish_reason == "timeout" and ended.outputs[0].token_ids[:5] == seen
+    assert re.fullmatch("[a-z]+", ended.outputs[0].text)
+    assert results([last]) == [one_by_one()[2]]
 
 
 def test_the_end_of_max_tokens_within_a_form_is_a_length():

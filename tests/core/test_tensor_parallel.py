@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, EmbeddingParams, SamplingParams
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.structured import FORMS, check_text, form
 from tests.support.tiny_models import save_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
@@ -108,6 +110,22 @@ def test_every_parameter_gives_the_tokens_of_one_rank(pair, kind):
     assert len({tuple(own) for output in tokens(outputs) for own in output}) > 2
 
 
+def test_structured_outputs_are_those_of_one_rank_in_chunks_and_after_preemption(pair, crowded):
+    kinds = [kind for kind in FORMS if kind != "json_object"] * 2
+    params = [
+        SamplingParams(seed=number, max_tokens=60, structured_output=form(kind), n=1 + number // 4)
+        for number, kind in enumerate(kinds)
+    ]
+    before = crowded.stats().num_preemptions
+    outputs, *others = (generate(llm, params, prompts()[2:10]) for llm in (pair[1], *pair[:1], crowded))
+    assert [tokens(each) for each in others] == [tokens(outputs)] * 2
+    assert crowded.stats().num_preemptions > before
+    ended = [(kind, c.text) for kind, o in zip(kinds, outputs, strict=True) for c in o.outputs if c.stop_reason == 3]
+    assert {kind for kind, _ in ended} == set(kinds)
+    for kind, text in ended:
+        check_text(kind, text)
+
+
 def test_log_probabilities_are_those_of_one_rank(pair):
     params = SamplingParams(seed=14, max_tokens=6, logprobs=3, prompt_logprobs=2)
     for output, other in zip(*(generate(llm, params, prompts()[4:9]) for llm in pair), strict=True):
@@ -119,6 +137,28 @@ def test_log_probabilities_are_those_of_one_rank(pair):
             for token_id, logprob in report.items():
                 assert logprob.logprob == pytest.approx(expected_report[token_id].logprob, abs=1e-3)
                 assert logprob.rank == expected_report[token_id].rank
+
+
+def assert_same_embeddings(outputs, others):
+    for output, other in zip(outputs, others, strict=True):
+        assert output.embedding is not None and output.error is None
+        np.testing.assert_allclose(output.embedding, other.embedding, atol=1e-4)
+
+
+def test_embeddings_are_those_of_one_rank(pair, crowded):
+    expected_states = pair[1].embed(prompts(), normalize=False, use_tqdm=False)
+    for llm in (pair[0], crowded):  # at once, and in chunks after preemption
+        assert_same_embeddings(llm.embed(prompts(), normalize=False, use_tqdm=False), expected_states)
+
+
+def test_embeddings_beside_requests_of_every_kind_change_neither(pair):
+    """Steps that embed alone, that embed and draw, and that embed beside a prompt's log-probabilities."""
+    kinds = [EmbeddingParams(), GREEDY, SamplingParams(seed=3, max_tokens=6, logprobs=1, prompt_logprobs=1)]
+    params = [kinds[number % 3] for number in range(9)]
+    outputs, others = (generate(llm, params, prompts()[2:11]) for llm in pair)
+    assert_same_embeddings(outputs[::3], others[::3])
+    assert tokens(outputs[1::3]) == [[own] for own in expected()[3:11:3]]
+    assert tokens(outputs[2::3]) == tokens(others[2::3])
 
 
 def test_requests_that_draw_by_shards_and_others_run_in_one_batch(pair):
@@ -147,7 +187,4 @@ def test_what_the_table_refuses_is_refused_and_the_engine_goes_on(pair):
     two, _ = pair
     with pytest.raises(ValueError, match=r"weights_changed does not work with tensor_parallel_size: .* new engine"):
         two.weights_changed()
-    for call in (lambda: two.embed([[1, 2]]), lambda: generate(two, EmbeddingParams(), [[1, 2]])):
-        with pytest.raises(ValueError, match=r"embed does not work with tensor_parallel_size: .* one GPU"):
-            call()
     assert tokens(generate(two, GREEDY, prompts()[:1])) == [expected()[:1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +39,17 @@ def test_tokens_equal_those_of_transformers_and_of_one_gpu(folder, options):
         assert generate(llm, GREEDY) == expected, "after a capture while idle"
     with LLM(folder, **SMALL | {"tensor_parallel_size": 1}, enforce_eager=True) as llm:  # compiles nothing
         assert found == [generate(llm, params) for params in sampled]
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"attention_backend": "flex"}], ids=["eager", "graphs"])
+def test_embeddings_are_those_of_one_gpu(folder, options):
+    found = []
+    for size in (2, 1):
+        with LLM(folder, **SMALL | options | {"tensor_parallel_size": size}) as llm:
+            found.append([output.embedding for output in llm.embed(prompts()[:12], normalize=False, use_tqdm=False)])
+            generate(llm, GREEDY)
+    for own, other in zip(*found, strict=True):
+        np.testing.assert_allclose(own, other, atol=2e-2)
 
 
 def test_a_rank_that_ends_ends_the_engine(folder):

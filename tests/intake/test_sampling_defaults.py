@@ -88,6 +88,20 @@ def test_a_model_that_names_none_is_sampled_at_temperature_one():
         assert llm.default_sampling_params == SamplingParams()
 
 
+def test_do_sample_alone_is_a_temperature_of_one(tmp_path):
+    """The engine draws the same either way; the commands are greedy where a model sets nothing."""
+    for index, (given, expected) in enumerate((
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"temperature": 1.0}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": 4}, {"temperature": 1.0, "top_k": 4}),
+        ({"do_sample": True, "temperature": 0.4}, {"temperature": 0.4}),
+        ({"do_sample": False}, {}),
+    )):  # fmt: skip
+        with LLM(folder_with(tmp_path / str(index), **given), **OPTIONS) as llm:
+            assert llm.sampling_defaults == expected
+            assert llm.default_sampling_params == SamplingParams(**expected)
+
+
 def test_values_out_of_range_are_refused_with_a_way_around_them(tmp_path):
     folder = folder_with(tmp_path / "bad", top_p=1.7)
     with pytest.raises(ModelLoadError, match=r"top_p is 1\.7.*generation_config='none'"):

@@ -193,6 +193,60 @@ def test_compiled_grammars_are_kept_and_the_least_recently_used_go(monkeypatch):
     assert own.matcher(forms[0]) is first and own.matcher(forms[1]) is not second
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": r"(?s:.){12,}"},
+        {"regex": r"[^\n]{0,40}"},
+        {"json_schema": {"type": "array", "items": {"type": "string", "maxLength": 12}}},
+        {"grammar": 'start: before "x"\nbefore[lazy]: /(.|\\n)*<b>/\n'},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_sets_of_tokens_that_are_allowed_at_once_change_no_mask(form):
+    own, plain = (GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, [EOS]) for _ in range(2))
+    plain.__dict__["vocabulary"] = own.vocabulary.with_slices([])
+    chance = np.random.default_rng(0)
+    for _ in range(3):
+        matchers = [compiler.matcher(StructuredOutput(**form)).copy() for compiler in (own, plain)]
+        for _ in range(30):
+            one, other = map(allowed, matchers)
+            assert one == other
+            if one == [EOS]:
+                break
+            token_id = int(chance.choice([token_id for token_id in one if token_id != EOS]))
+            for matcher in matchers:
+                matcher.consume(token_id)
+
+
+INDENTED = '{\n                "a": 1\n}'
+SPACED = [
+    ({}, ['{"a":1}', '{"a": 1}', INDENTED], ['{\n\n"a":1}', '{"a":' + " " * 25 + "1}"]),
+    ({"x-guidance": {"whitespace_flexible": False}}, ['{"a":1}'], ['{ "a":1}', INDENTED]),
+    ({"x-guidance": {"whitespace_pattern": "\n*"}}, ['{\n\n\n"a":1}'], ['{ "a":1}']),
+    ({"x-guidance": {"lenient": True}}, [INDENTED], ['{\n\n"a":1}']),
+]
+
+
+@pytest.mark.parametrize("is_object", [True, False], ids=["json_object", "json_schema"])
+@pytest.mark.parametrize(("more", "good", "bad"), SPACED)
+def test_white_space_has_an_end_unless_the_schema_says_otherwise(more, good, bad, is_object):
+    form = StructuredOutput(json_object=True) if is_object and not more else StructuredOutput(
+        json_schema={"type": "object", "properties": {"a": {"type": "integer"}}} | more
+    )  # fmt: skip
+
+    def accepts(text: str) -> bool:
+        matcher = grammars().matcher(form).copy()
+        try:
+            for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
+                matcher.consume(token_id)
+        except GrammarError:
+            return False
+        return matcher.is_complete()
+
+    assert all(map(accepts, good)) and not any(map(accepts, bad))
+
+
 def test_threads_compile_side_by_side():
     own, found = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), []
     forms = [StructuredOutput(regex=f"[a-z]{{{number % 4 + 1}}}") for number in range(16)]

@@ -229,6 +229,7 @@ def run_timeout(llm: LLM, steps: list[Any]) -> None:
 def run_generation_config(llm: LLM, steps: list[Any]) -> None:
     """What the model's own config says is used without parameters, and what `SamplingParams` say otherwise."""
     assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
     prompt = [7] * 236  # leaves 20 tokens of max_model_len
     expected = one().generate(prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3), use_tqdm=False)
     assert completions(llm.generate(prompt, use_tqdm=False)) == completions(expected)
@@ -258,20 +259,12 @@ def run_score(llm: LLM, steps: list[Any]) -> None:
         for kind, own in zip(kinds, expected, strict=True):
             assert [o.score for o in llm.score(*SCORED, use_tqdm=False, **kind)] == pytest.approx(own, abs=1e-4)
     assert len({round(score, 4) for own in expected for score in own}) == 6
-    if llm.config.data_parallel_size == 2:
-        own = [output.score for output in one().score(*SCORED, method="cosine", use_tqdm=False)]
-        found = [output.score for output in llm.score(*SCORED, method="cosine", use_tqdm=False)]
-        assert found == pytest.approx(own, abs=1e-4)
-        return
-    with pytest.raises(ValueError, match=f"embed does not work with {TENSOR_PARALLEL}"):
-        llm.score(*SCORED, method="cosine", use_tqdm=False)
+    own = [output.score for output in one().score(*SCORED, method="cosine", use_tqdm=False)]
+    found = [output.score for output in llm.score(*SCORED, method="cosine", use_tqdm=False)]
+    assert found == pytest.approx(own, abs=1e-4)
 
 
 def run_embed(llm: LLM, steps: list[Any]) -> None:
-    if llm.config.tensor_parallel_size == 2:
-        with pytest.raises(ValueError, match=f"embed does not work with {TENSOR_PARALLEL}"):
-            llm.embed(PROMPTS)
-        return
     for normalize in (True, False):
         own, found = (each.embed(PROMPTS, normalize=normalize, use_tqdm=False) for each in (one(), llm))
         for expected, output in zip(own, found, strict=True):
@@ -291,7 +284,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},
-    run_generation_config: {"generation_config", "as_completed", "default_sampling_params"},
+    run_generation_config: {"generation_config", "as_completed", "default_sampling_params", "sampling_defaults"},
     run_options: {*LIMITS, "stats", "replicas", "routing"},
 }
 

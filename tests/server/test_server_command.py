@@ -13,6 +13,7 @@ import pytest
 from nanovllm import EngineConfig
 from nanovllm.cli import serve as command
 from nanovllm.cli.main import main
+from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.server.settings import ServerSettings
 
 
@@ -61,6 +62,16 @@ def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
     ((model, _, settings, engine),) = served
     assert (model, settings) == ("m", ServerSettings(port=10, api_key=("a",), ui=False))
     assert engine == {"max_queue": 5, "block_size": 32}
+
+
+def test_a_flag_that_names_the_default_model_goes_before_a_file_and_against_an_argument(served, capsys, tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "m"\ntokenizer = "t"\n')
+    assert main(["serve", "--config", str(file), "--model", DEFAULT_MODEL]) == 0
+    assert main(["serve", "--config", str(file), DEFAULT_MODEL]) == 0
+    assert main(["serve", "--config", str(file), "other"]) == 0
+    assert [call[:2] for call in served] == [(DEFAULT_MODEL, "t"), (DEFAULT_MODEL, "t"), ("other", "t")]
+    assert "give one of them" in refused(capsys, "other", "--model", DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize(

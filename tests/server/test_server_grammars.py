@@ -40,13 +40,17 @@ TOOLS = [
 ]
 SCHEMAS = {"weather": WEATHER, "time": {"type": "object"}}
 NUMBER = StructuredOutput(json_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
-SETTINGS = [(name, True) for name in ("hermes", "llama", "mistral", "mistral_args", "qwen_xml", "glm", "harmony")]
-SETTINGS += [(name, False) for name in ("hermes", "llama", "mistral", "qwen_xml", "glm")]  # markers of several tokens
+TEXTS = ("hermes", "llama", "mistral", "qwen_xml", "seed", "glm")  # also with markers of several tokens
+SETTINGS = [(name, True) for name in (*TEXTS, "mistral_args", "harmony")] + [(name, False) for name in TEXTS]
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}\n</tool_call>'
 QWEN = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n</parameter>\n"
     "</function>\n</tool_call>"
+)
+SEED = (
+    "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=unit>C</parameter>\n"
+    "</function>\n</seed:tool_call>"
 )
 GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>unit</arg_key>\n"
@@ -56,8 +60,8 @@ LLAMA = '{"name": "weather", "parameters": {"city":"Paris","unit":"C"}}'
 MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}]'
 ARGS = '[TOOL_CALLS]weather[ARGS]{"city":"Paris","unit":"C"}'
 HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris","unit":"C"}'
-CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "glm": GLM,
-        "harmony": HARMONY}  # fmt: skip
+CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "seed": SEED,
+        "glm": GLM, "harmony": HARMONY}  # fmt: skip
 
 
 @functools.cache
@@ -72,16 +76,17 @@ class Setting:
         self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
         if as_tokens:
             plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-                     "</arg_value>", "◁think▷", "◁/think▷"]  # fmt: skip
+                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷"]  # fmt: skip
             special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
                        "<|return|>"]  # fmt: skip
             if tools == "mistral_args":
-                special.append("[ARGS]")
+                special += ["[ARGS]", "[CALL_ID]"]
             self.tokenizer.add_tokens(plain)
             self.tokenizer.add_special_tokens({"additional_special_tokens": special})
         self.form = AnswerFormat(
             REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])
         )
+        self.closing = self.tokenizer({"seed": "</parameter>", "glm": "</arg_value>"}.get(tools, ""))["input_ids"]
         self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
         self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
 
@@ -104,6 +109,11 @@ class Setting:
         matcher, ids = self.matcher(demand, is_open), []
         hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
         while len(ids) < limit:
+            # The end of a free text, which chance would hardly spell.
+            if self.closing and chance.random() < 0.03 and matcher.validate_tokens(self.closing) == len(self.closing):
+                assert matcher.consume_tokens(self.closing)
+                ids += self.closing
+                continue
             allowed = [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
             if self.end_id in allowed and chance.random() < 0.9:
                 return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -161,7 +171,34 @@ def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
         assert not setting.accepts(demand, before + CALL[name].replace("city", "town"))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "mistral_args", "qwen_xml", "glm"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", MISTRAL.replace("[TOOL_CALLS]", "[TOOL_CALLS] ")),
+        ("mistral", MISTRAL.replace("}}", '}, "id": "aB3dE6gH9"}')),
+        ("mistral_args", ARGS.replace("[ARGS]", "[CALL_ID]aB3dE6gH9[ARGS]")),
+        ("harmony", HARMONY.replace("<|constrain|>", "")),
+        ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Paris","unit":"C"}'),
+        ("glm", GLM.replace("\n", "")),
+        ("glm", GLM.replace("\n<arg_key>unit", "<arg_key>unit")),
+    ],
+)
+def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
+    setting = setting_of(name)
+    for must_call in (True, False):
+        assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
+    (call,) = setting.read(text).calls
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "seed", "glm"])
+def test_several_calls_may_stand_on_one_line(name):
+    setting, text = setting_of(name), CALL[name] + CALL[name]
+    assert setting.accepts(Demand(tools=TOOLS, must_call=True), text)
+    assert len(setting.read(text).calls) == 2
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "mistral_args", "qwen_xml", "seed", "glm"])
 def test_several_calls_unless_they_are_not_wanted(name):
     setting = setting_of(name)
     two = {"llama": f"{LLAMA}; {LLAMA}", "mistral": MISTRAL[:-1] + ", " + MISTRAL[len("[TOOL_CALLS][") :]}
@@ -275,3 +312,46 @@ def test_arguments_by_name_need_names():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}]}, "strict": True}}]
     with pytest.raises(ValueError, match="parameters of 'f' have 'anyOf' at their root"):
         build_form(Demand(tools=tools), setting.form, setting.tokenizer, is_open=False)
+
+
+OPEN = {"name": {"type": "string", "maxLength": 5}}
+CLOSED = [
+    ({"properties": OPEN}, '{"name":"a"}', '{"name":"a","more":1}'),
+    ({"properties": {}}, "{}", '{"more":1}'),
+    ({"properties": {"in": {"type": "array", "items": {"type": "object", "properties": OPEN}}}},
+     '{"in":[{"name":"a"}]}', '{"in":[{"name":"a","more":1}]}'),
+    ({"properties": {"in": {"$ref": "#/$defs/in"}}, "$defs": {"in": {"type": "object", "properties": OPEN}}},
+     '{"in":{"name":"a"}}', '{"in":{"more":1}}'),
+]  # fmt: skip
+KEPT_OPEN: list[tuple[dict[str, Any], str]] = [
+    ({}, '{"more":1}'),
+    ({"properties": OPEN, "additionalProperties": True}, '{"more":1}'),
+    ({"properties": OPEN, "additionalProperties": {"type": "integer"}}, '{"name":"a","more":1}'),
+    ({"properties": OPEN, "required": ["more"]}, '{"more":1}'),
+    (
+        {"properties": {"x": {"allOf": [{"properties": OPEN}, {"properties": {"more": {}}}]}}},
+        '{"x":{"name":"a","more":1}}',
+    ),
+    (
+        {
+            "$defs": {"in": {"properties": OPEN}},
+            "properties": {"x": {"$ref": "#/$defs/in", "properties": {"more": {}}}},
+        },
+        '{"x":{"name":"a","more":1}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), CLOSED)
+def test_objects_that_name_their_properties_take_no_others_in_calls(schema, good, bad):
+    setting, tool = setting_of("hermes"), {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert setting.accepts(Demand(tools=[tool], must_call=True), call % good)
+    assert not setting.accepts(Demand(tools=[tool], must_call=True), call % bad)
+
+
+@pytest.mark.parametrize(("schema", "good"), KEPT_OPEN)
+def test_objects_whose_schema_says_otherwise_take_others(schema, good):
+    setting, tool = setting_of("hermes"), {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert setting.accepts(Demand(tools=[tool], must_call=True), call % good)

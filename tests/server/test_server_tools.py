@@ -72,6 +72,10 @@ ANSWERS = [
     ("qwen_xml", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>",
                  "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", []),
     ("qwen_xml", "<tool_call> no", "<tool_call> no", []),
+    ("qwen_xml", '<function=weather>{"city": "Rome"}</function>', '<function=weather>{"city": "Rome"}</function>', []),
+    ("seed", "So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n"
+             "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n"
+             "</function>\n</seed:tool_call>", "So.", [("weather", PARIS | {"days": 3}), ("time", {})]),
     ("glm", "So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
             "<arg_value>3</arg_value>\n</tool_call>", "So.", [("weather", PARIS | {"days": 3})]),
     ("glm", "<tool_call>time\n</tool_call><tool_call>time</tool_call>", "", [("time", {}), ("time", {})]),
@@ -89,7 +93,7 @@ ANSWERS = [
 
 
 def read(form: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    special = frozenset(["<|eot|>", "[TOOL_CALLS]", "[ARGS]"])
+    special = frozenset(["<|eot|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"])
     stream = AnswerFormat(None, FORMATS[form], special).stream(TOOL_SCHEMAS, is_open=False)
     content, calls = "", []
     for number, part in enumerate(parts):
@@ -163,14 +167,20 @@ def test_text_that_cannot_become_a_marker_is_shown_at_once():
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        ("... <tool_call> ...", "hermes"),
+        ('<tool_call> {"name": , "arguments":', "hermes"),
         ("... [TOOL_CALLS] ...", "mistral"),
-        ("... <|python_tag|> ...", "llama"),
-        ("<tool_call> <function=", "qwen_xml"),
+        ('... <|python_tag|> "parameters": ...', "llama"),
+        ("<tool_call> <function= <parameter=", "qwen_xml"),
+        ("<seed:tool_call> <function= <parameter=", "seed"),
         ("<tool_call> <arg_key>", "glm"),
         ("<|channel|>analysis", "harmony"),
         ({"default": "", "tool_use": "[TOOL_CALLS]"}, "mistral"),
-        ("... Environment: ipython ...", "llama"),
+        ('... Environment: ipython ... "parameters": ', "llama"),
+        # Of families whose calls are none of these, though they share a tag.
+        ('<tool_call> <invoke name="..."> arguments', "none"),
+        ('within <tool_call></tool_call>: <tool_calls>[{"name": , "arguments": }]', "none"),
+        ("<function=name>{...}</function> arguments", "none"),
+        ("Environment: ipython ... [name(key=value)] arguments", "none"),
         (CHAT_TEMPLATE, "none"),
         (None, "none"),
     ],

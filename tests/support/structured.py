@@ -92,7 +92,11 @@ def grammar_of(kind: str) -> str:
         return LLMatcher.grammar_from_lark(given["grammar"])
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in given["choice"]))
-    return LLMatcher.grammar_from_json_schema(given.get("json_schema", {"type": "object"}))
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema(
+            {"type": "object", "x-guidance": {"whitespace_pattern": "\\n?[ \\t]{0,24}"}}
+        )
+    return LLMatcher.grammar_from_json_schema(given["json_schema"])
 
 
 def reference(

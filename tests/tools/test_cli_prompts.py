@@ -138,6 +138,14 @@ def test_options_of_the_model_are_the_defaults_and_flags_come_first(run, folder,
     assert found[4] == generated(folder, "hello", temperature=1.0, top_k=5, seed=3) != found[3]
 
 
+@pytest.mark.parametrize("config", [{"temperature": 1.0}, {"do_sample": True}])
+def test_a_model_that_asks_for_a_temperature_of_one_is_sampled(run, folder, tmp_path, config):
+    own = save_tiny(tmp_path / "own")
+    (own / "generation_config.json").write_text(json.dumps(config))
+    (found,) = records(run("generate", "hello", "--seed", "3", *JSON, model=str(own))[1])
+    assert found["token_ids"] == generated(folder, "hello", temperature=1.0, seed=3) != generated(folder, "hello")
+
+
 @pytest.mark.parametrize("line", ["[5, 6, 7]", '{"messages": [{"role": "user", "content": "hello"}]}'])
 def test_a_system_prompt_for_what_takes_none_is_refused(run, line):
     assert_refused(run("generate", "--system", "be brief", "--format", "jsonl", stdin=line), "--system", "request 1")

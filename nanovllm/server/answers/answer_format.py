@@ -36,11 +36,9 @@ class AnswerFormat:
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether markers are special tokens, which the text of an answer must keep for the parser."""
         own = () if self.reasoning is None else self.reasoning.markers
-        return (
-            self.is_harmony
-            or not self.special_tokens.isdisjoint(own)
-            or (with_tools and self.tools is not None and self.tools.has_special_tokens)
-        )
+        if with_tools and self.tools is not None:
+            own += self.tools.markers + self.tools.inner
+        return self.is_harmony or not self.special_tokens.isdisjoint(own)
 
     def stream(self, tools: Tools | None, *, is_open: bool) -> AnswerStream | harmony.HarmonyStream | None:
         """Parser of one answer; None if there is nothing to find.

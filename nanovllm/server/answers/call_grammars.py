@@ -31,14 +31,59 @@ class CallRules:
     plain: str | None = None
 
 
+_LINE_BREAK = '"\\n"?'
+
+
 def parameters_of(tool: Tool) -> dict[str, Any]:
     """Schema of a tool's arguments; keywords that the compiler does not know are errors for strict tools alone."""
     function = tool["function"]
-    schema = dict(function.get("parameters") or {})
+    given = function.get("parameters") or {}
+    schema = dict(given if _is_composed(given) else _closed(given))
     schema.setdefault("type", "object")
     # One line, as templates write calls: white space without end is what small models get lost in.
     schema["x-guidance"] = {"whitespace_pattern": " ?", "lenient": not function.get("strict")}
     return schema
+
+
+_OPEN = frozenset({
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "anyOf", "oneOf", "$ref",
+})  # fmt: skip
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with no other properties in objects that name theirs: arguments that a tool does not have.
+
+    No caller wants them, a small model does not end them, and formats that write arguments by name have none.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    properties = schema.get("properties")
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(own := schema.get(key), dict):
+            found[key] = {name: _closed(inner) for name, inner in own.items()}
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            found[key] = _closed(schema[key])
+    for key in ("prefixItems",) if properties else ("prefixItems", "anyOf", "oneOf"):
+        if isinstance(own := schema.get(key), list):
+            found[key] = [_closed(inner) for inner in own]
+    if (
+        isinstance(properties, dict)
+        and not _OPEN & schema.keys()
+        and properties.keys() >= set(schema.get("required") or ())
+    ):
+        found["additionalProperties"] = False
+    return found
+
+
+def _is_composed(value: Any) -> bool:
+    """Whether objects of the schema are described in several places, which each allow what the others name."""
+    if isinstance(value, dict):
+        if "allOf" in value or {"$ref", "properties"} <= value.keys():
+            return True
+        return any(map(_is_composed, value.values()))
+    return isinstance(value, list) and any(map(_is_composed, value))
 
 
 def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str]) -> str:
@@ -46,17 +91,19 @@ def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str])
     return rules.add(" | ".join(body(tool["function"]["name"], tool) for tool in tools))
 
 
-def _json_call(rules: Rules, key: str) -> Callable[[str, Tool], str]:
+def _json_call(rules: Rules, key: str, more: str = "") -> Callable[[str, Tool], str]:
+    """Args: more: what may stand behind the arguments."""
+
     def call(name: str, tool: Tool) -> str:
         head = '{"name": ' + rules.literal(name) + f', "{key}": '
-        return f'{rules.literal(head)} {rules.json(parameters_of(tool))} "}}"'
+        return f'{rules.literal(head)} {rules.json(parameters_of(tool))} {more} "}}"'
 
     return call
 
 
 def _tagged(rules: Rules, opening: str, body: str) -> CallRules:
     call = f"{rules.marker(opening)} {body}"
-    return CallRules(opening, body, call, f'{call} ("\\n" {call})*')
+    return CallRules(opening, body, call, f"{call} ({_LINE_BREAK} {call})*")
 
 
 def hermes(rules: Rules, tools: Sequence[Tool]) -> CallRules:
@@ -73,12 +120,16 @@ def llama(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     marker, arguments = rules.marker("[TOOL_CALLS]"), rules.token_id("[ARGS]")
     if arguments is None:  # a list behind one marker
-        call = _each(rules, tools, _json_call(rules, "arguments"))
-        body = f'"[" {call} (", " {call})* "]"'
-        return CallRules("[TOOL_CALLS]", body, f'{marker} "[" {call} "]"', f"{marker} {body}")
+        own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # as the templates write earlier calls
+        call = _each(rules, tools, _json_call(rules, "arguments", f"{own_id}?"))
+        body = f'" "? "[" {call} (", " {call})* "]"'  # older models write the space
+        return CallRules("[TOOL_CALLS]", body, f'{marker} " "? "[" {call} "]"', f"{marker} {body}")
+    number = rules.token_id("[CALL_ID]")  # which Mistral Small 3.2 writes
+    named = "" if number is None else f"(<[{number}]> {rules.add('/[A-Za-z0-9]{9}/')})?"
     body = _each(
-        rules, tools, lambda name, tool: f"{rules.literal(name)} <[{arguments}]> {rules.json(parameters_of(tool))}"
-    )
+        rules, tools,
+        lambda name, tool: f"{rules.literal(name)} {named} <[{arguments}]> {rules.json(parameters_of(tool))}",
+    )  # fmt: skip
     return CallRules("[TOOL_CALLS]", body, f"{marker} {body}", f"({marker} {body})+")
 
 
@@ -90,9 +141,20 @@ def qwen_xml(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     return _tagged(rules, "<tool_call>", f'"\\n" {_each(rules, tools, call)} "\\n" {rules.marker("</tool_call>")}')
 
 
-def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+def seed(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     def call(name: str, tool: Tool) -> str:
-        return f"{rules.literal(name + chr(10))} {_arguments(rules, tool, None, '</arg_value>')}"
+        body = _arguments(rules, tool, lambda key: f"<parameter={key}>", "</parameter>\n")
+        return f'{rules.literal(f"<function={name}>" + chr(10))} {body} "</function>"'
+
+    closing = rules.marker("</seed:tool_call>")
+    return _tagged(rules, "<seed:tool_call>", f'"\\n" {_each(rules, tools, call)} "\\n" {closing}')
+
+
+def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
+    """GLM-4.5 and 4.6 write a line for each tag, later models none."""
+
+    def call(name: str, tool: Tool) -> str:
+        return f"{rules.literal(name)} {_LINE_BREAK} {_arguments(rules, tool, None, '</arg_value>')}"
 
     return _tagged(rules, "<tool_call>", f"{_each(rules, tools, call)} {rules.marker('</tool_call>')}")
 
@@ -118,11 +180,11 @@ def _arguments(rules: Rules, tool: Tool, opening: Callable[[str], str] | None, c
         else:
             head = (
                 f"{rules.marker('<arg_key>')} {rules.literal(key)} {rules.marker('</arg_key>')} "
-                f'"\\n" {rules.marker("<arg_value>")}'
+                f"{_LINE_BREAK} {rules.marker('<arg_value>')}"
             )
         part = f"{head} {_value(rules, own, shared, closing)}"
         if opening is None:
-            part += ' "\\n"'
+            part += f" {_LINE_BREAK}"
         parts.append(part if key in required else f"({part})?")
     return " ".join(parts) or '""'
 
@@ -139,12 +201,13 @@ def _value(rules: Rules, schema: Any, shared: dict[str, Any], closing: str) -> s
 
 
 def calls_to_channels(rules: Rules, tools: Sequence[Tool]) -> str:
-    """Harmony's call, whose end ends the answer: there is one in each."""
+    """Harmony's call, whose end ends the answer: there is one in each. The channel stands before or behind the name."""
     channel, message, constrain = map(rules.marker, (harmony.CHANNEL, harmony.MESSAGE, "<|constrain|>"))
 
     def call(name: str, tool: Tool) -> str:
-        head = rules.literal(f"commentary to=functions.{name} ")
-        return f'{channel} {head} {constrain} "json" {message} {rules.json(parameters_of(tool))}'
+        first = f"{channel} {rules.literal(f'commentary to=functions.{name} ')}"
+        last = f'{rules.literal(f" to=functions.{name}")} {channel} "commentary "'
+        return f'({first} | {last}) {constrain}? "json" {message} {rules.json(parameters_of(tool))}'
 
     return _each(rules, tools, call)
 
@@ -154,5 +217,6 @@ CALLS: dict[str, Callable[[Rules, Sequence[Tool]], CallRules]] = {
     "llama": llama,
     "mistral": mistral,
     "qwen_xml": qwen_xml,
+    "seed": seed,
     "glm": glm,
 }

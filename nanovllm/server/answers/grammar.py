@@ -22,7 +22,7 @@ from nanovllm.server.answers import harmony
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.call_grammars import CALLS, calls_to_channels
 from nanovllm.server.answers.rules import ANY_TEXT, Rules
-from nanovllm.structured_output import StructuredOutput
+from nanovllm.structured_output import StructuredOutput, with_white_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,10 @@ def _thought(rules: Rules, demand: Demand, form: AnswerFormat, *, is_open: bool)
         body = f"{rules.add(ANY_TEXT, f'max_tokens={demand.budget}')} {rules.marker(closing)}"
     space = rules.add(r"/[ \n]{0,4}/")
     thought = f"{body} {space}" if _is_constrained(demand) else body
-    return thought if is_open else f"({rules.marker(opening)} {thought})?"
+    if is_open:
+        return thought
+    before = rules.add(r"/[ \n]{0,2}/")  # GLM-4.6 begins with a line break
+    return f"({before} {rules.marker(opening)} {thought})?"
 
 
 def _is_constrained(demand: Demand) -> bool:
@@ -129,9 +132,9 @@ def shape_rule(rules: Rules, shape: StructuredOutput) -> str:
     """The form of a document as a rule."""
     match shape.kind:
         case "json_schema":
-            return rules.json(json.loads(shape.json_schema))
+            return rules.json(with_white_space(json.loads(shape.json_schema)))
         case "json_object":
-            return rules.json({"type": "object"})
+            return rules.json(with_white_space({"type": "object"}))
         case "choice":
             return rules.add(" | ".join(map(rules.literal, shape.choice)))
         case "regex":

@@ -31,7 +31,7 @@ class QwenReader:
     """Parses one call; the tags around <function=...> are optional."""
 
     OPEN = "<tool_call>"
-    MARKERS = (OPEN, "<function=")
+    MARKERS: tuple[str, ...] = (OPEN, "<function=")
     _END = re.compile(r"</function>\s*</tool_call>")
     _NAME = re.compile(r"\s*<function=([^>\n]+)>")
     _ARGUMENT = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|$))", re.DOTALL)
@@ -52,13 +52,24 @@ class QwenReader:
             return [], end
         name = named[1].strip()
         inner = body[named.end() : end - (len(text) - len(body))]
-        return [(name, _typed(self._ARGUMENT.findall(inner), self._tools.get(name)))], end
+        found = self._ARGUMENT.findall(inner)
+        if not found and inner.partition("</function>")[0].strip():  # arguments of another form
+            return [], end
+        return [(name, _typed(found, self._tools.get(name)))], end
 
     def _end_of(self, text: str, *, is_tagged: bool, is_last: bool) -> int | None:
         if is_tagged and (found := self._END.search(text)):
             return found.end()
         at = text.find("</function>")
         return at + len("</function>") if at >= 0 and (is_last or not is_tagged) else None
+
+
+class SeedReader(QwenReader):
+    """Seed-OSS's, in tags of its own name."""
+
+    OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
+    MARKERS = (OPEN,)
+    _END = re.compile(r"</function>\s*</seed:tool_call>")
 
 
 class GlmReader:

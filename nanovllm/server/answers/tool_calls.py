@@ -4,6 +4,7 @@
     llama     {"name": ..., "parameters": {...}} as the whole answer; ";" between several     Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...}  Mistral
     qwen_xml  <tool_call><function=...><parameter=...>...</parameter></function></tool_call>  Qwen3-Coder, Qwen3.5
+    seed      the same within <seed:tool_call>...</seed:tool_call>                            Seed-OSS
     glm       <tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>     GLM-4.5 and later
     harmony   messages to functions.name; `harmony` reads them                                gpt-oss
 
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 
 from nanovllm.server.answers.delta import Part, new_call
 from nanovllm.server.answers.reasoning import partial_marker
-from nanovllm.server.answers.tagged_calls import NO_CALL, Call, GlmReader, QwenReader, Tools
+from nanovllm.server.answers.tagged_calls import NO_CALL, Call, GlmReader, QwenReader, SeedReader, Tools
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -44,17 +45,15 @@ class ToolFormat:
     """Format of one model family.
 
     markers: strings that start a call.
-    at_start: a marker counts only at the start of the answer, after white space.
-    has_special_tokens: the marker is a special token, so special tokens are kept in the parsed text.
     reader: factory of the parser, from the request's tools.
-    inner: special tokens within a call.
+    at_start: a marker counts only at the start of the answer, after white space.
+    inner: strings within a call that are special tokens of some tokenizers, as the markers may be.
     """
 
     name: str
     markers: tuple[str, ...]
-    at_start: bool
-    has_special_tokens: bool
     reader: Callable[[Tools], CallReader]
+    at_start: bool = False
     inner: tuple[str, ...] = ()
 
 
@@ -156,28 +155,41 @@ def _mistral(text: str) -> Iterator[Call]:
             yield re.split(r"\[(?:ARGS|CALL_ID)\]", name)[0].strip(), json.loads(part[len(name) :])
 
 
-HARMONY_TOOLS = ToolFormat("harmony", (), False, True, partial(RestReader, _llama))  # read by `harmony` instead
+_TAGS = ("</tool_call>",)
+HARMONY_TOOLS = ToolFormat("harmony", (), partial(RestReader, _llama))  # read by `harmony` instead
 FORMATS: dict[str, ToolFormat | None] = {
-    "hermes": ToolFormat("hermes", (HermesReader.OPEN,), False, False, HermesReader),
-    "llama": ToolFormat("llama", ("<|python_tag|>", "{"), True, True, partial(RestReader, _llama)),
-    "mistral": ToolFormat(
-        "mistral", ("[TOOL_CALLS]",), False, True, partial(RestReader, _mistral), ("[ARGS]", "[CALL_ID]")
+    "hermes": ToolFormat("hermes", (HermesReader.OPEN,), HermesReader, inner=_TAGS),
+    "llama": ToolFormat("llama", ("<|python_tag|>", "{"), partial(RestReader, _llama), at_start=True),
+    "mistral": ToolFormat("mistral", ("[TOOL_CALLS]",), partial(RestReader, _mistral), inner=("[ARGS]", "[CALL_ID]")),
+    "qwen_xml": ToolFormat("qwen_xml", QwenReader.MARKERS, QwenReader, inner=_TAGS),
+    "seed": ToolFormat("seed", SeedReader.MARKERS, SeedReader, inner=(SeedReader.CLOSE,)),
+    "glm": ToolFormat(
+        "glm", (GlmReader.OPEN,), GlmReader, inner=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     ),
-    "qwen_xml": ToolFormat("qwen_xml", QwenReader.MARKERS, False, False, QwenReader),
-    "glm": ToolFormat("glm", (GlmReader.OPEN,), False, False, GlmReader),
     "harmony": HARMONY_TOOLS,
     "none": None,
 }
-# What a template of each format holds; the first that is found counts.
+# What templates of each format hold, all of it; the first that is found counts. Some that share a tag with a format
+# write calls of their own: MiniMax's <invoke>, Apriel's <tool_calls>, Functionary's JSON in <function=name>, Llama's
+# Python.
 _SIGNS = (
-    ("<|channel|>", "harmony"), ("<function=", "qwen_xml"), ("<arg_key>", "glm"), ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama"), ("Environment: ipython", "llama"),
-)  # fmt: skip
+    (("<|channel|>",), "harmony"),
+    (("<seed:tool_call>", "<parameter="), "seed"),
+    (("<function=", "<parameter="), "qwen_xml"),
+    (("<function=",), "none"),
+    (("<arg_key>", "<tool_call>"), "glm"),
+    (("<invoke name=",), "none"),
+    (("<tool_calls>",), "none"),
+    (("<tool_call>", "arguments"), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_tag|>", "parameters"), "llama"),
+    (("Environment: ipython", "parameters"), "llama"),
+)
 
 
 def detect_format(template: str) -> str:
-    """Name the format of a model's chat template; "none" if it knows no tools."""
-    return next((name for sign, name in _SIGNS if sign in template), "none")
+    """Name the format of a model's chat template; "none" if it knows no tools, or has a format that nothing reads."""
+    return next((name for signs, name in _SIGNS if all(sign in template for sign in signs)), "none")
 
 
 class ToolStream:

@@ -16,9 +16,6 @@ from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_choice import NamedTool
 from nanovllm.structured_output import StructuredOutput
 
-# Between the parts of a document: room to indent it, and an end, which small models may not find by themselves.
-WHITE_SPACE = r"\n?[ \t]{0,24}"
-
 
 @contextmanager
 def named_by(field: str | None, demand: Demand | None = None) -> Iterator[None]:
@@ -55,15 +52,7 @@ def output_form(shape: Shape | None) -> StructuredOutput | None:
     if shape is None:
         return None
     with named_by(shape.field):
-        form = StructuredOutput(**{shape.kind: shape.value})
-    if form.kind not in ("json_schema", "json_object"):
-        return form
-    schema = json.loads(form.json_schema) if form.kind == "json_schema" else {"type": "object"}
-    if not isinstance(schema, dict):
-        return form
-    own = schema.get("x-guidance")
-    schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE} | (own if isinstance(own, dict) else {})
-    return StructuredOutput(json_schema=schema)
+        return StructuredOutput(**{shape.kind: shape.value})
 
 
 def demand_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Demand:

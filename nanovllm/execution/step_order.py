@@ -1,0 +1,39 @@
+"""A step as rank 0 sends it to the other ranks, which know no requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nanovllm.batch_layout import BatchLayout
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.embeddings import EmbeddedRows
+from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A step as the other ranks need it.
+
+    layout: with entries that name no sequence.
+    draws: None if rank 0 samples.
+    prompt, embedded: rows that the report takes beside the sampled ones, without their sequences.
+    """
+
+    layout: BatchLayout
+    draws: DrawInputs | None
+    prompt: PromptRows | None
+    embedded: EmbeddedRows | None
+
+    @classmethod
+    def from_step(cls, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs) -> StepOrder:
+        prompt, embedded = report.prompt, report.embedded
+        return cls(
+            _without_sequences(layout), draws,
+            None if prompt is None else replace(prompt, spans=[]),
+            None if embedded is None else embedded.without_sequences(),
+        )  # fmt: skip
+
+
+def _without_sequences(layout: BatchLayout) -> BatchLayout:
+    entries = [entry._replace(sequence=None) for entry in layout.entries]  # type: ignore[arg-type]
+    return replace(layout, entries=entries, others=tuple(map(_without_sequences, layout.others)))
