@@ -25,6 +25,10 @@ class KernelBuildError(RuntimeError):
     """The C++ kernels could not be compiled; the message has the compiler's last words."""
 
 
+class ProcessorClassError(ValueError):
+    """NANOVLLM_CPU_CLASS names no class of processors that this one belongs to."""
+
+
 class DeviceError(RuntimeError):
     """The device failed, and its memory can no longer be trusted."""
 

@@ -33,9 +33,9 @@ from nanovllm.execution.dummy_batches import (
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.group_layouts import with_groups
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling.draw_on_cpu import load_row_kernels
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
+from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sequence import Sequence
 

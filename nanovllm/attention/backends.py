@@ -21,7 +21,7 @@ from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.config import EngineConfig
 from nanovllm.device import cpp_compiler, find_kernel
-from nanovllm.errors import KernelBuildError
+from nanovllm.errors import KernelBuildError, ProcessorClassError
 from nanovllm.layer_traits import LayerTraits, kinds_of
 from nanovllm.option_checks import FLASH_BLOCK_SIZE
 
@@ -60,6 +60,8 @@ class AttentionChoice:
         if wanted == "cpp":
             try:
                 kernels = _load_kernels(layers, device)
+            except ProcessorClassError:  # a user's mistake
+                raise
             except (KernelBuildError, ValueError) as error:
                 if config.attention_backend == "cpp":
                     raise ValueError(

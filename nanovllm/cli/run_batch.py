@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.serve import NEEDS
+from nanovllm.numa import place_engine
 from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
 
 DESCRIPTION = f"""
@@ -82,6 +83,7 @@ def _answer(
     requests: Sequence[BatchRequest], files: Sequence[TextIO], options: argparse.Namespace, engine_given: dict[str, Any]
 ) -> int:
     """Answer the requests; the first file takes responses, the last one those that failed."""
+    place_engine(engine_given)
     from nanovllm.async_llm import AsyncLLM  # imports torch
     from nanovllm.server.batch import BatchAnswer, batch_settings, run_batch
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.cli.model_names import check_model_exists
+from nanovllm.gc_control import collector_paused
+from nanovllm.numa import place_engine
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_output import KINDS, StructuredOutput
 
@@ -94,6 +96,8 @@ def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> L
     """Load the model with the engine options that were set."""
     given = engine_options(options)
     check_model_exists(options.model, options.tokenizer)
-    from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
+    place_engine(given)
+    with collector_paused():
+        from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
 
     return LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)

@@ -24,6 +24,7 @@ from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.config import EngineConfig
+from nanovllm.numa import place_engine
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -61,6 +62,7 @@ def _serve(options: argparse.Namespace) -> int:
     settings = _settings(options)
     settings.api_keys()
     check_model_exists(options.model, options.tokenizer)
+    place_engine(engine_given)
     from nanovllm.server.app import serve
 
     logging.getLogger().setLevel(logging.INFO)

@@ -22,13 +22,15 @@ from torch import nn
 from nanovllm.device import cpp_compiler
 from nanovllm.errors import KernelBuildError
 from nanovllm.kernels.packed_product import LANES, can_pack
+from nanovllm.kernels.processor_classes import Target, targets
+from nanovllm.kernels.start_check import first_wrong
 from nanovllm.paths import cache_root
 
 logger = logging.getLogger("nanovllm")
 
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 _TRAITS = (c_int64, c_int64, c_float, c_void_p)
 # The functions' arguments; the sources describe them.
 _SIGNATURES = {
@@ -42,10 +44,14 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The functions of the compiled library, for one dtype and number of query heads a KV head."""
+    """The functions of the compiled library, for one dtype and number of query heads a KV head.
 
-    def __init__(self, library: Path, dtype: torch.dtype, num_groups: int) -> None:
-        self.dtype, self.num_groups = dtype, num_groups
+    Args:
+        target: the name of the class of processors that it is compiled for.
+    """
+
+    def __init__(self, library: Path, dtype: torch.dtype, num_groups: int, target: str) -> None:
+        self.dtype, self.num_groups, self.target = dtype, num_groups, target
         functions = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
             function = getattr(functions, name)
@@ -63,12 +69,13 @@ class Kernels:
 
 
 def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: int | None = None) -> Kernels:
-    """The compiled kernels, from the cache folder if this processor's are there already.
+    """The compiled kernels of the best class that is right on this processor; from the cache folder if they are there.
 
     Args:
         value_dim: that of the keys by default.
 
-    Raises KernelBuildError, or ValueError for a dtype or a head size that they do not serve.
+    Raises KernelBuildError if none are, ProcessorClassError, or ValueError for a dtype or a head size that they do not
+    serve.
     """
     value_dim = value_dim or head_dim
     if dtype not in ELEMENTS or head_dim % LANES or value_dim % LANES:
@@ -78,20 +85,26 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
         )
     sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
     options = [f"-D{name}={size}" for name, size in sizes.items()]
-    return Kernels(built_library("kernels", options, SOURCES), dtype, num_groups)
+    for target in targets():
+        kernels = Kernels(built_library("kernels", options, SOURCES, target), dtype, num_groups, target.name)
+        wrong = first_wrong(kernels, head_dim, value_dim)
+        if wrong is None:
+            return kernels
+        logger.warning("the C++ kernels for %s are not used, since they are wrong here: %s", target.name, wrong)
+    raise KernelBuildError(f"they are wrong on this processor: {wrong}")
 
 
-def built_library(name: str, options: list[str], folder: Path, others: Sequence[Path] = ()) -> Path:
+def built_library(name: str, options: list[str], folder: Path, target: Target, others: Sequence[Path] = ()) -> Path:
     """The shared library of a folder's sources, from the cache folder if this processor's is there already.
 
     Args:
         name: what its file's name begins with.
-        options: of the compiler, besides FLAGS.
+        options: of the compiler, besides FLAGS and the target's.
         others: files outside of the folder that its sources include.
 
     Raises KernelBuildError.
     """
-    command = [cpp_compiler(), *FLAGS, *options]
+    command = [cpp_compiler(), *target.flags, *FLAGS, *options]
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *others)]
     identity = "\0".join([*command, *texts, processor()])
     library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.kernels.cpp import SOURCES, built_library
+from nanovllm.kernels.processor_classes import targets
 
 MAX_VOCAB_SIZE = 2**19  # of more tokens, sums of masses are not exact
 _TYPES = (torch.float32, torch.bfloat16)
@@ -113,8 +114,11 @@ def _as_read(logits: Tensor) -> tuple[int, int, int]:
 
 
 def load_row_kernels() -> RowKernels:
-    """The compiled kernels, from the cache folder if this processor's are there already. Raises KernelBuildError."""
+    """The compiled kernels, from the cache folder if they are there already.
+
+    Raises KernelBuildError or ProcessorClassError.
+    """
     folder = SOURCES / "sampling"
     # Sums and products are rounded one by one, as torch does it.
-    library = built_library("sampling", ["-ffp-contract=off"], folder, [SOURCES / "lanes.h"])
+    library = built_library("sampling", ["-ffp-contract=off"], folder, targets()[0], [SOURCES / "lanes.h"])
     return RowKernels(library)

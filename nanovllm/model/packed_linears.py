@@ -7,6 +7,7 @@ updates.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -22,6 +23,8 @@ from nanovllm.model.module_watch import modules_of
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
+
+logger = logging.getLogger("nanovllm")
 
 _ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -75,6 +78,15 @@ class OneDnnLinear:
     def __call__(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
 
+    def is_right(self, linear: nn.Linear) -> bool:
+        """Whether it computes on this processor what its layer does, in a few random rows."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        with torch.no_grad():
+            rows = torch.randn(3, linear.in_features, generator=generator, device="cpu").to(linear.weight.dtype)
+            expected = F.linear(rows, linear.weight, linear.bias).double()
+            distances = (self(rows).double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+        return bool((distances <= (1e-2 if linear.weight.dtype == torch.bfloat16 else 1e-4)).all())
+
 
 def pack_linear_layers(
     model: nn.Module, kernels: Kernels | None, *, unshared: Collection[nn.Linear], packed: Collection[nn.Linear]
@@ -85,6 +97,7 @@ def pack_linear_layers(
         unshared: layers whose plain weights may be freed.
         packed: layers that others have packed already.
     """
+    one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
     for linear in modules_of(model):
         if type(linear) is not nn.Linear or linear in packed:
             continue
@@ -92,7 +105,14 @@ def pack_linear_layers(
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
             vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
         elif torch.backends.mkldnn.is_available() and linear.weight.dtype in _ONE_DNN_DTYPES:
-            vars(linear)["forward"] = OneDnnLinear(linear)
+            by_one_dnn, shape = OneDnnLinear(linear), tuple(linear.weight.shape)
+            if shape not in one_dnn_is_right:
+                one_dnn_is_right[shape] = by_one_dnn.is_right(linear)
+                if not one_dnn_is_right[shape]:
+                    logger.warning("layers of %s are not packed: oneDNN's product is wrong on this processor", shape)
+            if not one_dnn_is_right[shape]:
+                continue
+            vars(linear)["forward"] = by_one_dnn
         else:
             continue
         free_weights([linear], unshared)

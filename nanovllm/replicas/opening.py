@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.features import REPLICAS, refuse
 from nanovllm.model.source import find
+from nanovllm.numa import read_nodes, split_cores
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
@@ -90,7 +91,7 @@ def _check_shards(source: str, config: EngineConfig) -> None:
 
 
 def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
-    """GPUs, or as many cores, for each replica; raises ValueError if there are not enough."""
+    """GPUs, or cores (within a NUMA node if possible), for each replica; raises ValueError if there are not enough."""
     count, cores = config.data_parallel_size, sorted(os.sched_getaffinity(0))
     if config.device.startswith("cuda:"):
         refuse("a GPU by its number as device", REPLICAS)
@@ -115,7 +116,7 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
             f"data_parallel_size is {count}, and there are {len(cores)} cores for one replica each at least. Set it to "
             f"at most {len(cores)}."
         )
-    shares = [cores[index * len(cores) // count : (index + 1) * len(cores) // count] for index in range(count)]
+    shares = split_cores(cores, count, read_nodes())
     limit = int(os.environ.get("OMP_NUM_THREADS") or len(cores))
     return [
         Share(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})

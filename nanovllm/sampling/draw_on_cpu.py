@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import NON_FINITE
-from nanovllm.device import find_kernel
-from nanovllm.errors import KernelBuildError
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.filters import keep_likely, least_levels
 from nanovllm.sampling.noise import gumbel_noise, token_counters
@@ -19,19 +16,7 @@ from nanovllm.sampling.noise import gumbel_noise, token_counters
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels
 
-logger = logging.getLogger("nanovllm")
-
 _UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
-
-
-def load_row_kernels() -> RowKernels | None:
-    """The C++ kernels that sample rows on a CPU; None, said in a line, if they cannot be built."""
-    load = find_kernel("cpp_sampling", "load_row_kernels")
-    try:
-        return None if load is None else load()
-    except KernelBuildError as error:
-        logger.warning("sampling takes torch's operations: the C++ kernels are unavailable: %s", error)
-        return None
 
 
 def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:

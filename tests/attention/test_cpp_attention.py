@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -71,6 +70,19 @@ def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives
     groups = backend.plan(case.layout).shared_decodes.groups
     assert groups.shared.tolist() == [16 * shared] and sorted(groups.members) == list(range(4))
     case.check(case.run(backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_the_same_to_the_bit_with_any_number_of_threads(dtype):
+    """Many threads get items of fewer rows."""
+    outputs, before = [], torch.get_num_threads()
+    for num_threads in (1, 3, 24):
+        torch.set_num_threads(num_threads)
+        case = PagedCase([(0, 150), (21, 70), (0, 33)], dtype=dtype)
+        outputs.append(case.run(cpp_backend(case)))
+    torch.set_num_threads(before)
+    case.check(outputs[0])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_only_whole_blocks_that_every_member_sees_are_shared(monkeypatch):
@@ -148,17 +160,6 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "no complaints", done.stderr[-3000:]
     assert len(list((tmp_path / "kernels").iterdir())) == 3  # two dtypes, and sampling
-
-
-@pytest.mark.parametrize("uses_tiles", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 48])
-def test_chunks_are_right_with_and_without_matrix_tiles(monkeypatch, head_dim, uses_tiles):
-    """Both are the same where the processor has no tiles; heads of 48 do not fill a tile's depth."""
-    if not uses_tiles and platform.machine() == "x86_64":
-        monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-mno-amx-bf16"))
-    spans = [(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)]
-    case = PagedCase(spans, dtype=torch.bfloat16, head_dim=head_dim)
-    case.check(case.run(cpp_backend(case)))
 
 
 SMALL_GROUPS = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5)]  # those of other tests are 1 to 8

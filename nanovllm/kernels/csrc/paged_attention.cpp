@@ -131,9 +131,10 @@ void add_tokens(const Element* queries, float scaling, float softcap, const Rows
     for (int v = 0; v < kVectors; ++v) store(states[head].sums + v * kLanes, results[head][v]);
 }
 
-// Tokens begin..end-1 of sequences whose tables name the same pages there: one sequence, or many with one prefix.
+// Tokens begin..end-1 of sequences whose tables name the same pages there: one sequence, or many with one prefix; for
+// the KV heads first_head..end_head-1.
 struct Item {
-  int64_t first_member, num_members, begin, end, first_state;
+  int64_t first_member, num_members, begin, end, first_state, first_head, end_head;
 };
 
 struct Decodes {
@@ -151,16 +152,16 @@ struct Decodes {
     return pages[position / page_size] * page_size + position % page_size;
   }
 
-  // All heads of an item. `following` is what the thread will probably work on afterwards.
+  // The heads of an item. `following` is what the thread will probably work on afterwards.
   void attend(const Item& item, const Item& following, State* states) const {
     const int64_t num_heads = num_kv_heads * kGroup;
-    for (int64_t i = 0; i < num_heads; ++i) states[i] = State{{}, -INFINITY, 0};
+    for (int64_t i = item.first_head * kGroup; i < item.end_head * kGroup; ++i) states[i] = State{{}, -INFINITY, 0};
     for (int64_t begin = item.begin; begin < item.end;) {
       const int count = (int)std::min({item.end - begin, page_size - begin % page_size, (int64_t)kTile});
       const int64_t after = begin + count;
       const int64_t at = slot(item, begin);
       const int64_t next = after < item.end ? slot(item, after) : slot(following, following.begin);
-      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      for (int64_t kv_head = item.first_head; kv_head < item.end_head; ++kv_head) {
         const auto rows_of = [&](const Element* cache, auto size) {
           const auto row = [&](int64_t of) { return cache + (of * num_kv_heads + kv_head) * size; };
           return Rows<size>{row(at), row(next), num_kv_heads * size};
@@ -185,7 +186,7 @@ struct Decodes {
     const int64_t* pages = tables + members[item.first_member] * table_width;
     constexpr int64_t kMembers = kPanels * kPanel / kGroup;  // at once
     for (int64_t first = 0; first < item.num_members; first += kMembers)
-      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      for (int64_t kv_head = item.first_head; kv_head < item.end_head; ++kv_head) {
         Scratch& s = scratch();
         const int num_queries = (int)std::min(kMembers, item.num_members - first) * kGroup;
         const auto head_of = [=](int m) { return kv_head * kGroup + m % kGroup; };
@@ -248,7 +249,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
     for (int64_t part = 0; part < parts; ++part) {
       const auto cut = [&](int64_t at) { return begin + (end - begin) * at / parts / kLanes * kLanes; };
       items.push_back({first_member, count, part == 0 ? begin : cut(part), part + 1 == parts ? end : cut(part + 1),
-                       num_states});
+                       num_states, 0, num_kv_heads});
       num_states += count * num_heads;
     }
   };
@@ -265,6 +266,18 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
   for (const Item& item : items)
     for (int64_t member = 0; member < item.num_members; ++member)
       states_of[members[item.first_member + member]].push_back(states.data() + item.first_state + member * num_heads);
+  // Head by head where threads would be idle, at first those of the shared prefixes, which come first and take longest.
+  const int64_t num_shared = std::count_if(items.begin(), items.end(), [](auto& item) { return item.num_members > 1; });
+  std::vector<Item> by_heads;
+  for (Item item : items) {
+    const int64_t num_alike = item.num_members > 1 ? num_shared : (int64_t)items.size();
+    const int64_t width = num_threads > 1 && num_alike < 2 * num_threads ? 1 : num_kv_heads;
+    for (; item.first_head < num_kv_heads; item.first_head += width) {
+      item.end_head = item.first_head + width;
+      by_heads.push_back(item);
+    }
+  }
+  items.swap(by_heads);
   State* first_state = states.data();  // the calling thread's, for all threads
   const Decodes decodes = {queries,     key_cache, value_cache,  tables, members,
                            table_width, page_size, num_kv_heads, scaling, traits};
@@ -278,7 +291,7 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
       else
         decodes.attend(item, items[std::min(number + num_threads, items.size() - 1)], first_state + item.first_state);
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) collapse(2)
     for (int64_t i = 0; i < num_sequences; ++i)
       for (int64_t head = 0; head < num_heads; ++head)
         merge(states_of[i], head, sinks, outputs + (i * num_heads + head) * kValueDim);
@@ -297,9 +310,13 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
   struct Part {
     int64_t chunk, row;
   };
+  int64_t total = 0, rows = kRows;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += counts[chunk];
+  // Where threads would be idle, fewer rows an item, though keys and values are read for each.
+  while (rows > kLeastRows && total / rows * num_kv_heads < 2 * num_threads) rows /= 2;
   std::vector<Part> items;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
-    for (int64_t row = 0; row < counts[chunk]; row += kRows) items.push_back({chunk, row});
+    for (int64_t row = 0; row < counts[chunk]; row += rows) items.push_back({chunk, row});
   // The longest first, so that the threads end together.
   std::sort(items.begin(), items.end(), [&](const Part& a, const Part& b) {
     return starts[a.chunk] + a.row > starts[b.chunk] + b.row;
@@ -312,7 +329,7 @@ extern "C" void paged_chunk_attention(const Element* queries, const Element* key
       const Part& item = items[number / num_kv_heads];
       const int64_t kv_head = number % num_kv_heads, chunk = item.chunk;
       const int64_t at = (first_rows[chunk] + item.row) * num_heads + kv_head * kGroup;
-      const int64_t start = starts[chunk] + item.row, num_rows = std::min((int64_t)kRows, counts[chunk] - item.row);
+      const int64_t start = starts[chunk] + item.row, num_rows = std::min(rows, counts[chunk] - item.row);
       const int num_queries = (int)num_rows * kGroup;
       const auto index_of = [=](int m) { return at + m / kGroup * num_heads + m % kGroup; };
       Scratch& s = scratch();

@@ -104,6 +104,21 @@ inline void multiply_rows(Tiles& tiles, bool suits, int count, const Operand& op
     multiply_rows(count, operand, panel, num_steps, next_panel, sums);
 }
 
+// Parts of a product's rows: as many as their activations ask for, and more where the panels alone would leave threads
+// idle. The first number that lets 9 of 10 threads work all the time, or else the best.
+inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_threads, int64_t at_once) {
+  const auto idle = [=](int64_t parts) {  // rounds of all threads, for one task
+    const int64_t tasks = parts * num_panels;
+    return (double)((tasks + num_threads - 1) / num_threads * num_threads) / (double)tasks;
+  };
+  const int64_t most = std::max<int64_t>(1, num_rows / at_once);
+  const int64_t least = std::min((num_rows + kRowsOfTask - 1) / kRowsOfTask, most);
+  int64_t best = least;
+  for (int64_t parts = least; parts <= most && idle(best) > 1.0 / 0.9; ++parts)
+    if (idle(parts) < idle(best)) best = parts;
+  return best;
+}
+
 // Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
 // row's 32 sums of a panel: take(row, first output, low half, high half).
 template <class Take>
@@ -112,9 +127,7 @@ void multiply(const Product& product, const Element* rows, int64_t num_rows, int
   const bool suits = suits_tiles({rows, depth, kStep}, depth / kStep);
   const int64_t at_once = suits ? kRowsOfTiles : kRowsAtOnce;
   Tiles tiles;
-  // More parts than one if the panels alone would leave threads idle.
-  const int64_t wanted = std::max((num_rows + kRowsOfTask - 1) / kRowsOfTask, 2 * num_threads / num_panels);
-  const int64_t num_parts = std::max<int64_t>(1, std::min(wanted, num_rows / at_once));
+  const int64_t num_parts = parts_of(num_rows, num_panels, num_threads, at_once);
 #pragma omp for schedule(static) collapse(2)
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t number = 0; number < num_panels; ++number) {

@@ -36,6 +36,7 @@ constexpr int kMaxQueries = 256;  // so that a work item's scratch memory stays 
 constexpr int kRows = kEvenRows * kGroup > kMaxQueries ? std::max(1, kMaxQueries / kGroup)
                       : kEvenRows * kGroup < 128       ? 2 * kEvenRows
                                                        : kEvenRows;
+constexpr int kLeastRows = kPanel / greatest_common_divisor(kPanel, kGroup);  // those whose queries fill whole panels
 constexpr int kPanels = (kRows * kGroup + kPanel - 1) / kPanel;
 
 struct Scratch {

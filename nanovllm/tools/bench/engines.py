@@ -22,6 +22,9 @@ class NanoVLLM:
     warm_up_requests: int | None = None
 
     def __init__(self, model: str, options: dict[str, Any], longest: int, trace: TraceWriter | None = None) -> None:
+        from nanovllm.numa import place_engine
+
+        place_engine(options)
         from nanovllm.build import build_engine
         from nanovllm.features import check_one_process
 

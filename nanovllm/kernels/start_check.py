@@ -1,0 +1,143 @@
+"""Whether compiled kernels compute what they should on this processor, on small random rows: a few milliseconds.
+
+Products and attention, each in all forms that the library has: blocks of few rows and of many, depths that fill matrix
+tiles and others, decodes alone and with a common prefix, chunks; plain attention and with every trait. Fused layers are
+compared with a model's own modules later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp import Kernels
+
+PAGE = 16
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a row's size
+
+
+class _Traits(NamedTuple):
+    """As the kernels take them."""
+
+    window: int
+    chunk: int
+    softcap: float
+    sinks: Tensor | None
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self[:3], None if self.sinks is None else self.sinks.data_ptr())
+
+
+def first_wrong(kernels: Kernels, head_dim: int, value_dim: int) -> str | None:
+    """What computes something else than PyTorch, in words; None if nothing does."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        for name, own, expected in (
+            *_products(kernels, generator),
+            *_attention(kernels, head_dim, value_dim, generator),
+        ):
+            size = expected.norm(dim=-1).clamp(min=1e-6)
+            distances = (own.double() - expected).norm(dim=-1) / size
+            if not bool((distances <= TOLERANCE[kernels.dtype]).all()):  # NaN is wrong too
+                return f"{name} differ by up to {distances.nan_to_num(torch.inf).max().item():.1e} of their size"
+    return None
+
+
+def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
+
+
+def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    num_threads = torch.get_num_threads()
+    for depth in (64, 40):
+        weight = _random(generator, kernels.dtype, 2 * PANEL, depth)
+        bias = _random(generator, kernels.dtype, 2 * PANEL)
+        packed = pack(weight)
+        struct = ProductStruct(packed.data_ptr(), bias.data_ptr(), 2 * PANEL, depth)
+        for num_rows in (1, 13, 43):
+            rows = _random(generator, kernels.dtype, num_rows, depth)
+            expected = rows.double() @ weight.double().T + bias.double()
+            for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
+                own = torch.empty(num_rows, 2 * PANEL, dtype=dtype, device="cpu")
+                function(ctypes.byref(struct), rows.data_ptr(), own.data_ptr(), num_rows, num_threads)
+                yield f"products of {num_rows} by {depth}", own, expected
+
+
+def _attention(
+    kernels: Kernels, head_dim: int, value_dim: int, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Sequences of up to 75 tokens whose first two pages are the same, in caches that hold NaN elsewhere."""
+    num_kv_heads, num_heads, shared = 2, 2 * kernels.num_groups, 2
+    num_members = max(2, -(-16 // kernels.num_groups))
+    contexts = [shared * PAGE + 7 + 36 * (member % 2) for member in range(num_members)]
+    width = -(-max(contexts) // PAGE)
+    tables = torch.arange(num_members * width, device="cpu").reshape(num_members, width) + shared
+    tables[:, :shared] = torch.arange(shared, device="cpu")
+    keys, values = (
+        _random(generator, kernels.dtype, (int(tables.max()) + 1) * PAGE, num_kv_heads, size)
+        for size in (head_dim, value_dim)
+    )
+    seen = [_slots(tables[member], end) for member, end in enumerate(contexts)]
+    unseen = torch.ones(len(keys), dtype=torch.bool, device="cpu").index_fill_(0, torch.cat(seen), False)
+    keys[unseen], values[unseen] = torch.nan, torch.nan
+    plain = _Traits(0, 0, 0.0, None)
+    every = _Traits(20, 0, 2.0, _random(generator, torch.float32, num_heads))
+    sizes = width, PAGE, num_kv_heads, head_dim**-0.5, torch.get_num_threads()
+    caches = keys.data_ptr(), values.data_ptr(), tables.data_ptr()
+    members = torch.arange(num_members, device="cpu")
+    groupings = {  # the first member of each group, and tokens that it shares
+        "decodes": (torch.arange(num_members + 1, device="cpu"), [0] * num_members, plain),
+        "decodes with traits": (torch.arange(num_members + 1, device="cpu"), [0] * num_members, every),
+        "decodes with a common prefix": (torch.tensor([0, num_members], device="cpu"), [shared * PAGE], plain),
+    }
+    queries = _random(generator, kernels.dtype, num_members, num_heads, head_dim)
+    ends = torch.tensor(contexts, device="cpu")
+    for name, (starts, num_shared, traits) in groupings.items():
+        own, counts = queries.new_empty(num_members, num_heads, value_dim), torch.tensor(num_shared, device="cpu")
+        kernels.decode(
+            queries.data_ptr(), *caches, ends.data_ptr(), members.data_ptr(), starts.data_ptr(), counts.data_ptr(),
+            own.data_ptr(), num_members, len(counts), *sizes, *traits.arguments(),
+        )  # fmt: skip
+        for member, slots in enumerate(seen):
+            yield name, own[member], _dense(queries[member][None], keys[slots], values[slots], traits)[0]
+    begin, end = 21, contexts[1]
+    queries = _random(generator, kernels.dtype, end - begin, num_heads, head_dim)
+    first_row, start, count = torch.tensor([[0], [begin], [end - begin]], device="cpu")
+    for name, traits in (("chunks", plain), ("chunks with traits", every)):
+        own = queries.new_empty(end - begin, num_heads, value_dim)
+        kernels.chunk(
+            queries.data_ptr(), *caches[:2], tables[1].data_ptr(), first_row.data_ptr(), start.data_ptr(),
+            count.data_ptr(), own.data_ptr(), 1, *sizes, *traits.arguments(),
+        )  # fmt: skip
+        yield name, own, _dense(queries, keys[seen[1]], values[seen[1]], traits)
+
+
+def _slots(table: Tensor, end: int) -> Tensor:
+    positions = torch.arange(end, device="cpu")
+    return table[positions // PAGE] * PAGE + positions % PAGE
+
+
+def _dense(queries: Tensor, keys: Tensor, values: Tensor, traits: _Traits) -> Tensor:
+    """[num_rows, num_heads, value_dim] float64, of the rows that end the context."""
+    num_rows, num_heads, head_dim = queries.shape
+    groups, total = num_heads // keys.shape[1], len(keys)
+    keys, values = (cache.double().repeat_interleave(groups, 1) for cache in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * head_dim**-0.5
+    if traits.softcap:
+        scores = traits.softcap * torch.tanh(scores / traits.softcap)
+    positions = torch.arange(total - num_rows, total, device="cpu")[:, None]
+    tokens = torch.arange(total, device="cpu")
+    hidden = tokens > positions
+    if traits.window:
+        hidden = hidden | (tokens <= positions - traits.window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if traits.sinks is not None:
+        scores = torch.cat([scores, traits.sinks.double()[:, None, None].expand(-1, num_rows, 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], values)

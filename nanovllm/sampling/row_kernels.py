@@ -1,0 +1,96 @@
+"""The C++ kernels that sample rows on a CPU, loaded and compared with torch's operations before any step."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.device import find_kernel
+from nanovllm.errors import KernelBuildError
+from nanovllm.sampling.draw import DrawInputs
+from nanovllm.sampling.draw_on_cpu import draw_on_cpu
+from nanovllm.sampling.filters import masses
+from nanovllm.sampling.noise import noise_keys
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpp_sampling import RowKernels
+
+logger = logging.getLogger("nanovllm")
+
+_NUM_ROWS, _VOCAB_SIZE = 6, 333
+
+
+def load_row_kernels() -> RowKernels | None:
+    """The C++ kernels that sample rows on a CPU; None, said in a line, if they cannot be built or are wrong here.
+
+    Raises ProcessorClassError.
+    """
+    load = find_kernel("cpp_sampling", "load_row_kernels")
+    if load is None:
+        return None
+    try:
+        row_kernels: RowKernels = load()
+        wrong = first_wrong(row_kernels)
+    except KernelBuildError as error:
+        wrong = str(error)
+    if wrong is None:
+        return row_kernels
+    logger.warning("sampling takes torch's operations: the C++ kernels are unavailable: %s", wrong)
+    return None
+
+
+def first_wrong(row_kernels: RowKernels) -> str | None:
+    """What the kernels compute otherwise than torch, in words; None if nothing. On small rows, in milliseconds."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    logits = 3 * torch.randn(_NUM_ROWS, _VOCAB_SIZE, generator=generator, device="cpu")
+    checks = {
+        "draw other tokens": _draws_the_same(row_kernels, logits),
+        "measure other log-probabilities": _measures_the_same(row_kernels, logits),
+        "penalise or mask otherwise": _changes_the_same(row_kernels, logits),
+    }
+    return next((f"they {what} on this processor" for what, is_right in checks.items() if not is_right), None)
+
+
+def _draws_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
+    """Greedy, at a temperature, and with each filter."""
+    rows, ones = np.arange(_NUM_ROWS), np.ones(_NUM_ROWS, np.float32)
+    top_k, top_p, min_p = 40 * (rows == 2), 0.9 * (rows == 3), 0.02 * (rows == 4)
+    filters = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
+    noise = noise_keys(rows.tolist(), [7] * _NUM_ROWS), ones, (rows > 0).astype(np.float32)
+    inputs = DrawInputs(*noise, *filters, np.zeros(_NUM_ROWS, np.int32))
+    return torch.equal(draw_on_cpu(logits, inputs, row_kernels), draw_on_cpu(logits, inputs))
+
+
+def _measures_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
+    top = logits.topk(3)
+    measured = row_kernels.measure(logits, top.indices[:, 2], 3)
+    beside = masses(logits - top.values[:, :1])
+    if measured is None or not torch.equal(row_kernels.masses(logits[0] - top.values[0, 0]), beside[0]):
+        return False
+    top_ids, largest, totals, ranks = measured
+    return (
+        torch.equal(top_ids, top.indices)
+        and torch.equal(largest, top.values[:, 0])
+        and torch.equal(totals, beside.sum(dim=-1))
+        and ranks.tolist() == [3] * _NUM_ROWS
+    )
+
+
+def _changes_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
+    """A repetition penalty of 2 on the largest and the least of a row, and a mask that leaves the first 32 tokens."""
+    own, expected = logits.clone(), logits.clone()
+    tokens = [int(logits[1].argmax()), int(logits[1].argmin())]
+    entry = np.array([[1, 0, 2, 2, -1, *np.array([2, 0, 0], np.float32).view(np.int32)]], np.int32)
+    given = [torch.from_numpy(array) for array in (entry, np.array(tokens, np.int32), np.zeros(1, np.int64))]
+    row_kernels.penalise(own, *given)
+    expected[1, tokens[0]] /= 2  # above 0
+    expected[1, tokens[1]] *= 2  # below
+    masks = np.zeros((1, -(-_VOCAB_SIZE // 32)), np.int32)
+    masks[0, 0] = -1
+    row_kernels.keep_bits(own, [2], masks)
+    expected[2, 32:] = -torch.inf
+    return torch.equal(own, expected)

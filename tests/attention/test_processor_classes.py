@@ -1,0 +1,204 @@
+"""The kernels for each class of processors that this one belongs to; forms that are wrong are left out, in a line."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm import LLM
+from nanovllm.errors import KernelBuildError
+from nanovllm.kernels import cpp as kernels
+from nanovllm.kernels import cpp_sampling, processor_classes
+from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
+from nanovllm.model.binding import ModelBinding
+from nanovllm.model.packed_linears import OneDnnLinear
+from nanovllm.sampling import row_kernels
+from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.paged_cases import TRAITS, PagedCase, cpp
+from tests.support.tiny_models import save_tiny, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernels are the CPU's own")
+
+CLASSES = [target.name for target in targets({})]
+MIXED = [(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)]
+TILES = "_tile_dpbf16ps(1, 4, 7)"
+PRODUCT = "low[i] += value * first"
+
+
+def build_broken(monkeypatch, folder: Path, file: str, right: str, wrong: str) -> None:
+    """Let kernels be compiled from a copy of their sources in which `right` has become `wrong`."""
+    shutil.copytree(kernels.SOURCES, folder / "csrc")
+    path = folder / "csrc" / file
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    for module in (kernels, cpp_sampling):
+        monkeypatch.setattr(module, "SOURCES", folder / "csrc")
+    monkeypatch.setenv("NANOVLLM_CACHE", str(folder))
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))
+
+
+# --------------------------------------------------------------------------------------------------- the right forms
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_attention_and_products_are_right_in_every_class(monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, name)
+    case = PagedCase(MIXED, dtype=torch.bfloat16)
+    backend = cpp(case)
+    case.check(case.run(backend))
+    shared = PagedCase([(96, 1), (100, 1), (97, 1), (111, 1)], dtype=torch.bfloat16, shared=6)
+    shared.check(shared.run(cpp(shared)))
+    assert backend._kernels[0].kernels.target == name  # the comparison at start found nothing
+
+
+@pytest.mark.parametrize("head_dim", [48, *[pytest.param(size, marks=pytest.mark.slow) for size in (16, 80, 128)]])
+@pytest.mark.parametrize("name", [CLASSES[0], pytest.param(CLASSES[-1], marks=pytest.mark.slow)])
+def test_heads_that_do_not_fill_a_tiles_depth_are_right(monkeypatch, name, head_dim):
+    monkeypatch.setenv(VARIABLE, name)
+    case = PagedCase(MIXED, dtype=torch.bfloat16, head_dim=head_dim)
+    case.check(case.run(cpp(case)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_trait_is_right_in_every_class(monkeypatch, name, traits, dtype):
+    monkeypatch.setenv(VARIABLE, name)
+    case = PagedCase(MIXED, dtype=dtype, **traits)
+    case.check(case.run(cpp(case)))
+
+
+@pytest.mark.parametrize("name", CLASSES[1:])
+def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
+    """The kernels that `row_kernels.load_row_kernels` compares, which says no line."""
+    monkeypatch.setenv(VARIABLE, name)
+    assert row_kernels.first_wrong(cpp_sampling.load_row_kernels()) is None
+
+
+def test_a_whole_model_answers_as_transformers_does_in_the_least_class(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, CLASSES[-1])
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O1"))  # half of the time
+    with LLM(save_tiny(tmp_path / "model", "qwen3"), **OPTIONS) as llm:
+        runner = llm._engine.model_runner
+        assert [own.target for own in runner._choice.kernels] == [CLASSES[-1]] and runner.binding._fused_layers
+        assert tokens(llm) == by_transformers(tiny_model("qwen3"))
+
+
+# ------------------------------------------------------------------------------------------------------ which class
+
+
+def test_a_processors_flags_say_its_classes():
+    zen_3 = frozenset({"avx2", "fma", "avx"})
+    zen_4 = zen_3 | {"avx512f", "avx512bw", "avx512_bf16"}
+    assert [each.name for each in own_classes(frozenset(), "x86_64")] == ["plain"]
+    assert [each.name for each in own_classes(zen_3, "x86_64")] == ["avx2", "plain"]
+    assert [each.name for each in own_classes(zen_4 - {"avx512_bf16"}, "x86_64")] == ["avx512", "avx2", "plain"]
+    assert own_classes(zen_4, "x86_64") == list(X86[1:])
+    assert own_classes(zen_4 | {"amx_bf16", "amx_tile"}, "x86_64") == list(X86)
+    assert own_classes(frozenset({"asimd", "sve"}), "aarch64") == list(OTHERS)
+
+
+def test_the_own_class_is_compiled_for_the_very_processor():
+    assert targets({})[0].flags == ("-march=native",)
+    assert all(target.flags != ("-march=native",) for target in targets({})[1:])
+
+
+def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    for wrong in ("amx2", "AVX2", "neon"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"{VARIABLE} is '{wrong}'.*{CLASSES[-1]}.*leave it out"):
+            LLM(folder, **OPTIONS)
+    monkeypatch.setattr(processor_classes, "processor_flags", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(processor_classes.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ValueError, match=r"'avx512'.*classes are avx2, plain"):  # a better one would crash
+        targets({VARIABLE: "avx512"})
+
+
+# -------------------------------------------------------------------------------------------------------- wrong forms
+
+
+def test_wrong_matrix_tiles_are_left_out_for_the_next_class(monkeypatch, tmp_path, caplog):
+    """On a processor without tiles nothing is wrong, and no line says so."""
+    build_broken(monkeypatch, tmp_path, "tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)")
+    with caplog.at_level(logging.WARNING):
+        own = kernels.load_kernels(torch.bfloat16, 64, 3)
+    lines = [record.message for record in caplog.records if "are not used" in record.message]
+    has_tiles = CLASSES[0] == "amx"
+    assert own.target == CLASSES[has_tiles]
+    assert len(lines) == has_tiles
+    assert all("for amx are not used" in line and "products of" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "what"),
+    [
+        ("products.h", PRODUCT, f"{PRODUCT} * 1.001f", "products of 1 by 64"),
+        ("paged_attention.cpp", "state.total * rescale", "state.total", "decodes"),
+        ("query_lanes.h", "total += weights", "total += weights * 0.99f", "decodes with a common prefix"),
+        ("query_lanes.h", "position < firsts", "position <= firsts", "chunks with traits"),
+        ("decoder_layer.cpp", "store(to, low), store(to + kLanes, high)", "store(to, low)", "products of"),
+    ],
+)
+def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_path, file, right, wrong, what):
+    build_broken(monkeypatch, tmp_path, file, right, wrong)
+    monkeypatch.setenv(VARIABLE, CLASSES[-1])  # one build
+    with pytest.raises(KernelBuildError, match=f"wrong on this processor: {what}"):
+        kernels.load_kernels(torch.float32, 64, 3)
+
+
+def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(ModelBinding, "compile_layers", lambda *_: None)  # ten seconds
+    folder = save_tiny(tmp_path / "model", "llama")
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))  # nothing is computed
+    monkeypatch.setattr(kernels, "first_wrong", lambda *_: "decodes differ by up to 1.0e+00 of their size")
+    monkeypatch.setenv(VARIABLE, CLASSES[-1])
+    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
+        assert tokens(llm) == by_transformers(tiny_model("llama"))
+    assert any(
+        "attention_backend is 'sdpa'" in record.message and "decodes" in record.message for record in caplog.records
+    )
+    with pytest.raises(ValueError, match=r"attention_backend='cpp' is unavailable.*decodes"):
+        LLM(folder, attention_backend="cpp", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "what"),
+    [
+        (
+            "draw.cpp",
+            "const Floats score = level + noise",
+            "const Floats score = level + 2 * noise",
+            "draw other tokens",
+        ),
+        ("rows.h", "0.693359375f", "0.6935f", "measure other log-probabilities"),
+        ("logprobs.cpp", "values > own", "values >= own", "measure other log-probabilities"),
+        ("penalties.cpp", "value / repetition", "value * repetition", "penalise or mask otherwise"),
+    ],
+)
+def test_sampling_that_is_wrong_is_left_to_torch_and_said(monkeypatch, tmp_path, caplog, file, right, wrong, what):
+    build_broken(monkeypatch, tmp_path, f"sampling/{file}", right, wrong)
+    with caplog.at_level(logging.WARNING):
+        assert row_kernels.load_row_kernels() is None
+    (line,) = [record.message for record in caplog.records if "sampling takes torch's operations" in record.message]
+    assert what in line
+
+
+def test_a_product_of_one_dnn_that_is_wrong_is_left_to_the_module(monkeypatch, tmp_path, caplog):
+    model = save_tiny(tmp_path / "model", "llama", dtype=torch.float32)
+    monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, states: nn.functional.relu(states) @ self.wrong.T)
+    monkeypatch.setattr(
+        OneDnnLinear, "__init__", lambda self, linear: setattr(self, "wrong", linear.weight.detach() * 1.01)
+    )
+    with caplog.at_level(logging.WARNING), LLM(model, enforce_eager=True, **OPTIONS) as llm:
+        assert tokens(llm) == by_transformers(tiny_model("llama"))
+    lines = [record.message for record in caplog.records if "oneDNN's product is wrong" in record.message]
+    assert lines and len(lines) == len(set(lines))  # one a shape

@@ -1,0 +1,88 @@
+"""The scripts that measure and simulate CPUs: tables of machines as the page has them, peaks, shares of threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MACHINES = sorted((ROOT / "docs/results/cpus").glob("*.json"))
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/machines/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_table_of_all_machines_side_by_side():
+    table = script("cpu_table").table([json.loads(path.read_text()) for path in MACHINES])
+    assert MACHINES and table in (ROOT / "docs/results/cpu.md").read_text()
+
+
+def test_machines_with_other_parts_stand_side_by_side():
+    (one, *_) = [json.loads(path.read_text()) for path in MACHINES]
+    other = json.loads(json.dumps(one)) | {"processor": "Other"}
+    other["threads"] = {"1": other["threads"]["1"]}
+    del other["threads"]["1"]["workloads"]["P"]
+    lines = script("cpu_table").table([one, other]).splitlines()
+    assert lines[0].endswith("| Other, 1 thread |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert next(line for line in lines if line.startswith("| P |")).endswith("| - |")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_peaks_are_measured_in_every_unit(monkeypatch):
+    module = script("cpu_table")
+    monkeypatch.setattr(module, "NUM_BURSTS", 2)
+    monkeypatch.setattr(module, "READ_BYTES", 2**20)
+    rates = module.rates(2, True)
+    assert set(rates) == {"float32 GFLOP/s", "bfloat16 GFLOP/s", "memory GB/s"}
+    assert rates["float32 GFLOP/s"] > 1 and rates["memory GB/s"] > 0.1
+
+
+def test_work_is_that_of_the_models_own_modules():
+    """Two operations for each weight and token, as PyTorch counts those of the modules, and four for each pair."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from tests.support.tiny_models import tiny_model
+
+    model, length = tiny_model("llama"), 12
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(length)[None], logits_to_keep=1)
+    products = counter.get_flop_counts()["Global"]
+    counted = sum(count for name, count in products.items() if str(name) in ("aten.mm", "aten.addmm"))
+    request = SimpleNamespace(prompt_token_ids=list(range(length)), num_output_tokens=1)
+    ended = SimpleNamespace(number=0, num_cached_tokens=0)
+    operations, num_bytes = script("cpu_table").work(
+        model.config, SimpleNamespace(requests=[request]), SimpleNamespace(finished=[ended]),
+        {"computed_tokens": length, "steps": 1},
+    )  # fmt: skip
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = config.num_hidden_layers * config.num_attention_heads * dim * length * (length + 1) // 2
+    assert operations == counted + 4 * pairs
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert num_bytes == 2 * weights  # once, in bfloat16
+
+
+@pytest.mark.parametrize("at_once", [12, 32])
+def test_shares_of_threads_are_whole(at_once):
+    module = script("thread_shares")
+    for shape in module.SHAPES.values():
+        for step in module.STEPS.values():
+            alone = list(module.efficiencies(shape, step, 1, at_once))
+            assert all(math.isclose(efficiency, 1) for _, _, efficiency in alone)
+            for num_threads in (2, 7, 64):
+                parts = list(module.efficiencies(shape, step, num_threads, at_once))
+                assert all(0 < efficiency <= 1 + 1e-9 for _, _, efficiency in parts)
+            assert module.whole(list(module.efficiencies(shape, step, 8, at_once))) > 0.85
