@@ -17,7 +17,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
 GENERATION_CONFIGS = ("auto", "none")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
 LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0, "kv_events_rank": 0}  # of the other whole numbers: 1
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
@@ -48,8 +48,7 @@ class EngineConfig:
     max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
         Default: 1024 on a CPU, 8192 on a GPU.
     max_num_seqs: maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.
-    max_queue: maximum number of unfinished requests (each sample counts) beyond max_num_seqs; QueueFullError for more.
-        None: no limit.
+    max_queue: most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.
     priority_ageing_s: seconds of waiting that raise a request's priority by one level, so that none starves. None or 0:
         no ageing.
     block_size: tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".
@@ -88,6 +87,7 @@ class EngineConfig:
         overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".
     generation_config: for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and
         repetition_penalty of the model's own generation_config.json; "none" takes the defaults of `SamplingParams`.
+    quantization: "int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.
     revision: branch, tag or commit of a hub model.
     trust_remote_code: run code that comes with a hub model.
     tensor_parallel_size: processes, of one GPU each, that share the model: each holds a part of the weights and of the
@@ -124,6 +124,7 @@ class EngineConfig:
     data_parallel_size: int = 1
     routing: str | None = None
     generation_config: str = "auto"
+    quantization: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
@@ -154,11 +155,11 @@ class EngineConfig:
             ("attention_backend", ATTENTION_BACKENDS),
             ("generation_config", GENERATION_CONFIGS),
             ("routing", (None, *ROUTING_POLICIES)),
+            ("quantization", (None, *QUANTIZATIONS)),
+            ("block_size", (None, *BLOCK_SIZES)),
         ):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, choices))}.")
-        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}.")
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(str(c) for c in choices if c)}.")
         check_options(self)
 
     # ---------------------------------------------------------------------------------------------- resolution

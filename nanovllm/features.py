@@ -20,6 +20,7 @@ WORKS: Refusals = {}
 FEATURES: dict[str, Refusals] = {
     # Arguments of `LLM` and `AsyncLLM`.
     "model": WORKS,
+    "a GGUF file as model": WORKS,  # of ranks, each dequantises its part
     "a loaded module as model": {
         REPLICAS: "a module lives in this process. Save it (save_pretrained) and pass the folder.",
         TENSOR_PARALLEL: "a module lives in this process, and other ranks need parts of it. Save it (save_pretrained) "
@@ -108,6 +109,9 @@ FEATURES: dict[str, Refusals] = {
     "routing": WORKS,
     "tensor_parallel_size": WORKS,  # with data_parallel_size each replica has so many GPUs
     "dtype": WORKS,
+    "quantization": {
+        TENSOR_PARALLEL: "quantised weights are a CPU's, and of one process. Use data_parallel_size, or leave it out."
+    },
     "device": WORKS,
     "a GPU by its number as device": {
         REPLICAS: "each replica has a GPU of its own. Leave device at 'auto', and choose GPUs by CUDA_VISIBLE_DEVICES.",

@@ -37,10 +37,10 @@ class LLM(Scoring):
     """A model with its engine.
 
     Args:
-        model: "smollm2-135m-instruct" (the embedded default), a local folder, a hub id, or a loaded `transformers`
+        model: "smollm2-135m-instruct" (the embedded default), a folder, GGUF file or hub id, or a loaded `transformers`
             causal language model, which is then used as it is, without a copy, and stays its owner's between calls.
-        tokenizer: a tokenizer, a folder or hub id of one; None takes the model's own. A loaded module without one
-            takes prompts as token ids only.
+        tokenizer: a tokenizer, a folder, GGUF file or hub id of one; None takes the model's own. A loaded module
+            without one takes prompts as token ids only.
         on_step: called with a `StepRecord` after each step, in the thread that steps; one that raises is logged and
             not called again.
         trace: writes what every request and step does to a file; close it after the LLM.

@@ -1,8 +1,8 @@
 """Cores by NUMA node: an engine's threads and its memory stay on one node, those of replicas on one each.
 
 Another node's memory is slower to read, and barriers across nodes take longer. Memory lies on the node of the thread
-that touches it first, so it follows from where threads run. What the user chose is left alone: an affinity, OpenMP's
-own variables, or more threads than a node has cores.
+that touches it first, so it follows from where threads run. What the user chose is left alone: an affinity, a policy
+for memory, OpenMP's own variables, or more threads than a node has cores.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("nanovllm")
 
 NODES = Path("/sys/devices/system/node")
+PROCESS = Path("/proc/self")
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 # Any of these says that the user places threads.
 PLACING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -82,7 +84,10 @@ def _divided(cores: Sequence[int], count: int) -> list[list[int]]:
 def node_for_one(
     nodes: Sequence[Node], affinity: Collection[int], num_cores: int, environment: Mapping[str, str]
 ) -> Node | None:
-    """The node that an engine's process should stay on: that with the most free memory. None to leave it where it is.
+    """The node that an engine's process should stay on; None to leave it where it is.
+
+    Of the nodes with the most cores it is that with the most free memory. Of nodes with less than half the cores each,
+    as where one socket is split into several, one would leave too many cores idle.
 
     Args:
         affinity: cores on which the process may run.
@@ -91,7 +96,9 @@ def node_for_one(
     if len(nodes) < 2 or len(affinity) < num_cores or any(environment.get(name) for name in PLACING):
         return None
     node = max(nodes, key=lambda node: (len(node.cores), node.free_bytes))
-    threads = environment.get("OMP_NUM_THREADS", "")
+    if 2 * len(node.cores) < len(affinity):
+        return None
+    threads = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind it: of nested regions
     return None if threads.isdigit() and int(threads) > len(node.cores) else node
 
 
@@ -110,15 +117,46 @@ def place_engine(options: Mapping[str, Any]) -> None:
         stay_on_one_node()
 
 
-def stay_on_one_node(root: Path = NODES) -> None:
+def usable_nodes(nodes: Sequence[Node], affinity: Collection[int], process: Path = PROCESS) -> list[Node]:
+    """The nodes whose memory this process may have, each with the cores that it may use.
+
+    A container may be kept from some, though the system's folders show them all.
+    """
+    status = _read(process / "status").partition("Mems_allowed_list:")[2]
+    allowed = parse_cores(status.splitlines()[0]) if status else {node.number for node in nodes}
+    found = [replace(node, cores=node.cores & set(affinity)) for node in nodes if node.number in allowed]
+    return [node for node in found if node.cores]
+
+
+def has_memory_policy(process: Path = PROCESS) -> bool:
+    """Whether somebody chose where this process gets memory, as by `numactl --interleave=all`."""
+    words = _read(process / "numa_maps", lines=1).split()
+    return len(words) > 1 and words[1] != "default"
+
+
+def _read(path: Path, *, lines: int | None = None) -> str:
+    """The text of a file, or its first lines; empty where there is none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return "".join(islice(file, lines))
+    except OSError:
+        return ""
+
+
+def stay_on_one_node(root: Path = NODES, process: Path = PROCESS) -> None:
     """Keep this process on one node; before PyTorch is imported, which counts its threads by the cores that it sees."""
     if not hasattr(os, "sched_setaffinity"):
         return
-    nodes = read_nodes(root)
-    node = node_for_one(nodes, os.sched_getaffinity(0), os.cpu_count() or 1, os.environ)
-    if node is None:
+    affinity = os.sched_getaffinity(0)
+    nodes = usable_nodes(read_nodes(root), affinity, process)
+    node = node_for_one(nodes, affinity, os.cpu_count() or 1, os.environ)
+    if node is None or has_memory_policy(process):
         return
-    os.sched_setaffinity(0, node.cores)
+    try:
+        os.sched_setaffinity(0, node.cores)
+    except OSError as error:  # a sandbox may forbid it
+        logger.debug("the engine is not kept on a NUMA node: %s", error)
+        return
     logger.warning(
         "the engine stays on NUMA node %d of %d, %d cores: data_parallel_size=%d uses all nodes, a replica on each",
         node.number, len(nodes), len(node.cores), len(nodes),

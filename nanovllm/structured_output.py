@@ -96,6 +96,8 @@ KINDS = tuple(field.name for field in fields(StructuredOutput))
 
 def with_white_space(schema: Any) -> Any:
     """The schema with an end to the white space of its documents, unless it says by `x-guidance` what that may be."""
+    if schema is True:  # any document
+        schema = {}
     if not isinstance(schema, dict):
         return schema
     own = schema.get("x-guidance", {})

@@ -19,11 +19,14 @@ from nanovllm.cli.workload_flags import (
     several_workloads,
 )
 from nanovllm.features import check_one_process
+from nanovllm.model.gguf.file import is_gguf
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
 from nanovllm.tools.workloads.workloads import Workload
+
+READ_GGUF = ("nanovllm", "llama.cpp")  # engines
 
 
 def add_bench_command(commands: Any) -> None:
@@ -74,6 +77,11 @@ def _bench(options: argparse.Namespace) -> int:
     if len(set(labels)) < len(labels):
         raise ValueError(
             f"two engines have the same label {max(labels, key=labels.count)}. Give them different options."
+        )
+    if is_gguf(options.model) and (others := [e.label for e in engines if e.name not in READ_GGUF]):
+        raise ValueError(
+            f"{options.model} is a GGUF file, which {others[0]} does not read; {' and '.join(READ_GGUF)} do. Leave the "
+            "others out."
         )
     if options.profile and (others := [engine.label for engine in engines if engine.name != "nanovllm"]):
         raise ValueError(f"--profile supports this engine only, not {others[0]}. Leave one of them out.")

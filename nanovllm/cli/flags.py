@@ -28,11 +28,11 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
     add_verbose_flag(command, "log engine events and print full tracebacks")
     command.add_argument(
         "-m", "--model", metavar="MODEL", default=DEFAULT_MODEL, action=_ModelFlag,
-        help=f"folder or hub id of the model; `nanovllm models` lists those of this machine (default: the embedded "
-        f"{DEFAULT_MODEL})",
+        help=f"folder, GGUF file or hub id of the model; `nanovllm models` lists those of this machine (default: the "
+        f"embedded {DEFAULT_MODEL})",
     )  # fmt: skip
     command.set_defaults(names_model=False)
-    command.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's)")
+    command.add_argument("--tokenizer", help="folder, GGUF file or hub id of the tokenizer (default: the model's)")
     add_engine_flags(command, leave_out=leave_out)
 
 

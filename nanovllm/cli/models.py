@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.flags import add_verbose_flag
+from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.model.gguf.config import read_config, refuse_types
+from nanovllm.model.gguf.file import GGUFFile, is_first_part, parts_of
 from nanovllm.model.source import WEIGHT_PATTERNS
 
 DESCRIPTION = "List the models of this machine: the embedded default and those in the cache of the Hugging Face hub."
@@ -20,7 +23,10 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """name: for --model. size: bytes on disk. context: longest sequence in tokens. state: ready, or not."""
+    """name: for --model, of a GGUF file its path. size: bytes on disk. context: longest sequence in tokens.
+
+    state: ready, or not.
+    """
 
     name: str
     size: int | None
@@ -51,7 +57,8 @@ def _models(options: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     fetched = "not now: HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "fetched at its first use"
-    print(f"\nAlso: a folder with a transformers model, -m PATH, or a model of the hub, -m ORG/NAME ({fetched}).")
+    print("\nAlso: a folder with a transformers model or a GGUF file, -m PATH,")
+    print(f"or a model of the hub, -m ORG/NAME ({fetched}).")
     return 0
 
 
@@ -74,15 +81,34 @@ def _cached_models() -> Iterator[ListedModel]:
     for repo in sorted(repos, key=lambda repo: repo.repo_id.lower()):
         if repo.repo_type == "model" and repo.revisions:
             newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-            yield _listed(repo.repo_id, newest.snapshot_path, repo.size_on_disk)
+            folder = newest.snapshot_path
+            files = [] if (folder / "config.json").exists() else sorted(folder.rglob("*.gguf"))
+            if files:
+                yield from (_listed_gguf(path) for path in files if is_first_part(path))
+            else:
+                yield _listed(repo.repo_id, folder, repo.size_on_disk)
+
+
+def _listed_gguf(path: Path) -> ListedModel:
+    """A GGUF file, named by its path; of a split one all parts, by the first."""
+    size = path.stat().st_size
+    try:
+        file = GGUFFile(path)
+        refuse_types(file)
+        config = read_config(file)
+    except (ModelLoadError, UnsupportedModelError) as error:
+        reason = str(error).removeprefix(str(path)).lstrip(" :")
+        return ListedModel(str(path), size, None, None, f"GGUF, which is not read: {reason}", str(path.parent))
+    size = sum(part.stat().st_size for part in parts_of(path))
+    context, name = config["max_position_embeddings"], config["architectures"][0]
+    return ListedModel(str(path), size, context, name, READY, str(path.parent))
 
 
 def _listed(name: str, folder: Path, size: int, state: str = READY) -> ListedModel:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        is_gguf = any(folder.glob("*.gguf"))
-        state = "GGUF, which is not read" if is_gguf else "no config.json: not a transformers model"
+        state = "no config.json: not a transformers model"
         return ListedModel(name, size, None, None, state, str(folder))
     text = config.get("text_config") or config
     missing = [path for path in _shards(folder) if not path.exists()]

@@ -12,6 +12,7 @@ from typing import Any
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.config import EngineConfig
+from nanovllm.numa import place_engine
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import Simulation, report, simulate
@@ -80,14 +81,14 @@ def add_simulate_command(commands: Any) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    given = engine_options(options)
-    from nanovllm.tools.simulate.calibrate import calibrate  # imports torch
-
-    folder = Path(options.output).parent
+    given, folder = engine_options(options), Path(options.output).parent
     if not folder.is_dir():  # before minutes of measuring
         raise ValueError(
             f"--output is {options.output!r}, but the folder {str(folder)!r} does not exist. Create it first."
         )
+    place_engine(given)  # as the engine that the calibration stands for
+    from nanovllm.tools.simulate.calibrate import calibrate  # imports torch
+
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)
     calibration.save(options.output)
     errors = ", ".join(f"{name} {error:.1%}" for name, error in calibration.residuals.items())

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from nanovllm.cli.flags import model_source
+from nanovllm.model.gguf.file import GGUFFile, is_gguf
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
 from nanovllm.tools.workloads.workloads import WORKLOADS, Workload, bursty, poisson
@@ -178,6 +179,16 @@ def with_arrivals(options: argparse.Namespace, workload: Workload, rate: float) 
     return poisson(workload, rate, seed=how["seed"])
 
 
+def _load_tokenizer(source: str) -> Any:
+    if is_gguf(source):
+        from nanovllm.model.gguf.tokenizer import build_tokenizer
+
+        return build_tokenizer(GGUFFile(source))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)
+
+
 class _Tokenize:
     """The model's tokenizer, loaded for the first text prompt of a trace."""
 
@@ -189,8 +200,6 @@ class _Tokenize:
         if self._name is None:
             raise ValueError("the prompt is text, which needs a tokenizer; give --model.")
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(model_source(self._name))
+            self._tokenizer = _load_tokenizer(model_source(self._name))
         token_ids: list[int] = self._tokenizer(text)["input_ids"]
         return token_ids

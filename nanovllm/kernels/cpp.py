@@ -63,7 +63,7 @@ class Kernels:
         self.linear: Any = functions.linear
         self.linear_unrounded: Any = functions.linear_unrounded
 
-    def can_pack(self, linears: Sequence[nn.Linear]) -> bool:
+    def can_pack(self, linears: Sequence[nn.Module]) -> bool:
         """Whether `PackedProduct` takes these layers, side by side."""
         return can_pack(linears, self.dtype)
 

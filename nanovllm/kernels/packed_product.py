@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int64, c_void_p
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,13 @@ PANEL = 2 * LANES  # adjacent outputs in a packed weight
 
 
 class ProductStruct(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("num_outputs", c_int64), ("depth", c_int64)]
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_outputs", c_int64),
+        ("depth", c_int64),
+        ("panels", c_void_p),  # null if all are plain
+    ]
 
 
 class NormStruct(ctypes.Structure):
@@ -30,16 +38,42 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
-def can_pack(linears: Sequence[nn.Linear], dtype: torch.dtype, *, interleave: bool = False) -> bool:
-    """Whether `PackedProduct` takes these layers, side by side."""
-    if interleave and len({linear.out_features for linear in linears}) > 1:
+# Panels of quantised weights, by the type of their values, the bytes of a scale and the length of a run, as
+# `csrc/widening.h` numbers them; 0 is the whole depth.
+_KINDS = {
+    (torch.int8, 4, 0): 1,
+    (torch.int8, 2, 32): 2,
+    (torch.int8, 4, 16): 3,
+    (torch.uint8, 2, 32): 4,
+    (torch.uint8, 4, 32): 5,
+}
+
+
+def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = False) -> bool:
+    """Whether `PackedProduct` takes these layers, side by side: linear layers, or quantised ones of that dtype."""
+    sizes, kinds = {linear.out_features for linear in linears}, {_kind_of(linear) for linear in linears}
+    if interleave and (len(sizes) > 1 or len(kinds) > 1):
         return False
+    num_outputs = [sum(linear.out_features for linear in run) for _, run in groupby(linears, _kind_of)]
     return (
-        all(type(linear) is nn.Linear and linear.weight.dtype == dtype for linear in linears)
-        and sum(linear.out_features for linear in linears) % PANEL == 0
+        all(kind is not None for kind in kinds)
+        and all(_dtype_of(linear) == dtype for linear in linears)
+        and all(number % PANEL == 0 for number in num_outputs)
         and len({linear.in_features for linear in linears}) == 1
         and linears[0].in_features % 2 == 0
     )
+
+
+def _kind_of(linear: Any) -> str | None:
+    """The block format of a quantised layer, "" for a linear layer, None for what is neither."""
+    if type(linear) is nn.Linear:
+        return ""
+    return linear.kind if hasattr(linear, "quantised_parts") else None
+
+
+def _dtype_of(linear: Any) -> torch.dtype:
+    dtype: torch.dtype = linear.dtype if _kind_of(linear) else linear.weight.dtype
+    return dtype
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -55,23 +89,68 @@ def _interleaved(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack((first.unflatten(0, (-1, LANES)), second.unflatten(0, (-1, LANES))), dim=1).flatten(0, 2)
 
 
+def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None) -> tuple[Tensor, int]:
+    """Panels [num_panels, bytes] uint8 of quantised rows, and their kind.
+
+    Args:
+        values: [num_outputs, depth], int8, or uint8 from 0 to 15.
+        scales, minima: [num_outputs, runs], each of so many neighbours along the depth.
+    """
+    depth, num_runs = values.shape[1], scales.shape[1]
+    run = depth // num_runs
+    panels = values.unflatten(0, (-1, PANEL)).unflatten(2, (num_runs, run))  # [num_panels, PANEL, num_runs, run]
+    if values.dtype == torch.uint8:
+        panels = panels[..., ::2] | panels[..., 1::2] << 4
+        parts = [panels.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)]  # four bytes of an output, then of the next
+    else:
+        parts = [panels.permute(0, 2, 3, 1)]
+    for factors in (minima, scales):
+        if factors is not None:
+            parts.insert(0, factors.unflatten(0, (-1, PANEL)).transpose(1, 2))
+    whole = [part.contiguous().view(torch.uint8).flatten(2) for part in parts]  # [num_panels, num_runs, bytes]
+    kind = _KINDS[values.dtype, scales.element_size(), run if num_runs > 1 or minima is not None else 0]
+    return torch.cat(whole, dim=2).flatten(1), kind
+
+
 class PackedProduct:
     """Linear layers that read the same input, side by side and packed.
 
     Args:
-        linears: `can_pack` must hold.
+        linears: `can_pack` must hold; they may be of different kinds.
         interleave: of two layers, in each panel 16 outputs of the first and the same 16 of the second.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], *, interleave: bool = False) -> None:
+    def __init__(self, linears: Sequence[Any], *, interleave: bool = False) -> None:
         join = (lambda tensors: _interleaved(*tensors)) if interleave else torch.cat
-        self._weight = pack(join([linear.weight.detach() for linear in linears]))
-        self._bias = None
+        self._bias = self._panels = None
         if any(linear.bias is not None for linear in linears):
             self._bias = join([
-                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                torch.zeros(linear.out_features, dtype=_dtype_of(linear), device="cpu")
+                if linear.bias is None else linear.bias.detach()
                 for linear in linears
             ])  # fmt: skip
-        self.num_outputs = sum(linear.out_features for linear in linears)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        self.struct = ProductStruct(self._weight.data_ptr(), bias, self.num_outputs, linears[0].in_features)
+        self.num_outputs, depth = sum(linear.out_features for linear in linears), linears[0].in_features
+        if all(_kind_of(linear) == "" for linear in linears):
+            self._weight = pack(join([linear.weight.detach() for linear in linears]))
+        else:
+            self._weight, self._panels = _panels_of_kinds(linears, join)
+        bias, panels = (None if part is None else part.data_ptr() for part in (self._bias, self._panels))
+        self.struct = ProductStruct(self._weight.data_ptr(), bias, self.num_outputs, depth, panels)
+
+
+def _panels_of_kinds(linears: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, Tensor]:
+    """The packed panels of layers of several kinds, uint8, and [num_panels, 2] int64: offset and kind of each."""
+    segments, places, offset = [], [], 0
+    for kind_name, run in groupby(linears, _kind_of):
+        layers = list(run)
+        if kind_name == "":
+            panels, kind = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8), 0
+        else:
+            values, scales, minima = zip(*(layer.quantised_parts() for layer in layers), strict=True)
+            all_minima = None if minima[0] is None else join(list(minima))
+            panels, kind = _pack_quantised(join(list(values)), join(list(scales)), all_minima)
+        segments.append(panels.flatten())
+        places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
+        offset += panels.numel()
+    weight = segments[0] if len(segments) == 1 else torch.cat(segments)
+    return weight, torch.tensor(places, dtype=torch.int64, device="cpu")

@@ -51,7 +51,7 @@ def first_wrong(kernels: Kernels, head_dim: int, value_dim: int) -> str | None:
 
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:

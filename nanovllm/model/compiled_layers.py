@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.attention.block_mask import own_code
 from nanovllm.model.joined_sums import join_last_sum
 from nanovllm.model.module_watch import modules_of
+from nanovllm.model.packed_linears import warn_of_dequantising
 
 # A GPU's layers are compiled twice: for few rows, where independent small kernels share a launch, and for many, where
 # each kernel apart is faster.
@@ -41,6 +42,7 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VERSIONS)
     if next(model.parameters()).device.type == "cpu":
+        warn_of_dequantising(model)
         compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
     few = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_few)

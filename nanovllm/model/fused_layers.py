@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -21,6 +22,7 @@ from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.errors import NotFusedError
 from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.packed_linears import AnyLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -50,15 +52,15 @@ class FusedLayer:
         traits = layer.traits
         self._scaling, self.head_dim = layer.scaling, traits.head_dim
         self._caches: tuple[Tensor, Tensor] | None = None
-        self.linears: list[nn.Linear] = []  # whose weights are packed here
+        self.linears: list[AnyLinear] = []  # whose weights are packed here
         kind, parts = type(module).__name__, dict(module.named_modules())
 
         def product(*names: str, interleave: bool = False) -> PackedProduct:
             linears = [parts.get(name) for name in names]
-            if None in linears or not can_pack(linears, layer.dtype, interleave=interleave):  # type: ignore[arg-type]
+            if None in linears or not can_pack(linears, layer.dtype, interleave=interleave):
                 raise NotFusedError(f"{kind} has no linear layers {', '.join(names)} that can be packed")
             self.linears += linears  # type: ignore[arg-type]
-            return PackedProduct(linears, interleave=interleave)  # type: ignore[arg-type]
+            return PackedProduct(linears, interleave=interleave)
 
         def norm(name: str, size: int, *, optional: bool = False) -> NormStruct:
             found = parts.get(name)
@@ -179,7 +181,7 @@ def fuse_layers(
 
 def _has_room_for_both(modules: Sequence[nn.Module]) -> bool:
     """Whether plain and packed weights fit into memory at once; otherwise each layer is packed twice."""
-    num_bytes = sum(parameter.nbytes for module in modules for parameter in module.parameters())
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in chain(module.parameters(), module.buffers()))
     return psutil.virtual_memory().available > 2 * num_bytes
 
 

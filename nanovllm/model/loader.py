@@ -1,4 +1,4 @@
-"""Finds a model and its tokenizer: the embedded default, a local folder, a hub id, or a loaded module."""
+"""Finds a model and its tokenizer: the embedded default, a local folder or GGUF file, a hub id, or a loaded module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from transformers.utils import logging as transformers_logging
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.gguf import loading as gguf
+from nanovllm.model.gguf.file import forget_opened, is_gguf
 from nanovllm.model.probe import positions_of
+from nanovllm.model.quantising import quantise_model
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 from nanovllm.model.source import find
@@ -88,25 +91,28 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     """Load a model by name or take a loaded one.
 
     Args:
-        model: "smollm2-135m-instruct" (embedded), a local folder, a hub id, or a causal language model.
-        tokenizer: a tokenizer, a folder or hub id of one, or None for the model's own.
+        model: "smollm2-135m-instruct" (embedded), a local folder or GGUF file, a hub id, or a causal language model.
+        tokenizer: a tokenizer, a folder, GGUF file or hub id of one, or None for the model's own.
 
     Raises ModelLoadError, UnsupportedModelError, or ValueError for options that contradict a loaded module.
     """
     if isinstance(model, nn.Module):
         return _take_module(model, tokenizer, config)
     source = find_source(model, needs_tokenizer=tokenizer is None)
-    return replace(load_weights(source, config), tokenizer=load_tokenizer(source, tokenizer, config))
+    try:
+        return replace(load_weights(source, config), tokenizer=load_tokenizer(source, tokenizer, config))
+    finally:
+        forget_opened()
 
 
 def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks) -> LoadedModel:
-    """Load this rank's part of a model from its folder or hub id; ranks but the first have no tokenizer."""
+    """Load this rank's part of a model from its folder, file or hub id; ranks but the first have no tokenizer."""
     loaded = load_weights(source, config, ranks)
     return loaded if ranks.rank > 0 else replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config))
 
 
 def find_source(model: Any, *, needs_tokenizer: bool) -> str:
-    """The folder or hub id behind a model's name; raises ModelLoadError for a folder that lacks something."""
+    """The folder, file or hub id behind a model's name; raises ModelLoadError for a folder that lacks something."""
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
     return find(os.fspath(model), needs_tokenizer=needs_tokenizer)
@@ -125,16 +131,32 @@ def check_shards(source: str, config: EngineConfig) -> None:
     """Raise UnsupportedModelError for a model that cannot be sharded so; nothing but its config is read."""
     options = _lookup_options(source, config, source)
     with _load_errors(f"the model {source!r}"), torch.device("meta"):
-        model_config = AutoConfig.from_pretrained(source, **options)
+        model_config = gguf.config_of(source) if is_gguf(source) else AutoConfig.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     plan_shards(model, config.tensor_parallel_size)
 
 
 def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
-    """Load a model without its tokenizer from a folder or hub id; of several ranks, this one's part."""
+    """Load a model without its tokenizer from a folder, file or hub id; of several ranks, this one's part."""
     options = _lookup_options(source, config, source)
     device = device_of(config) if ranks is None else ranks.device
+    if is_gguf(source):
+        with _no_progress_bars():
+            module = gguf.load_module(source, config, device, is_sharded=ranks is not None)
+    else:
+        module = _load_module(source, config, device, options)
+    head = None if ranks is None else shard_model(module, ranks)
+    identity = source if config.quantization is None else f"{source}:{config.quantization}"
+    return LoadedModel(module.to(device).eval(), None, is_live=False, identity=identity, head=head)
+
+
+def _load_module(source: str, config: EngineConfig, device: torch.device, options: dict[str, Any]) -> Any:
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.quantization is not None and device.type != "cpu":
+        raise ValueError(
+            f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
+            "Leave it out, or set device='cpu'."
+        )
     _refuse_quantised(source, options)
     with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
         module, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
@@ -143,8 +165,10 @@ def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) 
         raise ModelLoadError(
             f"the weights of {source!r} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
         )
-    head = None if ranks is None else shard_model(module, ranks)
-    return LoadedModel(module.to(device).eval(), None, is_live=False, identity=source, head=head)
+    if config.quantization is not None:
+        with torch.inference_mode(False):
+            quantise_model(module, config.quantization)
+    return module
 
 
 def _refuse_quantised(source: str, options: dict[str, Any]) -> None:
@@ -183,6 +207,8 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     with _load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
         if tokenizer is not None:
             return _load_tokenizer(tokenizer, config)
+        if is_gguf(source):
+            return gguf.load_tokenizer(source)
         return AutoTokenizer.from_pretrained(source, **options)
 
 
@@ -200,9 +226,10 @@ def _lookup_options(source: str, config: EngineConfig, name: str | None = None) 
     Args:
         name: of the model, whose revision applies; None for a tokenizer apart from it.
     """
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": os.path.isdir(source)}
+    is_local = os.path.exists(source)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": is_local}
     if name is not None and config.revision is not None:
-        if options["local_files_only"]:
+        if is_local:
             raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
         options["revision"] = config.revision
     return options
@@ -218,6 +245,11 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
     if device.type != parameter.device.type or device.index not in (None, parameter.device.index):
         raise ValueError(
             f"device is {config.device!r}, but the module is on {parameter.device}; leave device at 'auto'."
+        )
+    if config.quantization is not None:
+        raise ValueError(
+            f"quantization is {config.quantization!r}, but a loaded module is its owner's, and quantised weights would "
+            "not follow his changes. Leave it out, or save the module (save_pretrained) and pass the folder."
         )
     if config.revision is not None:
         raise ValueError("revision chooses among a hub model's versions; a loaded module has none.")
@@ -236,6 +268,8 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
     if isinstance(tokenizer, (str, os.PathLike)):
         name = os.fspath(tokenizer)
         source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
+        if is_gguf(source):
+            return gguf.load_tokenizer(source)
         return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config))
     if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
         raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")

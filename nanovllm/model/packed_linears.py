@@ -13,18 +13,21 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.model.module_watch import modules_of
+from nanovllm.model.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
 logger = logging.getLogger("nanovllm")
+
+AnyLinear = nn.Linear | QuantisedLinear
 
 _ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -32,7 +35,7 @@ _ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
 class PackedLinear:
     """Replaces the `forward` of a linear layer whose weight is packed."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+    def __init__(self, linear: AnyLinear, kernels: Kernels) -> None:
         from nanovllm.kernels.packed_product import PackedProduct
 
         self._product = PackedProduct([linear])
@@ -55,7 +58,7 @@ class PackedHead(PackedLinear):
     They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
     """
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+    def __init__(self, linear: AnyLinear, kernels: Kernels) -> None:
         super().__init__(linear, kernels)
         self._call = kernels.linear_unrounded
         self._output = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -89,7 +92,7 @@ class OneDnnLinear:
 
 
 def pack_linear_layers(
-    model: nn.Module, kernels: Kernels | None, *, unshared: Collection[nn.Linear], packed: Collection[nn.Linear]
+    model: nn.Module, kernels: Kernels | None, *, unshared: Collection[nn.Linear], packed: Collection[AnyLinear]
 ) -> None:
     """Pack every linear layer, for our own products if there are kernels, else for oneDNN.
 
@@ -98,13 +101,18 @@ def pack_linear_layers(
         packed: layers that others have packed already.
     """
     one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
-    for linear in modules_of(model):
-        if type(linear) is not nn.Linear or linear in packed:
+    linears: Iterable[Any] = modules_of(model)
+    for linear in linears:
+        if type(linear) not in (nn.Linear, QuantisedLinear) or linear in packed:
             continue
         if kernels is not None and kernels.can_pack([linear]):
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
             vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
-        elif torch.backends.mkldnn.is_available() and linear.weight.dtype in _ONE_DNN_DTYPES:
+        elif (
+            type(linear) is nn.Linear
+            and torch.backends.mkldnn.is_available()
+            and linear.weight.dtype in _ONE_DNN_DTYPES
+        ):
             by_one_dnn, shape = OneDnnLinear(linear), tuple(linear.weight.shape)
             if shape not in one_dnn_is_right:
                 one_dnn_is_right[shape] = by_one_dnn.is_right(linear)
@@ -116,12 +124,22 @@ def pack_linear_layers(
         else:
             continue
         free_weights([linear], unshared)
+    warn_of_dequantising(model)
 
 
-def free_weights(linears: Iterable[nn.Linear], unshared: Collection[nn.Linear]) -> None:
-    """Free the plain weights of the linear layers that share theirs with no other module."""
+def warn_of_dequantising(model: nn.Module) -> None:
+    """Say how many layers run as they are, by dequantising their weights."""
+    slow = [one for one in modules_of(model) if isinstance(one, QuantisedLinear) and one.blocks.numel()]
+    if slow:
+        logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", len(slow))
+
+
+def free_weights(linears: Iterable[AnyLinear], unshared: Collection[nn.Module]) -> None:
+    """Free the weights of packed layers: quantised ones, and plain ones that no other module shares."""
     for linear in linears:
-        if linear in unshared:
+        if isinstance(linear, QuantisedLinear):  # an embedding that shares the blocks keeps them
+            linear.blocks = linear.blocks.new_empty(0, linear.blocks.shape[1])
+        elif linear in unshared:
             linear.weight.data = linear.weight.data.new_empty(0)
 
 

@@ -1,4 +1,4 @@
-"""Where a model is, by its name: the embedded default, a local folder, or an id of the hub; without torch."""
+"""Where a model is, by its name: embedded, a local folder or GGUF file, or an id of the hub; without torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 from nanovllm.errors import ModelLoadError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.model.gguf.file import is_gguf, open_gguf
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def find(name: str, *, needs_tokenizer: bool) -> str:
-    """The folder or hub id behind a name; makes the embedded model, and raises what `find_folder` does."""
+    """The folder, GGUF file or hub id behind a name; makes the embedded model, and raises what `find_folder` does."""
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
     folder = find_folder(name, needs_tokenizer=needs_tokenizer)
@@ -20,13 +21,15 @@ def find(name: str, *, needs_tokenizer: bool) -> str:
 
 
 def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
-    """The folder of this name, None for what can only be a hub id.
+    """The folder or GGUF file of this name, None for what can only be a hub id.
 
-    Raises ModelLoadError for a path to nothing, and for a folder that lacks something.
+    Raises ModelLoadError for a path to nothing, for a folder that lacks something, and for a damaged file.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if files := sorted(folder.glob("*.gguf")):
+                raise ModelLoadError(f"the folder {folder} has no config.json, but GGUF files; name one: {files[0]}.")
             raise ModelLoadError(f"the folder {folder} has no config.json, so it does not hold a transformers model.")
         if not any(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)):
             raise ModelLoadError(f"the folder {folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
@@ -35,8 +38,15 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
                 f"the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); pass tokenizer=..."
             )
         return folder
+    if is_gguf(folder):
+        if needs_tokenizer and not open_gguf(folder).has_tokenizer:
+            raise ModelLoadError(f"{folder} has no tokenizer (tokenizer.ggml.tokens); pass tokenizer=...")
+        return folder
     if folder.exists():
-        raise ModelLoadError(f"{folder} is a file; a model is a folder with config.json, weights and a tokenizer.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelLoadError(f"there is no folder {folder}.")
+        raise ModelLoadError(
+            f"{folder} is a file, but no GGUF file; a model is one, or a folder with config.json, weights and a "
+            "tokenizer."
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.suffix == ".gguf":
+        raise ModelLoadError(f"there is no {'file' if folder.suffix == '.gguf' else 'folder'} {folder}.")
     return None

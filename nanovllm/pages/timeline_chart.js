@@ -219,6 +219,11 @@ class RunChart {
     return place < this.lanes.length ? place : -1;
   }
 
+  /** Index of the step in the middle of the view; the last one of a run that ends before it. */
+  middleStep() {
+    return Math.min(firstFrom(this.run.steps, END, (this.view.start + this.view.end) / 2), this.run.steps.length - 1);
+  }
+
   /** Index of the step at a place: of those within its pixel, the one with most tokens, which is the one drawn; or -1. */
   stepAt(point) {
     if (!point || point.x < LABELS) return -1;

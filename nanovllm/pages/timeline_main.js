@@ -85,7 +85,7 @@ for (const chart of charts) {
   chart.canvas.addEventListener("keydown", (event) => {
     if (!(event.key in KEYS) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    if (KEYS[event.key] === "pin") pinned.pin(chart, firstFrom(chart.run.steps, END, (view.start + view.end) / 2));
+    if (KEYS[event.key] === "pin") pinned.pin(chart, chart.middleStep());
     else ACTIONS[KEYS[event.key]]();
   });
 }

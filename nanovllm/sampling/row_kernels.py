@@ -46,7 +46,7 @@ def load_row_kernels() -> RowKernels | None:
 def first_wrong(row_kernels: RowKernels) -> str | None:
     """What the kernels compute otherwise than torch, in words; None if nothing. On small rows, in milliseconds."""
     generator = torch.Generator("cpu").manual_seed(0)
-    logits = 3 * torch.randn(_NUM_ROWS, _VOCAB_SIZE, generator=generator, device="cpu")
+    logits = 3 * torch.randn(_NUM_ROWS, _VOCAB_SIZE, generator=generator, dtype=torch.float32, device="cpu")
     checks = {
         "draw other tokens": _draws_the_same(row_kernels, logits),
         "measure other log-probabilities": _measures_the_same(row_kernels, logits),

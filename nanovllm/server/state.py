@@ -13,6 +13,7 @@ from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.model.gguf.file import is_gguf
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission
@@ -91,7 +92,10 @@ def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAUL
     """Return the model's name for clients, never its path."""
     if settings.served_model_name is not None:
         return settings.served_model_name
-    return Path(model).resolve().name if Path(model).exists() else str(model)
+    path = Path(model)
+    if is_gguf(path):  # not resolved: a file in the hub's cache is a link to one that is named by its checksum
+        return path.name.removesuffix(".gguf")
+    return path.resolve().name if path.exists() else str(model)
 
 
 def server_state(request: Request) -> ServerState:

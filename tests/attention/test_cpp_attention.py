@@ -121,7 +121,7 @@ def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizer's library is found through g++")
 def test_the_kernels_keep_within_their_memory(tmp_path):
-    """A build with AddressSanitizer, in a process of its own, runs attention, sampling and whole models of two kinds.
+    """A build with AddressSanitizer, in a process of its own, runs attention, sampling, quantised products, models.
 
     All are of one shape, so that there is one build a dtype. What tiles load, the sanitizer does not see.
     """
@@ -129,7 +129,10 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         import torch
         from nanovllm import LLM, SamplingParams
         from nanovllm.kernels import cpp as kernels
+        from nanovllm.model.packed_linears import PackedLinear
+        from nanovllm.model.quantised import FORMATS, QuantisedLinear
         from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
+        from tests.support.quantised import random_blocks
         from tests.support.tiny_models import random_prompts, save_tiny
 
         kernels.FLAGS = (*kernels.FLAGS, "-fsanitize=address", "-O0")
@@ -148,6 +151,10 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
                     params = [SamplingParams(max_tokens=5, **options) if n % 2 else SamplingParams(max_tokens=5)
                               for n in range(6)]
                     llm.generate(prompts, params, use_tqdm=False)
+            for kind in FORMATS:
+                layer = QuantisedLinear(kind, random_blocks(kind, 64, 256), torch.ones(64, dtype=dtype), dtype=dtype)
+                packed = PackedLinear(layer, kernels.load_kernels(dtype, 64, 3))
+                assert all(packed(torch.ones(n, 256, dtype=dtype)).isfinite().all() for n in (1, 2, 3, 4, 5, 33))
         print("no complaints")
     """
     library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)

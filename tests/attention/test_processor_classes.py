@@ -82,6 +82,16 @@ def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
     assert row_kernels.first_wrong(cpp_sampling.load_row_kernels()) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_programs_default_dtype_changes_nothing_of_the_comparison(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert row_kernels.load_row_kernels() is not None
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_whole_model_answers_as_transformers_does_in_the_least_class(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, CLASSES[-1])
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O1"))  # half of the time

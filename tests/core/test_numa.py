@@ -96,12 +96,19 @@ def test_one_engine_takes_the_node_with_the_most_free_memory():
     assert node_for_one([], range(4), 4, {}) is None
 
 
+def test_one_engine_takes_no_node_with_less_than_half_the_cores():
+    quarters = [Node(number, frozenset(range(2 * number, 2 * number + 2)), 2**30) for number in range(4)]
+    assert node_for_one(quarters, range(8), 8, {}) is None
+    assert node_for_one(quarters[:2], range(4), 4, {}) is quarters[0]
+
+
 @pytest.mark.parametrize("variable", numa.PLACING)
 def test_who_places_threads_himself_is_left_alone(variable):
     nodes = two_nodes()
     assert node_for_one(nodes, range(8), 8, {variable: "close"}) is None
     assert node_for_one(nodes, range(6), 8, {}) is None  # an affinity, as by taskset or numactl
     assert node_for_one(nodes, range(8), 8, {"OMP_NUM_THREADS": "6"}) is None
+    assert node_for_one(nodes, range(8), 8, {"OMP_NUM_THREADS": "6,2"}) is None
     assert node_for_one(nodes, range(8), 8, {"OMP_NUM_THREADS": "4"}) is nodes[0]
 
 
@@ -113,12 +120,73 @@ def test_the_process_stays_there_and_says_so(monkeypatch, tmp_path, caplog):
     for name in (*numa.PLACING, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        stay_on_one_node(write_nodes(tmp_path / "two", ["0-3", "4-7"], free=[5, 500]))
-        stay_on_one_node(write_nodes(tmp_path / "one", ["0-7"]))
+        process = write_process(tmp_path / "self")
+        stay_on_one_node(write_nodes(tmp_path / "two", ["0-3", "4-7"], free=[5, 500]), process)
+        stay_on_one_node(write_nodes(tmp_path / "one", ["0-7"]), process)
     assert set_to == [{4, 5, 6, 7}]
     assert [record.message for record in caplog.records] == [
         "the engine stays on NUMA node 1 of 2, 4 cores: data_parallel_size=2 uses all nodes, a replica on each"
     ]
+
+
+def write_process(folder: Path, mems: str = "0-1", policy: str = "default") -> Path:
+    """A folder as /proc/self."""
+    folder.mkdir(parents=True)
+    (folder / "status").write_text(f"Name:\tpython\nMems_allowed_list:\t{mems}\nvoluntary_ctxt_switches:\t1\n")
+    (folder / "numa_maps").write_text(f"5586e5255000 {policy} file=/usr/bin/python3 mapped=2\n5586 default anon=1\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cores", "process", "expected"),
+    [
+        (range(8), {}, {4, 5, 6, 7}),
+        (range(8), {"mems": "0"}, None),  # a container with the cores of both, and the memory of one
+        (range(4), {}, None),  # a container that shows its own cores as the machine's, and all nodes
+        ([0, 1, 4, 5, 6], {}, {4, 5, 6}),
+        (range(8), {"policy": "interleave:0-1"}, None),
+        (range(8), {"policy": "bind:0"}, None),
+    ],
+)
+def test_a_node_is_left_out_where_it_may_not_be_used(monkeypatch, tmp_path, cores, process, expected):
+    set_to = []
+    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(numa.os, "cpu_count", lambda: len(cores))
+    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda _, given: set_to.append(given))
+    for name in (*numa.PLACING, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    root = write_nodes(tmp_path / "nodes", ["0-3", "4-7"], free=[5, 500])
+    stay_on_one_node(root, write_process(tmp_path / "self", **process))
+    assert set_to == ([] if expected is None else [expected])
+
+
+def test_a_process_that_may_not_move_starts_all_the_same(monkeypatch, tmp_path, caplog):
+    def refuse(_, cores):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(numa.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(numa.os, "sched_setaffinity", refuse)
+    for name in (*numa.PLACING, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    stay_on_one_node(write_nodes(tmp_path / "nodes", ["0-3", "4-7"]), write_process(tmp_path / "self"))
+    assert not caplog.records  # nothing claims that it stays
+
+
+@pytest.mark.skipif(not (numa.PROCESS / "numa_maps").exists(), reason="the system tells no policy for memory")
+def test_a_policy_for_memory_is_seen_by_the_process_itself():
+    """As numactl sets it; one node is enough."""
+    script = (
+        "import ctypes, platform\nfrom nanovllm.numa import has_memory_policy\nprint(has_memory_policy())\n"
+        "number = {'x86_64': 238, 'aarch64': 237}[platform.machine()]\nmask = ctypes.c_ulong(1)\n"
+        "is_refused = ctypes.CDLL(None).syscall(number, 3, ctypes.byref(mask), 64)\n"
+        "print('refused' if is_refused else has_memory_policy())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    if after == "refused":  # as containers do by default
+        pytest.skip("a process may not set a policy for memory here")
+    assert (before, after) == ("False", "True")
 
 
 @pytest.mark.parametrize(
@@ -144,11 +212,12 @@ def test_only_an_engine_that_is_alone_on_the_cpu_stays_on_a_node(monkeypatch, tm
 def test_threads_of_pytorch_follow_the_node(tmp_path):
     """In a process of its own, over a folder that puts each core on a node of its own."""
     cores = sorted(os.sched_getaffinity(0))
-    root = write_nodes(tmp_path, [str(core) for core in cores])
+    root = write_nodes(tmp_path / "nodes", [str(core) for core in cores])
+    process = write_process(tmp_path / "self", f"0-{len(cores)}")
     script = (
         f"import os\nfrom pathlib import Path\nos.cpu_count = lambda: {len(cores)}\n"
         "from nanovllm.numa import stay_on_one_node\n"
-        f"stay_on_one_node(Path({str(root)!r}))\nimport torch\n"
+        f"stay_on_one_node(Path({str(root)!r}), Path({str(process)!r}))\nimport torch\n"
         "print(torch.get_num_threads(), len(os.sched_getaffinity(0)))"
     )
     environment = {name: value for name, value in os.environ.items() if name not in (*numa.PLACING, "OMP_NUM_THREADS")}

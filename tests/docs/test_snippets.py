@@ -21,7 +21,8 @@ import torch
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from tests.support.forked_commands import ForkedCommands
 from tests.support.pages import PAGES, ROOT, Snippet, snippets
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import save_tiny, tiny_model
 
 SHELL, PYTHON = ("bash", "sh"), ("python",)
 RUN = (*SHELL, *PYTHON)
@@ -68,6 +69,7 @@ def models(tmp_path_factory) -> Path:
             save_tiny(folder / name, family, vocab_size=49_152, dtype=torch.bfloat16)  # the ids of workloads
         else:
             (folder / name).symlink_to(ensure_default_model())
+    write_gguf(folder / "model.gguf", tiny_model())
     return folder
 
 

@@ -228,23 +228,29 @@ SPACED = [
 ]
 
 
+def is_document(form: StructuredOutput, text: str) -> bool:
+    matcher = grammars().matcher(form).copy()
+    try:
+        for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
+            matcher.consume(token_id)
+    except GrammarError:
+        return False
+    return bool(matcher.is_complete())
+
+
 @pytest.mark.parametrize("is_object", [True, False], ids=["json_object", "json_schema"])
 @pytest.mark.parametrize(("more", "good", "bad"), SPACED)
 def test_white_space_has_an_end_unless_the_schema_says_otherwise(more, good, bad, is_object):
     form = StructuredOutput(json_object=True) if is_object and not more else StructuredOutput(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}} | more
     )  # fmt: skip
+    assert all(is_document(form, text) for text in good) and not any(is_document(form, text) for text in bad)
 
-    def accepts(text: str) -> bool:
-        matcher = grammars().matcher(form).copy()
-        try:
-            for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
-                matcher.consume(token_id)
-        except GrammarError:
-            return False
-        return matcher.is_complete()
 
-    assert all(map(accepts, good)) and not any(map(accepts, bad))
+def test_white_space_of_any_document_has_an_end_too():
+    form = StructuredOutput(json_schema=True)
+    assert is_document(form, INDENTED) and is_document(form, "[1, 2]")
+    assert not is_document(form, '{\n\n"a":1}') and not is_document(form, "[" + " " * 25 + "1]")
 
 
 def test_threads_compile_side_by_side():

@@ -348,9 +348,11 @@ HUB = {
 ELSEWHERE = {
     REPLICAS: {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
-        "structured_output": "test_structured_replicas",
+        "structured_output": "test_structured_replicas", "quantization": "test_quantised_models",
+        "a GGUF file as model": "test_gguf_in_processes",
     } | HUB,
     TENSOR_PARALLEL: {
+        "a GGUF file as model": "test_gguf_in_processes",
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
         "structured_output": "test_tensor_parallel",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",

@@ -339,6 +339,8 @@ KEPT_OPEN: list[tuple[dict[str, Any], str]] = [
         },
         '{"x":{"name":"a","more":1}}',
     ),
+    ({"properties": OPEN, "if": {"required": ["name"]}, "then": {"properties": {"more": {}}}}, '{"name":"a","more":1}'),
+    ({"properties": OPEN, "dependentSchemas": {"name": {"properties": {"more": {}}}}}, '{"name":"a","more":1}'),
 ]
 
 
@@ -355,3 +357,22 @@ def test_objects_whose_schema_says_otherwise_take_others(schema, good):
     setting, tool = setting_of("hermes"), {"type": "function", "function": {"name": "f", "parameters": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
     assert setting.accepts(Demand(tools=[tool], must_call=True), call % good)
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"properties": {"a": {}}, "required": 5}, "required"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "required"),
+        ({"properties": 5}, "properties"),
+    ],
+)
+@pytest.mark.parametrize("format_", ["hermes", "qwen_xml", "glm"])
+def test_parameters_that_are_no_schema_are_named_in_the_error(format_, schema, what):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    demand, setting = Demand(tools=[tool], must_call=True), setting_of(format_)
+    compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
+    with pytest.raises((ApiError, ValueError)) as found, named_by("tools", demand):
+        compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
+    message = str(getattr(found.value, "message", found.value))
+    assert message.startswith("tools: the parameters of 'f'") and what in message

@@ -71,6 +71,7 @@ def test_streams_refusals_and_clients_that_leave_have_their_line(running, log):
         body = json.dumps(BODY | {"stream": True})
         headers = {"Authorization": "Bearer secret-b", "Content-Type": "application/json"}
         assert http.post("/v1/completions", content=body, headers=headers).text.endswith("[DONE]\n\n")
+        accesses(log, 1)  # a stream's line is written behind its end
         assert http.post("/v1/completions", json=BODY).status_code == 401
         wrong = http.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer x", "x-request-id": "w"})
         assert wrong.status_code == 401 and wrong.headers["x-request-id"] == "w"

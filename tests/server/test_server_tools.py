@@ -76,6 +76,8 @@ ANSWERS = [
     ("seed", "So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n"
              "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n"
              "</function>\n</seed:tool_call>", "So.", [("weather", PARIS | {"days": 3}), ("time", {})]),
+    ("seed", "<seed:tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+             "</seed:tool_call>", "", [("weather", {"city": "\nParis\n"})]),  # no line breaks of its tags
     ("glm", "So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
             "<arg_value>3</arg_value>\n</tool_call>", "So.", [("weather", PARIS | {"days": 3})]),
     ("glm", "<tool_call>time\n</tool_call><tool_call>time</tool_call>", "", [("time", {}), ("time", {})]),

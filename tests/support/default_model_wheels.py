@@ -63,6 +63,7 @@ def write_tiny_gguf(path: Path) -> Path:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"]
     tokens = [*special, *sorted(ByteLevel.alphabet()), "he", "hel", "12"]
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
     writer.add_token_merges(["h e", "he l", "1 2"])

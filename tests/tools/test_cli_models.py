@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from huggingface_hub import constants
 
 from nanovllm.cli.main import main
 from nanovllm.model.default_model import default_folder
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import save_tiny, tiny_model
 
 
 def cache_model(hub: Path, name: str) -> Path:
@@ -31,7 +33,10 @@ def hub(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
     (tmp_path / "hub").mkdir()
     save_tiny(cache_model(tmp_path / "hub", "own/tiny"))
-    (cache_model(tmp_path / "hub", "own/packed") / "model.Q4_0.gguf").write_bytes(b"GGUF")
+    packed = cache_model(tmp_path / "hub", "own/packed")
+    write_gguf(packed / "model.Q8_0.gguf", tiny_model(head_dim=64))
+    (packed / "model.Q4_0.gguf").write_bytes(b"GGUF")
+    (packed / "model-00002-of-00002.gguf").write_bytes(b"GGUF")
     partial = cache_model(tmp_path / "hub", "own/partial")
     (partial / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}')
     return tmp_path / "hub"
@@ -44,13 +49,26 @@ def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
 
 def test_what_the_cache_holds_is_listed_with_its_state(hub, capsys):
     found = listed(capsys)
-    assert list(found) == ["smollm2-135m-instruct", "own/packed", "own/partial", "own/tiny"]
+    files = [name for name in found if name.endswith(".gguf")]
+    assert [Path(name).name for name in files] == ["model.Q4_0.gguf", "model.Q8_0.gguf"]
+    assert list(found) == ["smollm2-135m-instruct", *files, "own/partial", "own/tiny"]
+    assert "GGUF, which is not read: is truncated or damaged" in found[files[0]]["state"]
+    of_file = found[files[1]]
+    assert (of_file["state"], of_file["architecture"], of_file["context"]) == ("ready", "LlamaForCausalLM", 2048)
     assert "93 MB" in found["smollm2-135m-instruct"]["state"]
     assert found["own/tiny"]["state"] == "ready"
     assert (found["own/tiny"]["architecture"], found["own/tiny"]["context"]) == ("LlamaForCausalLM", 2048)
     assert found["own/tiny"]["size"] > 100_000
     assert "model.safetensors is missing" in found["own/partial"]["state"]
-    assert "GGUF" in found["own/packed"]["state"]
+
+
+def test_a_split_file_is_as_large_as_its_parts(hub, capsys):
+    folder = next(hub.glob("models--own--packed/snapshots/*"))
+    first, second = (folder / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
+    first.write_bytes((folder / "model.Q8_0.gguf").read_bytes())
+    second.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(10_000))
+    of_file = listed(capsys)[str(first)]
+    assert (of_file["state"], of_file["size"]) == ("ready", first.stat().st_size + second.stat().st_size)
 
 
 def test_the_default_is_ready_once_it_is_there(hub, capsys):

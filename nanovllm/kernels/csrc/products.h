@@ -8,22 +8,25 @@
 // in these, 32 rows at a time.
 #pragma once
 
+#include "few_rows.h"
 #include "tiles.h"
-#include "vectors.h"
 
 namespace {
 
-constexpr int kPanel = 2 * kLanes;                      // outputs
-constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;     // depth that is multiplied at once
 constexpr int kRowsAtOnce = 12;                         // 24 vectors of sums, and room for the operands
 constexpr int kRowsOfTiles = 2 * kTileRows;             // the same, in matrix tiles
 constexpr int64_t kRowsOfTask = 384;                    // few enough that their activations stay in the cache
 
 struct Product {
-  const Element* weight;  // packed
-  const Element* bias;    // [num_outputs] or null
-  int64_t num_outputs;    // a multiple of kPanel
-  int64_t depth;          // a multiple of kStep
+  const char* weight;   // packed panels
+  const Element* bias;  // [num_outputs] or null
+  int64_t num_outputs;  // a multiple of kPanel
+  int64_t depth;        // a multiple of kStep, and of each kind's runs
+  const Panel* panels;  // null if all are plain
+
+  Panel panel(int64_t number) const {
+    return panels != nullptr ? panels[number] : Panel{number * kPanel * depth * (int64_t)sizeof(Element), kPlain};
+  }
 };
 
 // Rows of a product: element k of row i is element k % kStep at i * row_stride + k / kStep * step_stride.
@@ -36,13 +39,6 @@ struct Operand {
 inline bool suits_tiles(const Operand& operand, int64_t num_steps) {
   return kStep == 2 && kTilesAreThere && operand.step_stride == kStep && num_steps % kTileSteps == 0;
 }
-
-// Sixteen outputs' elements of one step.
-[[maybe_unused]] inline void store_step(bfloat16* to, Floats first, Floats second) {
-  store_pairs(to, rounded(first), rounded(second));
-}
-
-[[maybe_unused]] inline void store_step(float* to, Floats only, Floats) { store(to, only); }
 
 // sums[row][output of the panel], for kRows rows. Meanwhile `next_panel` is fetched, unless it is null.
 template <int kRows, bool kFetches>
@@ -126,27 +122,39 @@ void multiply(const Product& product, const Element* rows, int64_t num_rows, int
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
   const bool suits = suits_tiles({rows, depth, kStep}, depth / kStep);
   const int64_t at_once = suits ? kRowsOfTiles : kRowsAtOnce;
+  const bool are_few = product.panels != nullptr && num_rows <= kFewRows && depth % kRunOfRows == 0;
+  if (are_few) integer_rows().fill(rows, (int)num_rows, depth);
   Tiles tiles;
   const int64_t num_parts = parts_of(num_rows, num_panels, num_threads, at_once);
 #pragma omp for schedule(static) collapse(2)
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t number = 0; number < num_panels; ++number) {
       const int64_t begin = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - begin;
-      const Element* panel = product.weight + number * kPanel * depth;
-      const Element* next_panel = number + 1 < num_panels ? panel + kPanel * depth : nullptr;
+      const auto [offset, kind] = product.panel(number);
+      const char* packed = product.weight + offset;
+      const char* next = number + 1 < num_panels ? product.weight + product.panel(number + 1).offset : nullptr;
+      const bool is_integer = are_few && kind != kPlain;
+      const Element* panel =
+          kind == kPlain || is_integer ? (const Element*)packed : widened(kind, packed, depth);
+      const Element* next_panel = kind == kPlain ? (const Element*)next : nullptr;
       const int64_t first_output = number * kPanel;
-      Floats low_bias = {}, high_bias = {};
+      Floats low_scale = Floats{} + 1.0f, high_scale = low_scale, low_bias = {}, high_bias = {};
+      if (kind == kBytes)
+        low_scale = load((const float*)packed), high_scale = load((const float*)packed + kLanes);
       if (product.bias != nullptr)
         low_bias = load(product.bias + first_output), high_bias = load(product.bias + first_output + kLanes);
       alignas(64) float sums[kRowsOfTiles * kPanel];
       const int64_t num_blocks = (count + at_once - 1) / at_once;  // of nearly equal size
       for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = begin + count * block / num_blocks, end = begin + count * (block + 1) / num_blocks;
-        multiply_rows(tiles, suits, (int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
-                      block == 0 ? next_panel : nullptr, sums);
+        if (is_integer)
+          multiply_few(kind, packed, depth, integer_rows().rows, (int)num_rows, sums);
+        else
+          multiply_rows(tiles, suits, (int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
+                        block == 0 ? next_panel : nullptr, sums);
         for (int64_t row = first; row < end; ++row) {
           const float* at = sums + (row - first) * kPanel;
-          take(row, first_output, load(at) + low_bias, load(at + kLanes) + high_bias);
+          take(row, first_output, load(at) * low_scale + low_bias, load(at + kLanes) * high_scale + high_bias);
         }
       }
     }

@@ -1,7 +1,7 @@
 // Vectors of 16 floats, and their exchange with memory of the model's ELEMENT type (float or bfloat16).
 #pragma once
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -10,6 +10,11 @@
 namespace {
 
 using Element = ELEMENT;
+
+#define ALL_LANES(f) \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+#define UPPER_LANES(f) \
+  f(16), f(17), f(18), f(19), f(20), f(21), f(22), f(23), f(24), f(25), f(26), f(27), f(28), f(29), f(30), f(31)
 
 inline Halves rounded(Floats values) {
 #ifdef __AVX512BF16__
@@ -34,6 +39,21 @@ inline void store_pairs(bfloat16* to, Halves first, Halves second) {
   std::memcpy(to, &pairs, sizeof(pairs));
 }
 
+// Sixteen outputs' elements of one step of a packed panel: two neighbours along the depth in bfloat16, else one.
+[[maybe_unused]] inline void store_step(bfloat16* to, Floats first, Floats second) {
+#ifdef __AVX512BF16__
+  constexpr auto in_turn = [](int at) { return at / 2 + at % 2 * kLanes; };
+  using Twice = uint16_t __attribute__((vector_size(4 * kLanes)));
+  const Twice halves = (Twice)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  const Twice pairs = __builtin_shufflevector(halves, halves, ALL_LANES(in_turn), UPPER_LANES(in_turn));
+  std::memcpy(to, &pairs, sizeof(pairs));
+#else
+  store_pairs(to, rounded(first), rounded(second));
+#endif
+}
+
+[[maybe_unused]] inline void store_step(float* to, Floats only, Floats) { store(to, only); }
+
 // All lanes in one, by halves: the compiler may not reorder a plain loop's operations.
 template <class Join>
 inline float join_lanes(Floats values, const Join& join) {
@@ -56,9 +76,6 @@ inline float largest(Floats values) {
 
 // Lane i of the result is the sum of all lanes of values[i]. Halves the number of vectors and the lanes left to add in
 // each of four rounds; `values` is used up.
-#define ALL_LANES(f) \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-
 template <int kDistance>
 inline Floats add_halves(Floats a, Floats b) {
   constexpr auto of_a = [](int lane) { return (lane & kDistance) == 0; };

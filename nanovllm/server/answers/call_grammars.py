@@ -45,6 +45,7 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return schema
 
 
+_COMPOSING = frozenset({"allOf", "if", "dependentSchemas"})
 _OPEN = frozenset({
     "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "anyOf", "oneOf", "$ref",
 })  # fmt: skip
@@ -68,19 +69,17 @@ def _closed(schema: Any) -> Any:
     for key in ("prefixItems",) if properties else ("prefixItems", "anyOf", "oneOf"):
         if isinstance(own := schema.get(key), list):
             found[key] = [_closed(inner) for inner in own]
-    if (
-        isinstance(properties, dict)
-        and not _OPEN & schema.keys()
-        and properties.keys() >= set(schema.get("required") or ())
-    ):
-        found["additionalProperties"] = False
+    if isinstance(properties, dict) and not _OPEN & schema.keys():
+        required = schema.get("required", [])
+        if isinstance(required, list) and all(name in list(properties) for name in required):
+            found["additionalProperties"] = False
     return found
 
 
 def _is_composed(value: Any) -> bool:
     """Whether objects of the schema are described in several places, which each allow what the others name."""
     if isinstance(value, dict):
-        if "allOf" in value or {"$ref", "properties"} <= value.keys():
+        if _COMPOSING & value.keys() or {"$ref", "properties"} <= value.keys():
             return True
         return any(map(_is_composed, value.values()))
     return isinstance(value, list) and any(map(_is_composed, value))
@@ -160,16 +159,21 @@ def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def _arguments(rules: Rules, tool: Tool, opening: Callable[[str], str] | None, closing: str) -> str:
-    """Arguments between tags, in the order of the schema; raises ValueError for a schema without properties to name.
+    """Arguments between tags, in the order of the schema; raises ValueError for one without properties to name.
 
     Args:
         opening: the text before a value; None for GLM's two tags.
     """
     function, schema = tool["function"], parameters_of(tool)
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    problem = f"tools: the parameters of {function['name']!r} have "
+    if not isinstance(properties, dict):
+        raise ValueError(f"{problem}{properties!r} as properties; they must be an object.")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"{problem}{required!r} as required; it must be a list of names.")
     if function.get("strict") and (unknown := sorted({"anyOf", "oneOf", "allOf", "$ref", "not"} & schema.keys())):
         raise ValueError(
-            f"tools: the parameters of {function['name']!r} have {unknown[0]!r} at their root, and this model writes "
+            f"{problem}{unknown[0]!r} at their root, and this model writes "
             "arguments by name. List them in properties, or leave strict out."
         )
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}

@@ -32,6 +32,7 @@ class QwenReader:
 
     OPEN = "<tool_call>"
     MARKERS: tuple[str, ...] = (OPEN, "<function=")
+    TRIMS = True  # whether values stand on lines of their own
     _END = re.compile(r"</function>\s*</tool_call>")
     _NAME = re.compile(r"\s*<function=([^>\n]+)>")
     _ARGUMENT = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|$))", re.DOTALL)
@@ -55,7 +56,7 @@ class QwenReader:
         found = self._ARGUMENT.findall(inner)
         if not found and inner.partition("</function>")[0].strip():  # arguments of another form
             return [], end
-        return [(name, _typed(found, self._tools.get(name)))], end
+        return [(name, _typed(found, self._tools.get(name), trims=self.TRIMS))], end
 
     def _end_of(self, text: str, *, is_tagged: bool, is_last: bool) -> int | None:
         if is_tagged and (found := self._END.search(text)):
@@ -69,6 +70,7 @@ class SeedReader(QwenReader):
 
     OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
     MARKERS = (OPEN,)
+    TRIMS = False
     _END = re.compile(r"</function>\s*</seed:tool_call>")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from nanovllm.model.gguf.file import is_gguf
 from nanovllm.tools.bench.replay import Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 
@@ -190,8 +191,8 @@ class TransformersContinuous(_TransformersModel):
 class LlamaCpp:
     """llama.cpp through `llama-cpp-python`: one request at a time, in order of arrival.
 
-    Options: gguf (the same model as a GGUF file; required) and those of `llama_cpp.Llama`. The prefix shared with the
-    previous request is reused.
+    Options: gguf (the same model as a GGUF file; required unless the model is one) and those of `llama_cpp.Llama`. The
+    prefix shared with the previous request is reused.
     """
 
     takes_arrivals = True
@@ -203,9 +204,10 @@ class LlamaCpp:
         self._options = {"n_ctx": longest + 1, "verbose": False} | options
         options = dict(self._options)
         options.pop("dtype", None)  # fixed by the file
-        if "gguf" not in options:
+        file = options.pop("gguf", model if is_gguf(model) else None)
+        if file is None:
             raise ValueError("llama.cpp needs the model as a GGUF file: --engines llama.cpp:gguf=FILE.")
-        self._llm = Llama(options.pop("gguf"), **options)
+        self._llm = Llama(file, **options)
 
     def prepare(self, workload: Workload) -> None:
         self._llm.reset()

@@ -250,6 +250,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         residuals=residuals(samples, cost_model),
         cost_model=cost_model,
         tensor_parallel_size=config.tensor_parallel_size,
+        quantization=config.quantization,
         cache_groups=tuple((g.window, g.chunk, g.block_bytes // config.block_size) for g in groups_of(engine)),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.model.gguf.file import is_gguf
 
 
 def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
@@ -21,13 +22,17 @@ def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
     import torch
 
     from nanovllm.attention.flash import has_tried_version, missing_for_flash
+    from nanovllm.model.gguf.loading import config_of
 
     if not (has_tried_version() and torch.cuda.is_available()):
         return False
     from transformers import AutoConfig
 
-    remote = {name: fixed[name] for name in ("revision", "trust_remote_code") if name in fixed}
-    config = AutoConfig.from_pretrained(model, **remote).get_text_config(decoder=True)
+    if is_gguf(model):
+        config = config_of(model)
+    else:
+        remote = {name: fixed[name] for name in ("revision", "trust_remote_code") if name in fixed}
+        config = AutoConfig.from_pretrained(model, **remote).get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = fixed.get("dtype", "auto")
     if dtype == "auto":

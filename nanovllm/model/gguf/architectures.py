@@ -1,0 +1,146 @@
+"""What a GGUF file's names mean in `transformers`, for each architecture that is read; without torch.
+
+The mappings of `transformers` leave out keys that change the result (head sizes, rotary scaling, soft-caps), and differ
+among its releases. Here every key and tensor has a meaning or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Key of the metadata, after the architecture's name -> field of the config.
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+# Read by `config.py` with a rule of their own, or of no effect on the result.
+KEYS_WITH_RULES = frozenset(
+    {
+        "vocab_size",
+        "attention.key_length",
+        "attention.value_length",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.finetuned",
+        "rope.scale_linear",
+    }
+)
+# Harmless at these values, which llama.cpp writes for dense models too; refused at others.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "use_parallel_residual": (False,),
+    "tensor_data_layout": ("Meta AI original pth",),  # the permuted rows of q and k, said of old files
+}
+# Name of a layer's tensor, after "blk.N." -> module of the layer.
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the files of one architecture are read.
+
+    model_type, class_name: of `transformers`.
+    keys: of the metadata -> field of the config.
+    special: keys that `config.py` reads for this architecture alone.
+    layer: tensors of a layer -> its modules.
+    fixed: fields of the config that no key states.
+    permutes_heads: rows of q and k lie as llama.cpp's rotary embedding pairs them.
+    norms_from_zero: the module adds 1 to the weights of its norms, which the file has added already.
+    """
+
+    model_type: str
+    class_name: str
+    keys: Mapping[str, str] = field(default_factory=lambda: _KEYS)
+    special: frozenset[str] = frozenset()
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    permutes_heads: bool = False
+    norms_from_zero: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", permutes_heads=True),
+    "granite": Architecture(
+        "granite",
+        "GraniteForCausalLM",
+        keys=_KEYS
+        | {
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        permutes_heads=True,
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", layer=_LAYER | _HEAD_NORMS),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        keys=_KEYS
+        | {
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        layer=_LAYER | _HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", norms_from_zero=True),
+    "gemma2": Architecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        keys=_KEYS | _WINDOW | _SOFTCAPS,
+        layer=_LAYER | _NORMS_AFTER,
+        norms_from_zero=True,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        keys=_KEYS | _WINDOW | _SOFTCAPS,
+        special=frozenset(
+            {"rope.freq_base_swa", "attention.sliding_window_pattern", "mm.tokens_per_image"}  # the last: of pictures
+        ),
+        layer=_LAYER | _HEAD_NORMS | _NORMS_AFTER,
+        norms_from_zero=True,
+    ),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        keys=_KEYS | _WINDOW,
+        layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+}

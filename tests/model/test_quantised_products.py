@@ -1,0 +1,146 @@
+"""The kernels' products with quantised weights, beside those with the dequantised ones."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm.kernels import cpp
+from nanovllm.kernels.cpp import Kernels, load_kernels
+from nanovllm.kernels.packed_product import PackedProduct, can_pack
+from nanovllm.model.packed_linears import PackedHead, PackedLinear
+from nanovllm.model.quantised import FORMATS, QuantisedLinear
+from tests.support.quantised import random_blocks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")
+NUM_ROWS = [1, 2, 3, 4, 5, 12, 33, 400]
+FEW_ROWS = 4  # that are multiplied as integers, in bfloat16
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def kernels(request) -> Kernels:
+    return load_kernels(request.param, 64, 3)
+
+
+def layer(kind: str, dtype: torch.dtype, num_outputs: int = 160, depth: int = 512, *, bias: bool = True):
+    vector = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).to(dtype) if bias else None
+    return QuantisedLinear.from_blocks(kind, random_blocks(kind, num_outputs, depth), vector, dtype=dtype)
+
+
+def plain(quantised: QuantisedLinear) -> nn.Linear:
+    """The same with dequantised weights."""
+    linear = nn.Linear(quantised.in_features, quantised.out_features, bias=quantised.bias is not None)
+    linear.weight.data = quantised.dequantise()
+    if quantised.bias is not None:
+        linear.bias.data = quantised.bias.data
+    return linear.to(quantised.dtype)
+
+
+def rows_of(num_rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
+    """Bit for bit in float32 and for many rows, but for int8, whose scale is multiplied with the sums.
+
+    In bfloat16 few rows are multiplied as integers, closer to the exact product than bfloat16 weights are.
+    """
+    quantised = layer(kind, kernels.dtype)
+    own, other = PackedHead(quantised, kernels), PackedHead(plain(quantised), kernels)
+    exact = quantised.dequantise().double()
+    with torch.no_grad():
+        for num_rows in NUM_ROWS:
+            rows = rows_of(num_rows, 512, kernels.dtype)
+            expected = rows.double() @ exact.T + quantised.bias.double()
+            error = (own(rows).double() - expected).abs().max() / expected.abs().max()
+            if kind == "int8" or kernels.dtype == torch.float32:
+                assert error < (3e-6 if kernels.dtype == torch.float32 else 2e-4)
+            elif num_rows <= FEW_ROWS:
+                assert error < 2e-4 or torch.equal(own(rows), other(rows))  # a processor without VNNI
+            else:
+                assert torch.equal(own(rows), other(rows)) and error < 0.02
+            if kind != "int8" and kernels.dtype == torch.float32:
+                assert torch.equal(own(rows), other(rows))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_row_is_the_same_among_others_on_any_number_of_threads(kind, num_threads, kernels):
+    """In bfloat16 among few others, and among many others."""
+    quantised = layer(kind, kernels.dtype, bias=False)
+    head, rows, before = PackedHead(quantised, kernels), rows_of(40, 512, kernels.dtype), torch.get_num_threads()
+
+    def by(size: int, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head(part).clone() for part in rows.split(size)])
+
+    try:
+        torch.set_num_threads(num_threads)
+        assert head(rows).dtype == torch.float32
+        assert torch.equal(by(40, rows), by(FEW_ROWS + 1, rows))
+        assert torch.equal(by(FEW_ROWS, rows), by(1, rows))
+        if kernels.dtype == torch.float32:
+            assert torch.equal(by(40, rows), by(1, rows))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_that_are_nothing_or_no_number_stay_so(kind, kernels):
+    head, rows = PackedHead(layer(kind, kernels.dtype), kernels), rows_of(3, 512, kernels.dtype)
+    rows[0], rows[1, 7] = 0, torch.inf
+    output = head(rows)
+    assert torch.equal(output[0], layer(kind, kernels.dtype).bias.float())
+    assert not output[1].isfinite().any() and output[2].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [1e-30, 1e-36, 1e-38])
+def test_tiny_activations_are_no_nan(kind, size, kernels):
+    """The products of few rows scale each row by its largest number, whose inverse may be infinite."""
+    quantised, rows = layer(kind, kernels.dtype, bias=False), rows_of(3, 512, torch.float32) * size
+    output = PackedHead(quantised, kernels)(rows.to(kernels.dtype))
+    expected = rows.to(kernels.dtype).double() @ quantised.dequantise().double().T
+    assert (output.double() - expected).abs().max() < max(0.03 * expected.abs().max(), 1e-36)
+
+
+def test_layers_of_several_kinds_lie_side_by_side(kernels):
+    """As q, k and v of many files do; a plain one among them as well."""
+    dtype = kernels.dtype
+    layers = [layer("Q4_K", dtype), layer("Q6_K", dtype), plain(layer("Q8_0", dtype)), layer("int8", dtype, bias=False)]
+    assert kernels.can_pack(layers)
+    rows, product = rows_of(20, 512, dtype), PackedProduct(layers)
+    output = torch.empty(20, 640, dtype=dtype)
+    kernels.linear(ctypes.byref(product.struct), rows.data_ptr(), output.data_ptr(), 20, 2)
+    with torch.no_grad():
+        joined = [PackedLinear(one, kernels)(rows) for one in layers]
+    assert torch.equal(output, torch.cat(joined, dim=1))
+
+
+def test_what_cannot_lie_side_by_side_is_not_packed():
+    four, eight = layer("Q4_0", torch.float32), layer("Q8_0", torch.float32)
+    assert can_pack([four, four], torch.float32, interleave=True)
+    assert not can_pack([four, eight], torch.float32, interleave=True)
+    assert not can_pack([four], torch.bfloat16)
+    assert not can_pack([layer("Q4_0", torch.float32, 48), layer("Q8_0", torch.float32, 16)], torch.float32)
+    assert can_pack([layer("Q4_0", torch.float32, 48), layer("Q4_0", torch.float32, 16)], torch.float32)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize("flags", ["-mno-amx-bf16 -mno-amx-int8", "-mno-avx512f"])
+def test_a_processor_without_the_newest_instructions_computes_the_same(monkeypatch, flags):
+    monkeypatch.setattr(cpp, "FLAGS", (*cpp.FLAGS, *flags.split()))
+    kernels = load_kernels(torch.bfloat16, 64, 3)
+    for kind in FORMATS:
+        quantised = layer(kind, torch.bfloat16)
+        exact = quantised.dequantise().double()
+        for num_rows in (1, 20):
+            rows = rows_of(num_rows, 512, torch.bfloat16)
+            expected = rows.double() @ exact.T + quantised.bias.double()
+            with torch.no_grad():
+                own = PackedLinear(quantised, kernels)(rows).double()
+            assert (own - expected).abs().max() < 0.01 * expected.abs().max()

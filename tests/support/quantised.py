@@ -1,0 +1,25 @@
+"""Quantised weights made of random bytes."""
+
+import torch
+
+from nanovllm.model.quantised import FORMATS
+
+# Where the float16 scales of a block lie, by kind.
+_SCALES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+
+
+def random_blocks(kind: str, num_rows: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
+    """[num_rows, bytes a row] uint8: every bit random but for scales, which are of the size of a model's."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (num_rows, FORMATS[kind].row_bytes(in_features)), generator=generator).to(torch.uint8)
+    if kind == "int8":
+        scales = 0.001 + 0.001 * torch.rand(num_rows, 1, generator=generator)
+        blocks[:, :4] = scales.view(torch.uint8)
+        return blocks
+    each = blocks.view(-1, FORMATS[kind].num_bytes)
+    for at in _SCALES[kind]:
+        scales = (0.01 + 0.01 * torch.rand(len(each), 1, generator=generator)) / (16 if kind.endswith("K") else 1)
+        if at == 2 and kind == "Q4_1":
+            scales = -8 * scales  # so that values of both signs occur
+        each[:, at : at + 2] = scales.half().view(torch.uint8)
+    return blocks
