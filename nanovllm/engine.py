@@ -218,7 +218,7 @@ class Engine:
     def _draw_for_other_ranks(self) -> None:
         """Draw what nobody will read: several ranks draw together, and the others wait for this one."""
         if self.when_failed is not None:
-            with suppress(Exception), interrupts_put_off():  # a rank that failed is told of by the next step
+            with suppress(Exception), interrupts_put_off():  # the next step reports a rank that failed
                 self._draw_in_flight()
 
     def _next_to_read(self, launched: ScheduledBatch | None) -> LaunchedStep | None:

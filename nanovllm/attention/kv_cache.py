@@ -90,7 +90,7 @@ class KVCaches:
                 caches.zero_()
 
     def take_some_memory(self) -> bool:
-        """Take a piece of a CPU's memory, a few milliseconds, at any time; False if none is left or to be had."""
+        """Take a piece of a CPU's memory, a few milliseconds, at any time; False if none is left or free."""
         return self._first_touch.take_next()
 
     def clear_blocks(self, blocks: Tensor, block_size: int, *, group: int = 0, by_kernel: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# As vLLM reads them: small letters count by 1000, capitals by 1024, but for KB, MB, GB and TB, which are bytes by 1000.
+# As vLLM reads them: small letters count by 1000, capitals by 1024; KB, MB, GB and TB are bytes by 1000.
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 UNITS = (

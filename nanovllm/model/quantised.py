@@ -174,7 +174,7 @@ def _parts_of(kind: str, blocks: Tensor) -> QuantisedParts:
     scales = blocks[:, :2].contiguous().view(torch.float16)
     if kind == "Q8_0":
         return QuantisedParts(blocks[:, 2:].contiguous().view(torch.int8), scales, None)
-    if kind == "Q4_0":  # float16 holds eight times another float16, but for numbers that no weight has
+    if kind == "Q4_0":  # eight times a scale fits float16 unless it is above 8,188
         return QuantisedParts(_nibbles(blocks[:, 2:]).flatten(1), scales, -8 * scales)
     return QuantisedParts(_nibbles(blocks[:, 4:]).flatten(1), scales, blocks[:, 2:4].contiguous().view(torch.float16))
 

@@ -149,7 +149,7 @@ class Replica:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        for worker in self._workers:  # they would end by themselves, but for one that is stopped
+        for worker in self._workers:  # one that is stopped does not end by itself
             worker.kill()
 
     def _forget_workers(self) -> None:

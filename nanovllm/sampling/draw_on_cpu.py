@@ -22,7 +22,7 @@ _UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
 def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:
     """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
 
-    The kernels' noise is torch's but for its last digits. Where these might decide, one row in twenty thousand,
+    The kernels' noise differs from torch's in its last digits. Where these might decide, one row in twenty thousand,
     torch draws, so the tokens are the same with and without kernels.
     """
     if row_kernels is None or not row_kernels.can_read(logits):

@@ -226,7 +226,7 @@ def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(
     assert [group.name for group in middle.cache_groups] == ["full attention", f"window {WINDOW}"]
     assert [group.num_blocks for group in middle.cache_groups] == [full.num_blocks, window.num_blocks]
     used = [group.num_used_blocks for group in middle.cache_groups]
-    assert used[0] == middle.num_used_blocks > used[1] > 0  # what fell behind the window was let go
+    assert used[0] == middle.num_used_blocks > used[1] > 0  # what fell behind the window was freed
     words = f"full attention: {used[0]} of {full.num_blocks}, window {WINDOW}: {used[1]} of {window.num_blocks}"
     assert read_trace(path).groups[middle.step_id] == words == step_row(middle, 0.0)[STEP_VALUES.index("groups")]
     counters = [line for line in path.read_text().splitlines() if '"blocks by group"' in line]
