@@ -24,6 +24,7 @@ from nanovllm.execution.memory import memory_for_cache
 from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
 from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.gc_control import collector_paused
+from nanovllm.import_index import import_index_kept
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
@@ -54,9 +55,10 @@ def build_engine(
     publisher = None if config.kv_events is None else KvEventPublisher(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
-        loaded, model_runner = _build_ranks(model, tokenizer, config)
+        with import_index_kept():
+            loaded, model_runner = _build_ranks(model, tokenizer, config)
     else:
-        with collector_paused():
+        with collector_paused(), import_index_kept():
             loaded = loader.load(model, tokenizer, config)
         binding = ModelBinding(loaded.model, is_live=loaded.is_live)
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
@@ -140,7 +142,9 @@ def run_worker(orders: int, lifeline: int) -> None:
     """The main function of another rank's process; see `Worker`."""
 
     def build(start: Start, ranks: Ranks) -> RankRunner:
-        return build_rank(loader.load_sharded(start.source, None, start.config, ranks), start.config, ranks)
+        with import_index_kept():
+            loaded = loader.load_sharded(start.source, None, start.config, ranks)
+        return build_rank(loaded, start.config, ranks)
 
     Worker(orders, lifeline).run(build)
 

@@ -17,7 +17,8 @@ from typing import ClassVar
 def collector_paused() -> Iterator[None]:
     """Around imports of torch and transformers, and the loading of a model.
 
-    They make a million objects, none of them garbage; going through them again and again takes a second of four.
+    They make a million objects, none of them garbage; going through them again and again takes a second of four. They
+    are old at the end: the first collection of young objects would go through them all, a third of a second.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -25,6 +26,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            OldObjectsFrozen.age_objects()
             gc.enable()
 
 
@@ -98,6 +100,14 @@ class OldObjectsFrozen:
         """Called by the collector; freezing empties the oldest generation and begins its count anew."""
         if phase == "stop" and info["generation"] == 1 and OldObjectsFrozen._has_frozen:
             gc.freeze()
+
+    @classmethod
+    def age_objects(cls) -> None:
+        """Make all objects old, without a collection; not while objects are frozen, which would be thawed."""
+        with cls._lock:
+            if not cls._has_frozen and gc.get_freeze_count() < cls.OF_PYTHON:
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
 
     @classmethod
     def forget_calls(cls) -> None:

@@ -15,6 +15,9 @@ from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.device import find_kernel
 
+# At the begin of each layer's K and of its V: memory that is taken by pages of 4 KiB.
+SMALL_PAGES_BYTES = 2 * 2**20
+
 
 class KVCaches:
     """The caches of an engine, one for each of `layers` that has K and V of its own.
@@ -76,8 +79,7 @@ class KVCaches:
             # zeros to the default pool took 5 s of start-up.
             num_bytes = math.prod(shape) * dtype.itemsize
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
-            with suppress(OSError, AttributeError):  # not available everywhere
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            _use_huge_pages(pages, num_bytes // shape[0])
             return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def take_memory(self) -> None:
@@ -109,3 +111,17 @@ class KVCaches:
         self._first_touch.stop()
         self.of_layers = []
         self._together = []
+
+
+def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:
+    """Ask for huge pages, but not at the begin of each part.
+
+    The first request writes little to K and V of each layer: of a model of 30 layers huge pages would be 120 MB, all of
+    it cleared before the first token.
+    """
+    for begin in range(0, len(pages), part_bytes):
+        first = -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = begin + part_bytes - first
+        if length > 0:
+            with suppress(OSError, AttributeError):  # not available everywhere
+                pages.madvise(mmap.MADV_HUGEPAGE, first, length)

@@ -35,7 +35,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import DeviceError
 from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
 
-ENTRY = "import sys; from nanovllm.build import run_worker; run_worker(int(sys.argv[1]), int(sys.argv[2]))"
+ENTRY = """
+import sys
+from nanovllm.import_index import import_index_kept
+with import_index_kept():
+    from nanovllm.build import run_worker
+run_worker(int(sys.argv[1]), int(sys.argv[2]))
+"""
 CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to
 HANG_SECONDS = 60.0  # without a sign of life, after which a process counts as ended
 ENDING_SECONDS = 2.0  # between a worker's lost connections and its exit code, on a busy host

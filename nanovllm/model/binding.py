@@ -25,14 +25,14 @@ from nanovllm.attention.operator import (
     step_in_force,
 )
 from nanovllm.device import find_kernel
-from nanovllm.errors import NotFusedError, UnsupportedModelError
+from nanovllm.errors import NotFusedError
 from nanovllm.model.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import check_rows
 from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
-from nanovllm.model.packed_linears import free_weights, pack_linear_layers, plain_weights_hidden, with_own_weights
+from nanovllm.model.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
 from nanovllm.model.patches import AttributePatches, Change, layer_changes
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
@@ -97,7 +97,12 @@ class ModelBinding:
         self._is_installed = False
         with self._lock:  # a step of another engine changes what is looked at
             self.rope = PinnedRope(model)
-        probe = probe_model(model, self._probing)
+        self._unshared: set[nn.Linear] = set()  # layers whose plain weights may be freed
+        run_probe = partial(probe_model, model, self._probing)
+        if is_live or self.device.type != "cpu":
+            probe = run_probe()
+        else:
+            probe, self._unshared = with_weights_hidden(model, run_probe)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
         self.vocab_size = check_rows(model, self._probing)
@@ -137,12 +142,6 @@ class ModelBinding:
             kernels: None packs for oneDNN and fuses nothing.
             max_rows, run_batches: as of `fuse_layers`.
         """
-        try:
-            with plain_weights_hidden(self.model):
-                probe_model(self.model, self._probing)
-            unshared = with_own_weights(self.model)
-        except UnsupportedModelError:  # some module reads a linear layer's weight directly
-            unshared = set()
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.model.fused_layers import fuse_layers
 
@@ -150,13 +149,13 @@ class ModelBinding:
                 self._fused_layers = fuse_layers(
                     self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches,
-                    on_fused=lambda fused: free_weights(fused.linears, unshared),
+                    on_fused=lambda fused: free_weights(fused.linears, self._unshared),
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
-        pack_linear_layers(self.model, kernels, unshared=unshared, packed=packed)
+        pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed)
         if kernels is not None:
             pack_experts(self.model, kernels)
 

@@ -10,15 +10,16 @@ import ctypes
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.quantised import QuantisedLinear
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 AnyLinear = nn.Linear | QuantisedLinear
+Result = TypeVar("Result")
 
 _ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -143,9 +145,21 @@ def free_weights(linears: Iterable[AnyLinear], unshared: Collection[nn.Module]) 
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
+def with_weights_hidden(model: nn.Module, run_probe: Callable[[], Result]) -> tuple[Result, set[nn.Linear]]:
+    """What a forward pass returns, and the layers whose plain weights may be freed once they are packed.
+
+    Args: run_probe: raises UnsupportedModelError where the pass fails, as it does if a module reads a weight directly.
+    """
+    try:
+        with _plain_weights_hidden(model):
+            return run_probe(), with_own_weights(model)
+    except UnsupportedModelError:
+        return run_probe(), set()
+
+
 @contextmanager
-def plain_weights_hidden(model: nn.Module) -> Iterator[None]:
-    """Detects modules that read `linear.weight` directly: they fail, while the layers themselves work."""
+def _plain_weights_hidden(model: nn.Module) -> Iterator[None]:
+    """Modules that read `linear.weight` directly fail, while the layers themselves work."""
     hidden = [(linear, linear.weight.data) for linear in with_own_weights(model)]
     try:
         for linear, weight in hidden:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.gc_control import collector_paused
+from nanovllm.import_index import import_index_kept
 from nanovllm.observability.step_records import StepHook
 from nanovllm.streaming.engines import AnyEngine
 
@@ -21,7 +22,7 @@ def open_engine(
     """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
     if options.get("data_parallel_size", 1) == 1:
-        with collector_paused():  # transformers is imported here
+        with collector_paused(), import_index_kept():  # transformers is imported here
             from nanovllm.build import build_engine
 
         return build_engine(model, tokenizer, on_step, options, trace=trace)

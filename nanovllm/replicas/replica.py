@@ -118,7 +118,8 @@ class Replica:
         program = (
             f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {sys.path}\n"
             "from nanovllm.gc_control import collector_paused\n"
-            "with collector_paused():\n"
+            "from nanovllm.import_index import import_index_kept\n"
+            "with collector_paused(), import_index_kept():\n"
             "    from nanovllm.replicas.engine_process import main\n"
             f"main({descriptor}, {os.getpid()})"
         )

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
     reason="Linux before 5.14, or another system, cannot take memory without writing to it",
 )  # fmt: skip
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = SETTING.read_text(encoding="ascii") if SETTING.exists() else "[never]"
 NUM_SLOTS = 8192  # of 3 KV heads of 64 values: 12 MiB of K and V a layer in float32, 6 pieces
 BLOCKS = {"num_kv_blocks": NUM_SLOTS // 16}
 
@@ -78,6 +81,16 @@ def test_all_memory_is_taken_and_no_content_changes():
         for cache, values in zip(caches.of_layers, before, strict=True):
             assert torch.equal(cache[:, 1000:1100], values)
             assert not cache[:, :1000].any() and not cache[:, 1100:].any()
+
+
+@pytest.mark.skipif("[always]" in HUGE_PAGES, reason="the system gives huge pages to whoever does not ask for them")
+def test_a_first_short_request_takes_no_huge_pages():
+    with pool() as caches:
+        for cache in caches.of_layers:
+            cache[:, :64] = 1.0
+        written = sum(cache[:, :64].nbytes for cache in caches.of_layers)
+        assert resident_bytes(caches.of_layers) <= written + 4 * mmap.PAGESIZE  # K and V of two layers
+        assert all(cache[:, :64].eq(1.0).all() for cache in caches.of_layers)
 
 
 def test_slots_written_meanwhile_keep_what_was_written():

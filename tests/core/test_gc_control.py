@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.gc_control import OldObjectsFrozen
+from nanovllm.gc_control import OldObjectsFrozen, collector_paused
 from tests.support.tiny_models import tiny_model
 
 
@@ -188,3 +188,60 @@ def test_a_call_that_keeps_results_leaves_no_trace_in_the_collector_while_anothe
             assert len(gc.callbacks) == before
     finally:
         gc.enable()
+
+
+def test_what_was_made_with_the_collector_paused_is_old_and_no_collection_goes_through_it():
+    gc.collect()
+    with full_collections() as collections, collector_paused():
+        made = [[] for _ in range(10_000)]
+        assert any(one is made for one in gc.get_objects(generation=0))
+    assert gc.isenabled()
+    assert any(one is made for one in gc.get_objects(generation=2))
+    assert len(gc.get_objects(generation=0)) < len(made)
+    assert gc.get_freeze_count() < OldObjectsFrozen.OF_PYTHON
+    assert not collections
+
+
+def test_garbage_of_a_pause_is_found_by_the_next_full_collection():
+    class Node:
+        pass
+
+    with collector_paused():
+        node = Node()
+        node.itself = node
+        reference = weakref.ref(node)
+        del node
+    assert reference() is not None
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_pause_thaws_nothing_that_others_have_frozen():
+    gc.collect()
+    gc.freeze()
+    try:
+        num_frozen = gc.get_freeze_count()
+        assert num_frozen > OldObjectsFrozen.OF_PYTHON
+        with collector_paused():
+            made = [[] for _ in range(100)]
+        assert num_frozen - 100 < gc.get_freeze_count() <= num_frozen
+        assert any(one is made for one in gc.get_objects(generation=0))
+    finally:
+        gc.unfreeze()
+
+
+def test_a_pause_thaws_nothing_beside_a_call_of_many_steps():
+    with OldObjectsFrozen():
+        num_frozen = gc.get_freeze_count()
+        with collector_paused():
+            made = [[] for _ in range(100)]
+        assert num_frozen - 100 < gc.get_freeze_count() <= num_frozen
+        assert any(one is made for one in gc.get_objects(generation=0))
+
+
+def test_within_a_pause_another_one_leaves_the_collector_off():
+    with collector_paused():
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
