@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.batch_layout import BatchLayout
 from nanovllm.kernels.cpp import Kernels
+from nanovllm.kernels.packed_product import AttentionRowsStruct
 from nanovllm.layer_traits import LayerTraits
 
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
@@ -163,6 +164,15 @@ class CppPlan:
     own_decodes: _Decodes | None  # for the others
     chunk_rows: _Rows
     chunk_addresses: tuple[int, ...]
+
+    def rows_of_full_attention(self) -> AttentionRowsStruct:
+        """What a stack of layers that see everything before them gets; valid as long as the plan."""
+        assert self.shared_decodes is not None  # of an engine with such layers
+        num_decodes, decode_width = self.decode_rows.tables.shape
+        return AttentionRowsStruct(
+            *self.shared_decodes.addresses, num_decodes, len(self.shared_decodes.groups.shared), decode_width,
+            *self.chunk_addresses, *self.chunk_rows.tables.shape, self.block_size,
+        )  # fmt: skip
 
     def attend(
         self,

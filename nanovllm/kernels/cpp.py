@@ -38,6 +38,7 @@ _SIGNATURES = {
     "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int, *_TRAITS],
     "attention_inputs": [c_void_p] * 9 + [c_int64, c_int],
     "attention_outputs": [c_void_p] * 5 + [c_int64, c_int],
+    "decoder_layers": [c_void_p, c_int64] + [c_void_p] * 6 + [c_int64, c_int],
     "linear": [c_void_p] * 3 + [c_int64, c_int],
     "linear_unrounded": [c_void_p] * 3 + [c_int64, c_int],
 }
@@ -60,6 +61,7 @@ class Kernels:
         self.chunk: Any = functions.paged_chunk_attention
         self.attention_inputs: Any = functions.attention_inputs
         self.attention_outputs: Any = functions.attention_outputs
+        self.decoder_layers: Any = functions.decoder_layers
         self.linear: Any = functions.linear
         self.linear_unrounded: Any = functions.linear_unrounded
 

@@ -38,15 +38,30 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
-# Panels of quantised weights, by the type of their values, the bytes of a scale and the length of a run, as
+class StackedLayerStruct(ctypes.Structure):
+    """A layer of a stack, where its K and V are, and the scale of its scores."""
+
+    _fields_ = [("layer", c_void_p), ("key_cache", c_void_p), ("value_cache", c_void_p), ("scaling", c_float)]
+
+
+class AttentionRowsStruct(ctypes.Structure):
+    """What attention of a step's rows gets in every layer: the arguments of both attention kernels, by their names."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("decode_tables", "contexts", "members", "group_starts", "shared")),
+        *((name, c_int64) for name in ("num_decodes", "num_groups", "decode_width")),
+        *((name, c_void_p) for name in ("chunk_tables", "first_rows", "starts", "counts")),
+        *((name, c_int64) for name in ("num_chunks", "chunk_width", "page_size")),
+    ]
+
+
+class WorkspaceStruct(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("queries", "attended", "scratch", "even_output", "odd_output")]
+
+
+# Panels of quantised weights, by the bits of a value, the bytes of a scale and the length of a run, as
 # `csrc/widening.h` numbers them; 0 is the whole depth.
-_KINDS = {
-    (torch.int8, 4, 0): 1,
-    (torch.int8, 2, 32): 2,
-    (torch.int8, 4, 16): 3,
-    (torch.uint8, 2, 32): 4,
-    (torch.uint8, 4, 32): 5,
-}
+_KINDS = {(8, 4, 0): 1, (8, 2, 32): 2, (8, 4, 16): 3, (4, 2, 32): 4, (4, 4, 32): 5, (5, 2, 32): 6, (5, 4, 32): 7}
 
 
 def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = False) -> bool:
@@ -109,26 +124,30 @@ def _interleaved(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack((first.unflatten(0, (-1, LANES)), second.unflatten(0, (-1, LANES))), dim=1).flatten(0, 2)
 
 
-def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None) -> tuple[Tensor, int]:
+def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bits: int) -> tuple[Tensor, int]:
     """Panels [num_panels, bytes] uint8 of quantised rows, and their kind.
 
     Args:
-        values: [num_outputs, depth], int8, or uint8 from 0 to 15.
+        values: [num_outputs, depth], int8 of 8 bits, or uint8 of 4 or 5.
         scales, minima: [num_outputs, runs], each of so many neighbours along the depth.
     """
     depth, num_runs = values.shape[1], scales.shape[1]
     run = depth // num_runs
     panels = values.unflatten(0, (-1, PANEL)).unflatten(2, (num_runs, run))  # [num_panels, PANEL, num_runs, run]
-    if values.dtype == torch.uint8:
-        panels = panels[..., ::2] | panels[..., 1::2] << 4
-        parts = [panels.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)]  # four bytes of an output, then of the next
+    if num_bits < 8:
+        nibbles = panels[..., ::2] & 15 | panels[..., 1::2] << 4
+        parts = [nibbles.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)]  # four bytes of an output, then of the next
     else:
         parts = [panels.permute(0, 2, 3, 1)]
+    if num_bits == 5:
+        bits = (panels >> 4).unflatten(3, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device="cpu")
+        parts.insert(0, bits.sum(dim=4, dtype=torch.uint8).transpose(1, 2))
     for factors in (minima, scales):
         if factors is not None:
             parts.insert(0, factors.unflatten(0, (-1, PANEL)).transpose(1, 2))
     whole = [part.contiguous().view(torch.uint8).flatten(2) for part in parts]  # [num_panels, num_runs, bytes]
-    kind = _KINDS[values.dtype, scales.element_size(), run if num_runs > 1 or minima is not None else 0]
+    size = scales.element_size()
+    kind = _KINDS[num_bits, size, run if (num_bits, size, run) in _KINDS else 0]
     return torch.cat(whole, dim=2).flatten(1), kind
 
 
@@ -166,9 +185,9 @@ def _panels_of_kinds(linears: Sequence[Any], join: Callable[[list[Tensor]], Tens
         if kind_name == "":
             panels, kind = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8), 0
         else:
-            values, scales, minima = zip(*(layer.quantised_parts() for layer in layers), strict=True)
+            values, scales, minima, num_bits = zip(*(layer.quantised_parts() for layer in layers), strict=True)
             all_minima = None if minima[0] is None else join(list(minima))
-            panels, kind = _pack_quantised(join(list(values)), join(list(scales)), all_minima)
+            panels, kind = _pack_quantised(join(list(values)), join(list(scales)), all_minima, num_bits[0])
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()

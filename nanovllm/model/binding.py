@@ -158,6 +158,7 @@ class ModelBinding:
         pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed)
         if kernels is not None:
             pack_experts(self.model, kernels)
+        self._passes.find_direct(self._fused_layers, run_batches)
 
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""
@@ -302,7 +303,7 @@ class ModelBinding:
         inputs = token_ids[None], positions[None]
         with self._in_step(step, slot_mapping) as extra:
             if report is None or not report.reads_rows:
-                return self._passes.logits(*inputs, sample_rows, **extra)
+                return self._passes.step_logits(*inputs, sample_rows, **extra)
             return self._passes.reported(report, *inputs, sample_rows, **extra)
 
     @contextmanager
@@ -343,5 +344,5 @@ class ModelBinding:
     def close(self) -> None:
         self.release_caches()
         self._compiled_calls, self._layered_calls = {}, None
-        self._fused_layers = []
+        self._fused_layers, self._passes.direct = [], None
         self._rotary = []

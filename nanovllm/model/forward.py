@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.model.direct_pass import Comparison, DirectPass
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead
 from nanovllm.sampling.logprobs import StepLogprobs
+
+if TYPE_CHECKING:
+    from nanovllm.model.fused_layers import FusedLayer
 
 logger = logging.getLogger("nanovllm")
 
@@ -43,6 +47,27 @@ class ForwardPasses:
         self._vocab_size = vocab_size
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
+        self.direct: DirectPass | Comparison | None = None
+
+    def find_direct(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
+        """Take a direct pass through fused layers for `step_logits` if it gives the same bits in some batches."""
+        if not DirectPass.suits(self._model, layers):
+            return
+        direct = DirectPass(self._model, layers[0])
+        self.direct = comparison = Comparison(self.logits, direct)
+        try:
+            run_batches()
+        finally:
+            self.direct = None
+        if comparison.num_other or not comparison.num_equal:
+            logger.info("steps run through all of %s: it computes more than its parts", type(self._model).__name__)
+        else:
+            self.direct = direct
+
+    def step_logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
+        """The same as `logits`, within a step."""
+        call = self.direct if self.direct is not None and self.direct.is_ready else self.logits
+        return call(token_ids, positions, sample_rows, **kwargs)
 
     def logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor | int, **kwargs: Any) -> Tensor:
         """Logits [num_samples, vocab_size] of the sampled rows of one flat batch.

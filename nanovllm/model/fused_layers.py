@@ -11,7 +11,8 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain as joined
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -26,7 +27,7 @@ from nanovllm.model.packed_linears import AnyLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
-    from nanovllm.kernels.packed_product import NormStruct, PackedProduct
+    from nanovllm.kernels.packed_product import NormStruct, PackedProduct, StackedLayerStruct
 
 
 @dataclass(slots=True)
@@ -44,6 +45,9 @@ class FusedLayer:
 
     Raises NotFusedError if the module's parts are of another kind.
     """
+
+    _stack: FusedStack | None = None  # that computes it
+    _is_first = False
 
     def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels) -> None:
         from nanovllm.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
@@ -104,11 +108,29 @@ class FusedLayer:
         """
         self._caches, self._workspace, self._output = caches, workspace, workspace.hidden[index % 2]
 
+    def stacked(self) -> StackedLayerStruct:
+        """Valid as long as the layer."""
+        from nanovllm.kernels.packed_product import StackedLayerStruct
+
+        keys, values = (cache.data_ptr() for cache in self._caches)  # type: ignore[union-attr]
+        return StackedLayerStruct(ctypes.addressof(self._struct), keys, values, self._scaling)
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether a call runs all layers of the model."""
+        return self._is_first and FusedStack.is_used
+
+    def call_in(self, stack: FusedStack, *, is_first: bool) -> None:
+        """Let a stack compute the layer from now on, with all others."""
+        self._stack, self._is_first = stack, is_first
+
     def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim].
 
         Returns [1, num_rows, hidden_size], valid until the next layer but one has run.
         """
+        if self._stack is not None and FusedStack.is_used:
+            return self._stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
         step, space, num_rows = running_step(kwargs[STEP_HANDLE]), self._workspace, hidden_states.shape[1]
         plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
         assert isinstance(plan, CppPlan)  # what `fuse_layers` is asked for
@@ -127,6 +149,61 @@ class FusedLayer:
         return self._output[:num_rows][None]
 
 
+class FusedStack:
+    """All layers of a model in one call: the first layer runs all, the others pass its answer on.
+
+    Python's own work between layers takes three times as long as it would alone, since each layer's weights go through
+    the caches.
+    """
+
+    is_used = True  # not while a profile times attention
+
+    def __init__(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
+        from nanovllm.kernels.packed_product import StackedLayerStruct, WorkspaceStruct
+
+        self._output = workspace.hidden[(len(layers) - 1) % 2]
+        self._layers = (StackedLayerStruct * len(layers))(*(layer.stacked() for layer in layers))
+        parts = workspace.queries, workspace.attended, workspace.scratch, *workspace.hidden
+        self._workspace = WorkspaceStruct(*(part.data_ptr() for part in parts))
+        self._run = kernels.decoder_layers
+        for layer in layers:
+            layer.call_in(self, is_first=layer is layers[0])
+
+    def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], kwargs: Any) -> Tensor:
+        plan, num_rows = running_step(kwargs[STEP_HANDLE]).plan, hidden_states.shape[1]
+        assert isinstance(plan, CppPlan)
+        rows = plan.rows_of_full_attention()
+        inputs = [part.contiguous() for part in (hidden_states, *position_embeddings, kwargs[STEP_SLOT_MAPPING])]
+        self._run(
+            self._layers, len(self._layers), ctypes.byref(rows), ctypes.byref(self._workspace),
+            *(part.data_ptr() for part in inputs), num_rows, torch.get_num_threads(),
+        )  # fmt: skip
+        return self._output[:num_rows][None]
+
+
+class _Chain:
+    """Whether nothing is computed between the layers of a forward pass: each gets what the last one returned."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, Any, Any] | None = None
+        self._is_whole = True
+
+    def note(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
+        before, embeddings = args[0] if args else kwargs["hidden_states"], kwargs["position_embeddings"]
+        if index > 0 and (
+            self._last is None
+            or self._last[0] != index - 1
+            or self._last[1] is not before
+            or self._last[2] is not embeddings
+        ):
+            self._is_whole = False
+        self._last = index, output, embeddings
+
+    def stack_if_whole(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
+        if self._is_whole:
+            FusedStack(layers, workspace, kernels)
+
+
 def fuse_layers(
     modules: Sequence[nn.Module],
     layers: Sequence[AttentionLayer],
@@ -142,7 +219,7 @@ def fuse_layers(
     Args:
         caches: K and V of each layer.
         max_rows: of any step.
-        run_batches: runs some batches through the modules, beside which the fused layers are tried.
+        run_batches: runs batches through the modules, beside which the fused layers are tried.
         on_fused: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
 
     Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
@@ -160,28 +237,28 @@ def fuse_layers(
         fused.bind(caches[index], workspaces[0], index)
         return fused
 
-    def compare(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            fused = kept[index] or make(index)
-            _compare(module, fused, args, kwargs, output)
-            kept[index] = fused if has_room else None
+    def compare(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        fused = kept[index] or make(index)
+        kept[index] = fused if has_room else None
+        _compare(module, fused, args, kwargs, output)
+        chain.note(index, args, kwargs, output)
 
-        return hook
-
+    chain = _Chain()
     with ExitStack() as hooks:
         for index, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(compare(index), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(compare, index), with_kwargs=True).remove)
         run_batches()
     result = []
-    for index, fused in enumerate(kept):
-        result.append(fused or make(index))
+    for index, kept_one in enumerate(kept):
+        result.append(kept_one or make(index))
         on_fused(result[-1])
+    chain.stack_if_whole(result, workspaces[0], kernels)
     return result
 
 
 def _has_room_for_both(modules: Sequence[nn.Module]) -> bool:
     """Whether plain and packed weights fit into memory at once; otherwise each layer is packed twice."""
-    num_bytes = sum(tensor.nbytes for module in modules for tensor in chain(module.parameters(), module.buffers()))
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in joined(module.parameters(), module.buffers()))
     return psutil.virtual_memory().available > 2 * num_bytes
 
 

@@ -83,9 +83,39 @@ def q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _float(blocks[:, :2]) * scales.float(), _float(blocks[:, 2:4]) * minima.float()
 
 
+def _bits(values: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., n, 8]: the lowest bit first."""
+    return values[..., None] >> torch.arange(8, dtype=torch.uint8, device=values.device) & 1
+
+
+def q5_values(blocks: Tensor, at: int) -> Tensor:
+    """The integers 0 to 31 of each block of 32 whose highest bits lie at a byte, then the others; uint8."""
+    return _nibbles(blocks[:, at + 4 :]).flatten(1) | _bits(blocks[:, at : at + 4]).flatten(1) << 4
+
+
+def _dequantise_q5_0(blocks: Tensor) -> Tensor:
+    return (q5_values(blocks, 2).float() - 16) * _float(blocks[:, :2])
+
+
+def _dequantise_q5_1(blocks: Tensor) -> Tensor:
+    return q5_values(blocks, 4).float() * _float(blocks[:, :2]) + _float(blocks[:, 2:4])
+
+
 def _dequantise_q4_k(blocks: Tensor) -> Tensor:
     scales, minima = q4_k_scales(blocks)
     values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1, 2).float()  # [num_blocks, 8, 32]
+    return (scales[..., None] * values - minima[..., None]).flatten(1)
+
+
+def q5_k_values(blocks: Tensor) -> Tensor:
+    """The integers 0 to 31 of each block, [num_blocks, 256] uint8."""
+    low = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1, 2)  # [num_blocks, 8, 32]
+    return (low | _bits(blocks[:, 16:48]).transpose(1, 2) << 4).flatten(1)
+
+
+def _dequantise_q5_k(blocks: Tensor) -> Tensor:
+    scales, minima = q4_k_scales(blocks)
+    values = q5_k_values(blocks).unflatten(1, (8, 32)).float()
     return (scales[..., None] * values - minima[..., None]).flatten(1)
 
 
@@ -112,7 +142,10 @@ FORMATS = {
     "Q8_0": BlockFormat(32, 34, _dequantise_q8_0),
     "Q4_0": BlockFormat(32, 18, _dequantise_q4_0),
     "Q4_1": BlockFormat(32, 20, _dequantise_q4_1),
+    "Q5_0": BlockFormat(32, 22, _dequantise_q5_0),
+    "Q5_1": BlockFormat(32, 24, _dequantise_q5_1),
     "Q4_K": BlockFormat(256, 144, _dequantise_q4_k),
+    "Q5_K": BlockFormat(256, 176, _dequantise_q5_k),
     "Q6_K": BlockFormat(256, 210, _dequantise_q6_k),
 }
 KIND_OF_OPTION = {"int8": "int8", "int4": "Q4_1"}  # of EngineConfig.quantization
@@ -151,13 +184,15 @@ class QuantisedParts(NamedTuple):
     Element k of an output is values[k] * scales[run] + minima[run], exact in float32 until the last rounding.
 
     Attributes:
-        values: [out_features, in_features], int8, or uint8 from 0 to 15.
-        scales, minima: [out_features, runs] float16 or float32, each of so many neighbours; minima: of nibbles alone.
+        values: [out_features, in_features], int8, or uint8 of fewer bits.
+        scales, minima: [out_features, runs] float16 or float32, each of so many neighbours; minima: of uint8 alone.
+        num_bits: 8 of int8, else 4 or 5.
     """
 
     values: Tensor
     scales: Tensor
     minima: Tensor | None
+    num_bits: int = 8
 
 
 def _parts_of(kind: str, blocks: Tensor) -> QuantisedParts:
@@ -168,15 +203,21 @@ def _parts_of(kind: str, blocks: Tensor) -> QuantisedParts:
         )
     if kind == "Q6_K":
         return QuantisedParts(q6_k_values(blocks), q6_k_scales(blocks), None)
-    if kind == "Q4_K":
+    if kind in ("Q4_K", "Q5_K"):
         scales, minima = q4_k_scales(blocks)
-        return QuantisedParts(_nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1), scales, -minima)
-    scales = blocks[:, :2].contiguous().view(torch.float16)
+        if kind == "Q5_K":
+            return QuantisedParts(q5_k_values(blocks), scales, -minima, 5)
+        return QuantisedParts(_nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1), scales, -minima, 4)
+    scales, minima = (blocks[:, at : at + 2].contiguous().view(torch.float16) for at in (0, 2))
     if kind == "Q8_0":
         return QuantisedParts(blocks[:, 2:].contiguous().view(torch.int8), scales, None)
-    if kind == "Q4_0":  # eight times a scale fits float16 unless it is above 8,188
-        return QuantisedParts(_nibbles(blocks[:, 2:]).flatten(1), scales, -8 * scales)
-    return QuantisedParts(_nibbles(blocks[:, 4:]).flatten(1), scales, blocks[:, 2:4].contiguous().view(torch.float16))
+    if kind == "Q4_0":  # eight times a scale fits float16 unless it is above 8,188, and sixteen times above 4,094
+        return QuantisedParts(_nibbles(blocks[:, 2:]).flatten(1), scales, -8 * scales, 4)
+    if kind == "Q5_0":
+        return QuantisedParts(q5_values(blocks, 2), scales, -16 * scales, 5)
+    if kind == "Q5_1":
+        return QuantisedParts(q5_values(blocks, 4), scales, minima, 5)
+    return QuantisedParts(_nibbles(blocks[:, 4:]).flatten(1), scales, minima, 4)
 
 
 class _Quantised(nn.Module):
@@ -205,7 +246,8 @@ class _Quantised(nn.Module):
         parts = _parts_of(self.kind, self.blocks.reshape(-1, block_bytes))
         rows = len(self.blocks)
         minima = None if parts.minima is None else parts.minima.reshape(rows, -1)
-        return QuantisedParts(parts.values.reshape(rows, -1), parts.scales.reshape(rows, -1), minima)
+        values, scales = parts.values.reshape(rows, -1), parts.scales.reshape(rows, -1)
+        return QuantisedParts(values, scales, minima, parts.num_bits)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")

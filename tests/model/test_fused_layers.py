@@ -17,6 +17,8 @@ from transformers import (
     Ministral3Config,
     Ministral3ForCausalLM,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpp import Kernels, load_kernels
@@ -31,6 +33,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers 
 
 def num_fused(llm: LLM) -> int:
     return len(llm._engine.model_runner.binding._fused_layers)
+
+
+def has_direct_pass(llm: LLM) -> bool:
+    return llm._engine.model_runner.binding._passes.direct is not None
 
 
 @pytest.fixture(params=[1, 2, 5, 40])
@@ -111,6 +117,7 @@ def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path
     with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
         is_known = family != "olmo2"  # which norms behind attention and not before
         assert num_fused(llm) == (2 if is_known else 0)
+        assert has_direct_pass(llm) == is_known
         assert any("Olmo2DecoderLayer" in record.message for record in caplog.records) == (not is_known)
         assert tokens(llm) == by_transformers(tiny_model(family))
 
@@ -181,6 +188,43 @@ def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_
     assert any("computes something else" in record.message for record in caplog.records)
 
 
+def test_layers_of_a_model_that_computes_something_between_them_are_called_one_by_one(tmp_path, monkeypatch):
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        hidden = self.embed_tokens(input_ids)
+        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        kwargs |= {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": None}
+        for layer in self.layers:
+            hidden = layer(hidden * 1.5, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert num_fused(llm) == 2 and not has_direct_pass(llm)
+        own = tokens(llm)
+    model = tiny_model()
+    for prompt, answer in zip(PROMPTS, own, strict=True):
+        whole = torch.tensor([prompt + answer[:-1]])
+        with torch.no_grad():
+            logits = model(whole, position_ids=torch.arange(whole.shape[1])[None], use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
+
+
+def test_positions_far_beyond_those_of_the_start_have_their_angles(tmp_path):
+    options = {"max_position_embeddings": 4096}
+    prompts = random_prompts(2, low=1200, high=1300, seed=3)
+    with LLM(save_tiny(tmp_path / "model", **options), **OPTIONS | {"max_model_len": 2048}) as llm:
+        direct = llm._engine.model_runner.binding._passes.direct
+        direct._cosines = direct._cosines[:16]  # as of a start with short batches
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert len(direct._cosines) > 1200
+    model = tiny_model(**options)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == answer
+
+
 def test_with_little_memory_each_layer_is_packed_again_and_freed_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
@@ -210,7 +254,7 @@ def test_a_scaling_of_the_scores_that_is_not_the_usual_one_is_kept(tmp_path):
     save_tiny(tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
     with LLM(tmp_path / "model", **OPTIONS) as llm:
-        assert num_fused(llm) == 2
+        assert num_fused(llm) == 2 and not has_direct_pass(llm)  # for the scale of its logits
         assert tokens(llm) == by_transformers(model)
 
 

@@ -161,18 +161,18 @@ def test_another_version_or_byte_order_is_refused(whole, tmp_path, version):
 
 
 def test_types_without_a_kernel_are_listed_with_their_tensors_and_the_remedy(whole, tmp_path):
-    path = tmp_path / "q5.gguf"
+    path = tmp_path / "iq4.gguf"
     reader = gguf.GGUFReader(whole)
     content = bytearray(whole.read_bytes())
     for tensor in reader.tensors:
-        if "attn_k" in tensor.name:  # Q5_0 in place of Q8_0: smaller, so the bytes still lie in the file
+        if "attn_k" in tensor.name:  # IQ4_NL in place of Q8_0: smaller, so the bytes still lie in the file
             _, name, _, _, kind, _ = tensor.field.parts
             at = tensor.field.offset + 8 + len(name) + 4 + 8 * len(tensor.shape)
             assert struct.unpack_from("<I", content, at)[0] == kind[0]
-            struct.pack_into("<I", content, at, gguf.GGMLQuantizationType.Q5_0)
+            struct.pack_into("<I", content, at, gguf.GGMLQuantizationType.IQ4_NL)
     path.write_bytes(content)
     message = refusal(path, UnsupportedModelError)
-    assert "without a kernel (Q5_0: blk.0.attn_k.weight, blk.1.attn_k.weight)" in message
+    assert "without a kernel (IQ4_NL: blk.0.attn_k.weight, blk.1.attn_k.weight)" in message
     assert "Q4_K_M" in message
 
 

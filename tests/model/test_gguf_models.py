@@ -170,7 +170,7 @@ def test_logits_are_those_of_transformers_with_the_dequantised_weights(tmp_path,
     assert theirs.std() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"])
 def test_greedy_tokens_of_a_float32_engine_equal_those_of_transformers(tmp_path, kind):
     path, reference = written(tmp_path, "llama", kind)
     prompts = random_prompts(5, high=40)

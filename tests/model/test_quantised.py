@@ -70,7 +70,7 @@ def test_blocks_that_are_no_whole_rows_are_refused():
     with pytest.raises(ValueError, match="33 bytes are not of whole blocks of 34"):
         QuantisedLinear("Q8_0", torch.zeros(4, 33, dtype=torch.uint8))
     with pytest.raises(ValueError, match="must be one of int8, Q8_0"):
-        QuantisedLinear("Q5_K", torch.zeros(4, 34, dtype=torch.uint8))
+        QuantisedLinear("Q3_K", torch.zeros(4, 34, dtype=torch.uint8))
     with pytest.raises(ValueError, match="must be uint8"):
         QuantisedLinear("Q8_0", torch.zeros(4, 34))
 

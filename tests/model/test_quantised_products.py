@@ -68,6 +68,14 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
                 assert torch.equal(own(rows), other(rows))
 
 
+@pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if form.elements <= 32])
+def test_rows_of_a_single_block(kind, kernels):
+    quantised, rows = layer(kind, kernels.dtype, depth=32), rows_of(3, 32, kernels.dtype)
+    expected = rows.double() @ quantised.dequantise().double().T + quantised.bias.double()
+    with torch.no_grad():
+        torch.testing.assert_close(PackedHead(quantised, kernels)(rows).double(), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_row_is_the_same_among_others_on_any_number_of_threads(kind, num_threads, kernels):

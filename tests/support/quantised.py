@@ -5,7 +5,16 @@ import torch
 from nanovllm.model.quantised import FORMATS
 
 # Where the float16 scales of a block lie, by kind.
-_SCALES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+_SCALES = {
+    "Q8_0": [0],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def random_blocks(kind: str, num_rows: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
@@ -19,7 +28,7 @@ def random_blocks(kind: str, num_rows: int, in_features: int, *, seed: int = 0) 
     each = blocks.view(-1, FORMATS[kind].num_bytes)
     for at in _SCALES[kind]:
         scales = (0.01 + 0.01 * torch.rand(len(each), 1, generator=generator)) / (16 if kind.endswith("K") else 1)
-        if at == 2 and kind == "Q4_1":
-            scales = -8 * scales  # so that values of both signs occur
+        if at == 2 and kind in ("Q4_1", "Q5_1"):
+            scales = (-8 if kind == "Q4_1" else -16) * scales  # so that values of both signs occur
         each[:, at : at + 2] = scales.half().view(torch.uint8)
     return blocks

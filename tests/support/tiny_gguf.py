@@ -18,7 +18,7 @@ from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 PERMUTED = ("llama", "granite")
 SHIFTED = ("gemma", "gemma2", "gemma3")
-BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1")  # that the package quantises itself; blocks of others are random
+BY_PACKAGE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # that the package quantises itself; blocks of others are random
 
 
 def write_gguf(
@@ -56,7 +56,7 @@ def write_gguf(
         base, suffix = name.rsplit(".", 1) if name.endswith((".weight", ".bias")) else (name, "weight")
         for stored, part in _parts(f"{names.get_name(base)}.{suffix}", base, parameter):
             wanted = next((each for key, each in (kinds or {}).items() if key in stored), kind)
-            _write(writer, stored, part, wanted if part.dim() > 1 else "F32", _order(architecture, stored, config))
+            _write(writer, stored, part, wanted if part.dim() > 1 else "F32", row_order(architecture, stored, config))
     for name, values in (more or {}).items():
         writer.add_tensor(name, np.asarray(values, dtype=np.float32))
     writer.write_header_to_file()
@@ -81,7 +81,7 @@ def _parts(stored: str, base: str, parameter: torch.Tensor) -> list[tuple[str, t
     return [(stored, parameter)]
 
 
-def _order(architecture: str, stored: str, config: Any) -> np.ndarray | None:
+def row_order(architecture: str, stored: str, config: Any) -> np.ndarray | None:
     """Row of the module for each row of the file, where llama.cpp's rotary embedding wants pairs."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = stored.split(".")[2] if stored.startswith("blk") else ""

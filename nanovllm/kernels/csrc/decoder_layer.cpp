@@ -120,6 +120,60 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
   }
 }
 
+extern "C" void paged_decode_attention(const Element*, const Element*, const Element*, const int64_t*, const int64_t*,
+                                       const int64_t*, const int64_t*, const int64_t*, Element*, int64_t, int64_t,
+                                       int64_t, int64_t, int64_t, float, int, int64_t, int64_t, float, const float*);
+extern "C" void paged_chunk_attention(const Element*, const Element*, const Element*, const int64_t*, const int64_t*,
+                                      const int64_t*, const int64_t*, Element*, int64_t, int64_t, int64_t, int64_t,
+                                      float, int, int64_t, int64_t, float, const float*);
+
+namespace {
+
+struct StackedLayer {
+  const Layer* layer;
+  Element *key_cache, *value_cache;
+  float scaling;
+};
+
+// The arguments of both functions above that are those of a step.
+struct AttentionRows {
+  const int64_t *decode_tables, *contexts, *members, *group_starts, *shared;
+  int64_t num_decodes, num_groups, decode_width;
+  const int64_t *chunk_tables, *first_rows, *starts, *counts;
+  int64_t num_chunks, chunk_width, page_size;
+};
+
+// Layers write to both outputs in turn.
+struct Workspace {
+  Element *queries, *attended, *scratch, *outputs[2];
+};
+
+}  // namespace
+
+// Layers one after another with full attention between their halves, in one call: what a caller does between two calls
+// is not in the processor's caches, which the weights have gone through.
+extern "C" void decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionRows* step,
+                               const Workspace* space, const Element* hidden, const Element* cosines,
+                               const Element* sines, const int64_t* slots, int64_t num_rows, int num_threads) {
+  for (int64_t i = 0; i < num_layers; ++i) {
+    const auto& [layer, key_cache, value_cache, scaling] = layers[i];
+    attention_inputs(layer, hidden, cosines, sines, slots, key_cache, value_cache, space->queries, space->scratch,
+                     num_rows, num_threads);
+    if (step->num_decodes > 0)
+      paged_decode_attention(space->queries, key_cache, value_cache, step->decode_tables, step->contexts, step->members,
+                             step->group_starts, step->shared, space->attended, step->num_decodes, step->num_groups,
+                             step->decode_width, step->page_size, layer->num_kv_heads, scaling, num_threads, 0, 0, 0,
+                             nullptr);
+    if (step->num_chunks > 0)
+      paged_chunk_attention(space->queries, key_cache, value_cache, step->chunk_tables, step->first_rows, step->starts,
+                            step->counts, space->attended, step->num_chunks, step->chunk_width, step->page_size,
+                            layer->num_kv_heads, scaling, num_threads, 0, 0, 0, nullptr);
+    Element* output = space->outputs[i % 2];
+    attention_outputs(layer, space->attended, hidden, output, space->scratch, num_rows, num_threads);
+    hidden = output;
+  }
+}
+
 namespace {
 
 template <class Output>

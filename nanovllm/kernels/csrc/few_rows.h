@@ -103,22 +103,40 @@ struct RunSums {
   Floats whole() const { return __builtin_convertvector(((Ints)high << 7) + (Ints)low, Floats); }
 };
 
-template <class Scale, int kRows>
+// Brings the highest of five bits to where they are added: of each lane's word bit k + 2 * i + kOdd becomes bit 4 of byte
+// i of the lane.
+template <int kOdd>
+inline __m512i highest_bits(__m512i words, int k) {
+  alignas(64) static constexpr auto kShifts = [] {
+    struct { uint8_t at[64]; } table = {};
+    for (int i = 0; i < 64; ++i) table.at[i] = (uint8_t)(i % 8 / 4 * 32 + i % 4 * 2 + kOdd - 4 + 64);
+    return table;
+  }();
+  const __m512i shifts = _mm512_add_epi8(_mm512_load_si512(kShifts.at), _mm512_set1_epi8((char)k));
+  return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, words), _mm512_set1_epi8(16));
+}
+
+template <class Scale, bool kFive, int kRows>
 void multiply_nibbles(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
   constexpr int kRun = 32, kOfWord = 8;
-  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2);
+  constexpr int64_t kHighest = kFive ? kPanel * kRun / 8 : 0;
+  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2) + kHighest;
   Floats totals[kRows][2] = {};
   const __m512i lowest = _mm512_set1_epi8(15);
   for (int64_t run = 0; run < depth / kRun; ++run) {
     const Scale* scales = (const Scale*)(panel + run * kRunBytes);
-    const char* from = (const char*)(scales + 2 * kPanel);
+    const char* from = (const char*)(scales + 2 * kPanel) + kHighest;
     fetch(scales, kRunBytes);
     RunSums of_run[kRows][2];
     for (int k = 0; k < kRun; k += kOfWord)
       for (int half = 0; half < 2; ++half) {
         const __m512i words = _mm512_loadu_si512(from + k / 2 * kPanel + half * 64);
-        const __m512i even = _mm512_and_si512(words, lowest);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(words, 4), lowest);
+        __m512i even = _mm512_and_si512(words, lowest), odd = _mm512_and_si512(_mm512_srli_epi16(words, 4), lowest);
+        if constexpr (kFive) {
+          const __m512i highest = _mm512_loadu_si512(from - kHighest + half * 64);
+          even = _mm512_or_si512(even, highest_bits<0>(highest, k));
+          odd = _mm512_or_si512(odd, highest_bits<1>(highest, k));
+        }
         for (int i = 0; i < kRows; ++i) {
           const int64_t at = run * kRun + k;
           of_run[i][half].add(even, rows[i].high_in_turn + at, rows[i].low_in_turn + at);
@@ -186,8 +204,10 @@ void multiply_few(int64_t kind, const char* panel, int64_t depth, const IntegerR
       case kBytes: return multiply_bytes<float, 32, false, kRows>(panel, depth, rows, sums);
       case kBytesHalfScales: return multiply_bytes<float16, 32, true, kRows>(panel, depth, rows, sums);
       case kBytesOfSixteen: return multiply_bytes<float, 16, true, kRows>(panel, depth, rows, sums);
-      case kNibblesHalfScales: return multiply_nibbles<float16, kRows>(panel, depth, rows, sums);
-      default: return multiply_nibbles<float, kRows>(panel, depth, rows, sums);
+      case kNibblesHalfScales: return multiply_nibbles<float16, false, kRows>(panel, depth, rows, sums);
+      case kNibblesFloatScales: return multiply_nibbles<float, false, kRows>(panel, depth, rows, sums);
+      case kFiveBitsHalfScales: return multiply_nibbles<float16, true, kRows>(panel, depth, rows, sums);
+      default: return multiply_nibbles<float, true, kRows>(panel, depth, rows, sums);
     }
 }
 

@@ -15,7 +15,8 @@ constexpr int kPanel = 2 * kLanes;                   // outputs
 constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;  // depth that is multiplied at once
 
 // Of a panel. Runs are of neighbours along the depth; each run begins with its 32 scales, and minima if it has them.
-// Bytes lie as [depth][32 outputs], nibbles as [depth / 8][32 outputs][4 bytes], the first in the lowest bits.
+// Bytes lie as [depth][32 outputs], nibbles as [depth / 8][32 outputs][4 bytes], the first in the lowest bits. Of five
+// bits the highest ones of a run lie before its nibbles, a word for each output, the first in the lowest bit.
 enum Kind : int64_t {
   kPlain,                // ELEMENTs, as products.h describes
   kBytes,                // one run as deep as the panel: sums are multiplied with the float scales
@@ -23,6 +24,8 @@ enum Kind : int64_t {
   kBytesOfSixteen,       // runs of 16: float scales
   kNibblesHalfScales,    // runs of 32: float16 scales and minima
   kNibblesFloatScales,   // runs of 32: float scales and minima
+  kFiveBitsHalfScales,   // runs of 32: float16 scales and minima
+  kFiveBitsFloatScales,  // runs of 32: float scales and minima
 };
 
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // of the kind kBytes
@@ -114,22 +117,32 @@ void widen_scaled_bytes(const char* panel, int64_t depth, Element* to) {
   }
 }
 
-template <class Scale>
+// The lowest four bits of each lane, and above them the lowest of `highest`.
+inline Floats lowest_five(Words words, Words highest) {
+  return __builtin_convertvector((Ints)((words & 15u) | (highest & 1u) << 4), Floats);
+}
+
+template <class Scale, bool kFive>
 void widen_nibbles(const char* panel, int64_t depth, Element* to) {
   constexpr int kRun = 32, kOfWord = 8;
-  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2);
+  constexpr int64_t kHighest = kFive ? kPanel * kRun / 8 : 0;
+  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2) + kHighest;
   for (int64_t run = 0; run < depth / kRun; ++run) {
     const Scale* scales = (const Scale*)(panel + run * kRunBytes);
-    const char* from = (const char*)(scales + 2 * kPanel);
+    const char* from = (const char*)(scales + 2 * kPanel) + kHighest;
     fetch(scales, kRunBytes);
     for (int half = 0; half < 2; ++half) {
       const Floats scale = load(scales + half * kLanes), minimum = load(scales + kPanel + half * kLanes);
+      Words words, highest = {};
+      if (kFive) std::memcpy(&highest, from - kHighest + half * sizeof(highest), sizeof(highest));
+      const auto value = [&](int shift) {
+        if constexpr (kFive) return lowest_five(words >> 4 * shift, highest >> shift) * scale + minimum;
+        return lowest_nibbles(words >> 4 * shift) * scale + minimum;
+      };
       for (int k = 0; k < kRun; k += kOfWord) {
-        Words words;
         std::memcpy(&words, from + k / 2 * kPanel + half * sizeof(words), sizeof(words));
-        for (int i = 0; i < kOfWord; i += kStep, words >>= 4 * kStep)
-          store_step(to + (k + i) * kPanel + half * kStep * kLanes, lowest_nibbles(words) * scale + minimum,
-                     lowest_nibbles(words >> 4) * scale + minimum);
+        for (int i = 0; i < kOfWord; i += kStep, words >>= 4 * kStep, highest >>= kStep)
+          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(0), value(1));
       }
     }
     to += kRun * kPanel;
@@ -152,8 +165,10 @@ const Element* widened(int64_t kind, const char* panel, int64_t depth) {
     case kBytes: widen_bytes(panel, depth, to); break;
     case kBytesHalfScales: widen_scaled_bytes<float16, 32>(panel, depth, to); break;
     case kBytesOfSixteen: widen_scaled_bytes<float, 16>(panel, depth, to); break;
-    case kNibblesHalfScales: widen_nibbles<float16>(panel, depth, to); break;
-    default: widen_nibbles<float>(panel, depth, to);
+    case kNibblesHalfScales: widen_nibbles<float16, false>(panel, depth, to); break;
+    case kNibblesFloatScales: widen_nibbles<float, false>(panel, depth, to); break;
+    case kFiveBitsHalfScales: widen_nibbles<float16, true>(panel, depth, to); break;
+    default: widen_nibbles<float, true>(panel, depth, to);
   }
   return to;
 }

@@ -21,7 +21,7 @@ _ENDS = frozenset(
     }
 )  # fmt: skip
 _CONTROL = 3  # type of a token
-READ_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+READ_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -60,8 +60,8 @@ def refuse_types(file: GGUFFile) -> None:
     if of_type:
         listed = "; ".join(f"{kind}: {some(names)}" for kind, names in of_type.items())
         raise UnsupportedModelError(
-            f"{file.path} has tensors of types without a kernel ({listed}). Take a file of Q8_0, Q4_0, Q4_1, Q4_K, "
-            "Q6_K, F16, BF16 or F32, such as Q4_K_M or Q8_0 of the same model, or quantise it so with llama-quantize."
+            f"{file.path} has tensors of types without a kernel ({listed}). Take a file of {', '.join(READ_TYPES)}, "
+            "such as Q4_K_M or Q8_0 of the same model, or quantise it so with llama-quantize."
         )
 
 

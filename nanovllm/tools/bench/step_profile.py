@@ -21,6 +21,7 @@ from nanovllm.attention.sdpa import SdpaPlan
 from nanovllm.engine import Engine
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fused_layers import FusedStack
 from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.scheduler import Scheduler
@@ -56,6 +57,8 @@ class StepProfile:
     def recording(self) -> Iterator[None]:
         """Time all engines of the process."""
         with ExitStack() as stack:
+            stack.callback(setattr, FusedStack, "is_used", FusedStack.is_used)
+            FusedStack.is_used = False
             for owner, name, part in TIMED:
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
