@@ -1,12 +1,14 @@
-"""Errors of the device, copies to and from it, its memory, the lock for captures, kernels by name, and the compiler."""
+"""Errors of the device, copies to and from it, memory, the lock for captures, kernels by name, and the compiler."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -17,6 +19,8 @@ from nanovllm.errors import DeviceError
 
 # While one thread captures a CUDA graph, no other may wait for the device or give memory back to it.
 DEVICE_LOCK = threading.RLock()
+
+HUGE_PAGE_BYTES = 2 * 2**20  # of most systems
 
 _DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
 
@@ -50,6 +54,28 @@ def give_memory_back(device: torch.device) -> None:
         with DEVICE_LOCK:
             gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
             torch.cuda.empty_cache()
+
+
+def fresh_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of the system, which is taken when it is first written to."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
+
+
+def use_huge_pages(pages: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
+    """Ask for huge pages from `begin`, a multiple of a page's size, to `end`, where the system has them.
+
+    Nothing is asked for less than the size of one.
+    """
+    end = len(pages) if end is None else end
+    if end - begin >= HUGE_PAGE_BYTES:
+        with suppress(OSError, AttributeError):
+            pages.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+
+
+def use_small_pages(pages: mmap.mmap) -> None:
+    """Ask for no huge pages, which some systems give to whoever does not ask too."""
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 def find_kernel(file: str, name: str) -> Any | None:

@@ -18,16 +18,22 @@ def collector_paused() -> Iterator[None]:
     """Around imports of torch and transformers, and the loading of a model.
 
     They make a million objects, none of them garbage; going through them again and again takes a second of four. They
-    are old at the end: the first collection of young objects would go through them all, a third of a second.
+    are old at the end: the first collection of young objects would go through them all, a third of a second. Young
+    garbage of before is collected at the start, since it would be old too.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        if was_enabled:
+            gc.collect(1)
+            gc.disable()
         yield
     finally:
-        if was_enabled:
-            OldObjectsFrozen.age_objects()
-            gc.enable()
+        try:
+            if was_enabled:
+                OldObjectsFrozen.age_objects()
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -106,8 +112,10 @@ class OldObjectsFrozen:
         """Make all objects old, without a collection; not while objects are frozen, which would be thawed."""
         with cls._lock:
             if not cls._has_frozen and gc.get_freeze_count() < cls.OF_PYTHON:
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
+                try:
+                    gc.freeze()
+                finally:
+                    gc.unfreeze()  # into the oldest generation
 
     @classmethod
     def forget_calls(cls) -> None:

@@ -1,7 +1,7 @@
-"""The index that transformers makes of its model files when it is imported, kept in the cache folder.
+"""The index of transformers' model files, which it makes when it is imported, kept in the cache folder.
 
-It reads 2,500 files twice to find which file defines which name, 0.4 s of each start. As long as all of them have the
-size and the time of change that they had, the index of the last start is the same.
+It looks through 2,500 files and reads 1,700 of them twice to find which file defines which name, 0.4 s of each start.
+As long as all of them have the size and the time of change that they had, the index of an earlier start is the same.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import hashlib
 import marshal
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec, PathFinder
+from functools import update_wrapper
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 from nanovllm.paths import cache_root
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
-_FORMAT = 1  # of the file; the number goes up with a change
+_FORMAT = 2  # of the file; the number goes up with a change
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -29,143 +30,145 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 def import_index_kept() -> Iterator[None]:
     """Around the first import of transformers, and around the first use of a model, which imports it once more.
 
-    The function that makes the index is exchanged in this block alone. Where something else has imported transformers
-    before, nothing happens.
+    The function that makes the index is exchanged within such blocks alone, of any thread. Where something else has
+    imported transformers before, nothing happens.
     """
-    finder = None
-    if "transformers" not in sys.modules:
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)
-    elif _Exchange.of_process is not None:
-        _Exchange.of_process.begin()
+    block = object()
     try:
+        _Index.follow(opened=block)
         yield
     finally:
-        if finder is not None:
-            sys.meta_path.remove(finder)
-        if _Exchange.of_process is not None:
-            _Exchange.of_process.end()
-
-
-class _Exchange:
-    """The library's function, and what stands for it within a block."""
-
-    of_process: ClassVar[_Exchange | None] = None
-
-    def __init__(self, module: ModuleType, original: Callable[..., Any], file: str) -> None:
-        self._module, self._original = module, original
-        self._index = _Index(Path(file), original)
-
-    def begin(self) -> None:
-        setattr(self._module, _FUNCTION, self._index)
-
-    def end(self) -> None:
-        setattr(self._module, _FUNCTION, self._original)
-        self._index.keep()
+        _Index.follow(closed=block)
 
 
 class _Finder:
-    """Finds one module as it would be found anyway, and exchanges its function once it has run."""
+    """Finds one module as the finders behind it do, and has its function exchanged once it has run."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def run_and_exchange(module: ModuleType) -> None:
-            del loader.exec_module  # the loader is as it was
-            run(module)
-            original = getattr(module, _FUNCTION, None)
-            if callable(original) and module.__file__ is not None:
-                with suppress(RuntimeError):  # of a user without a home folder
-                    _Exchange.of_process = _Exchange(module, original, module.__file__)
-                    _Exchange.of_process.begin()
-
-        loader.exec_module = run_and_exchange
+        finders = list(sys.meta_path)
+        behind = finders[finders.index(self) + 1 :] if self in finders else finders
+        specs = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _Index:
-    """Stands for the function, whose results for the folder of all models it keeps."""
+class _Loader:
+    """Stands for a loader until the module runs."""
 
-    def __init__(self, file: Path, original: Callable[..., Any]) -> None:
-        self._original = original
-        self._models = file.parents[1] / "models"
-        self._source = file
-        self._path = cache_root() / "imports" / f"{_digest(str(self._models)).hex()[:24]}.index"
-        self._identity: bytes | None = None
-        self._results: dict[str, bytes] = {}  # by arguments; marshalled at once, since the library changes its own
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        with suppress(AttributeError):
+            module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
+        self._loader.exec_module(module)
+        with suppress(Exception):  # a user has no home folder, or the library has changed
+            _Index.of_process = _Index(module)
+            _Index.follow()
+
+
+class _Index:
+    """Stands for the library's function, whose results for the folder of all models it keeps."""
+
+    of_process: ClassVar[_Index | None] = None
+    _finder, _lock = _Finder(), threading.RLock()
+    _blocks: ClassVar[set[object]] = set()  # that are open
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._original = module, getattr(module, _FUNCTION)
+        update_wrapper(self, self._original)
+        memo = ("cache_clear", "cache_info")
+        vars(self).update({name: getattr(self._original, name) for name in memo if hasattr(self._original, name)})
+        self._source = Path(str(module.__file__))
+        self._models = self._source.parents[1] / "models"
+        self._path = cache_root() / "imports" / f"{_digest(os.fsencode(self._models)).hex()[:24]}.index"
+        self._identity = b""
+        self._results: dict[str, bytes] | None = None  # by arguments; marshalled at once: the library changes its own
         self._has_new = False
 
-    def __call__(self, module_path: Any, *args: Any, **options: Any) -> Any:
-        is_of_all = Path(module_path) in (self._models, self._models / "__init__.py")  # else of one: a few files
-        if not is_of_all or not self._is_identified():
-            return self._original(module_path, *args, **options)
-        call = repr((str(module_path), args, sorted(options.items())))
-        if call in self._results:
-            return marshal.loads(self._results[call])
-        result = self._original(module_path, *args, **options)
+    @classmethod
+    def follow(cls, *, opened: object = None, closed: object = None) -> None:
+        """Note a block that opens or closes, and exchange the function while there are any, if it is whose it was."""
+        with cls._lock:
+            cls._blocks = (cls._blocks | {opened}) - {closed, None}
+            if cls._blocks and _MODULE not in sys.modules and cls._finder not in sys.meta_path:
+                sys.meta_path.insert(0, cls._finder)
+            elif not cls._blocks:
+                with suppress(ValueError):
+                    sys.meta_path.remove(cls._finder)
+            if (index := cls.of_process) is None:
+                return
+            before, after = (index._original, index) if cls._blocks else (index, index._original)
+            if vars(index._module).get(_FUNCTION) is before:
+                setattr(index._module, _FUNCTION, after)
+        if closed is not None:
+            index._keep()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        places = self._models, self._models / "__init__.py"  # others are of one model: a few files
+        is_of_all = bool(args) and isinstance(args[0], (str, Path)) and Path(args[0]) in places
+        results = self._found() if is_of_all else None
+        if results is None:
+            return self._original(*args, **options)
+        call = repr((str(args[0]), args[1:], sorted(options.items())))
+        if call in results:
+            return marshal.loads(results[call])
+        result = self._original(*args, **options)
         with suppress(ValueError):  # marshal takes no objects of classes
-            self._results[call] = marshal.dumps(result)
+            results[call] = marshal.dumps(result)
             self._has_new = True
         return result
 
-    def _is_identified(self) -> bool:
-        """Whether all files could be looked at; the first time, what was kept of them is read."""
-        if self._identity is None:
-            with suppress(OSError):  # such as a link to nowhere, which an editor leaves
+    def _found(self) -> dict[str, bytes] | None:
+        """Results so far, at first those that were kept of the same files; None if a file cannot be looked at."""
+        if self._results is None:
+            with suppress(Exception):  # such as a link to nowhere, which an editor leaves
                 self._identity = _identity(self._models, self._source)
                 self._results = self._read()
-        return self._identity is not None
+        return self._results
 
     def _read(self) -> dict[str, bytes]:
         """What was kept of the same files; nothing if there is nothing, or it is damaged."""
-        assert self._identity is not None
-        try:
-            kept = self._path.read_bytes()
-        except OSError:
-            return {}
-        checksum, identity = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES : 2 * _CHECKSUM_BYTES]
-        results = kept[2 * _CHECKSUM_BYTES :]
-        if identity != self._identity or checksum != _digest(identity + results):
-            return {}
-        loaded: dict[str, bytes] = marshal.loads(results)
-        return loaded
+        kept = self._path.read_bytes() if self._path.exists() else b""
+        checksum, results = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
+        return marshal.loads(results) if checksum == _digest(self._identity + results) else {}
 
-    def keep(self) -> None:
-        """Write what is new, beside its place and by a rename; where that cannot be, the next start reads the files."""
-        if not self._has_new or self._identity is None:
+    def _keep(self) -> None:
+        """Write what is new; where that cannot be, the next start reads the files."""
+        if not self._has_new:
             return
         with suppress(OSError):
-            kept = self._identity + marshal.dumps(self._results)
+            results = marshal.dumps(self._results)
             self._has_new = False
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
-                written = Path(folder) / self._path.name
-                written.write_bytes(_digest(kept) + kept)
-                os.replace(written, self._path)
+            beside = self._path.with_suffix(".new")  # one for all processes: the checksum tells what two have mixed
+            beside.write_bytes(_digest(self._identity + results) + results)
+            os.replace(beside, self._path)
 
 
 def _identity(models: Path, source: Path) -> bytes:
-    """Of Python, the function's source file and every file of the folder: path, size and time of change."""
-    stat = source.stat()
-    states = [(str(source), stat.st_size, stat.st_mtime_ns), *_states(str(models))]
-    return _digest(repr((_FORMAT, sys.version, marshal.version, sorted(states))))
+    """Of Python, the library, the function's source file and every file of the folder: path, size, time of change."""
+    others = [(str(file), file.stat()) for file in (source, models.parent / "__init__.py")]
+    states = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in (*others, *sorted(_files(str(models))))]
+    version = getattr(sys.modules.get("transformers"), "__version__", None)
+    return _digest(repr((_FORMAT, sys.version, marshal.version, version, states)).encode())
 
 
-def _states(folder: str) -> Iterator[tuple[str, int, int]]:
+def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_dir():
-                stat = entry.stat()
-                yield entry.path, stat.st_size, stat.st_mtime_ns
+                yield entry.path, entry.stat()
             elif entry.name != "__pycache__":
-                yield from _states(entry.path)
+                yield from _files(entry.path)
 
 
-def _digest(content: str | bytes) -> bytes:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -109,8 +109,7 @@ def forms(engine: Any) -> dict[str, str]:
     vectors = {"amx": "avx512_bf16"}.get(kernels.target, kernels.target)
     return {
         "products": kernels.target if is_half else vectors,
-        "decode attention": vectors,
-        "chunk attention": kernels.target if is_half else vectors,
+        "attention": kernels.target if is_half else vectors,
         "sampling": vectors if runner._row_kernels is not None else "PyTorch",
         "layers": "fused" if runner.binding._fused_layers else "modules",
     }
@@ -138,7 +137,7 @@ def work(config: Any, workload: Any, played: Any, counts: dict[str, int]) -> tup
     return operations, read + counts["steps"] * (2.0 * (layers * layer + head) + token_bytes * cached)
 
 
-def measure_variant(name: str, num_requests: int | None) -> dict[str, Any]:
+def measure_variant(name: str, num_requests: int | None, model: str | None) -> dict[str, Any]:
     """Figures of a variant, in this process."""
     import torch
 
@@ -157,7 +156,9 @@ def measure_variant(name: str, num_requests: int | None) -> dict[str, Any]:
             params = SamplingParams(**options, ignore_eos=True, max_tokens=request.num_output_tokens, seed=number)
             self._engine.add(self._engine.input_processor.process_one(str(number), request.prompt_token_ids, params))
 
-    engine = Engine(DEFAULT_MODEL, {"kv_cache_memory_bytes": 512 * 2**20, "device": "cpu", "dtype": "bfloat16"}, 1)
+    engine = Engine(
+        model or DEFAULT_MODEL, {"kv_cache_memory_bytes": 512 * 2**20, "device": "cpu", "dtype": "bfloat16"}, 1
+    )
     for _ in range(2):
         engine.prepare(workload)
         before, processor_time = engine.counters(), time.process_time()
@@ -197,6 +198,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     peaks = ["--processor-time"] * options.processor_time
     limit = ["--requests", str(options.requests)] if options.requests else []
+    limit += ["--model", options.model] if options.model else []
     for count in options.threads:
         column: dict[str, Any] = {"peaks": in_process([*peaks, "--rates", str(count)], count), "workloads": {}}
         result["threads"][str(count)] = column
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--requests", type=int, help="the first of each workload alone")
+    parser.add_argument("--model", help="folder of another model; default: the embedded one")
     parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--tables", type=Path, nargs="+", metavar="FILE", help="print these files, measure nothing")
     parser.add_argument("--rates", type=int, help=argparse.SUPPRESS)
@@ -256,7 +259,7 @@ def main() -> None:
     if options.rates:
         print(json.dumps(rates(options.rates, options.processor_time)))
     elif options.variant:
-        print(json.dumps(measure_variant(options.variant, options.requests)))
+        print(json.dumps(measure_variant(options.variant, options.requests, options.model)))
     elif options.tables:
         print(table([json.loads(path.read_text(encoding="utf-8")) for path in options.tables]))
     else:

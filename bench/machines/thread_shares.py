@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-TILE, LANES, PANEL = 64, 16, 32
+TILE, LANES, PANEL, TILE_ROWS = 64, 16, 32, 16
 ROWS_OF_TASK, MAX_SHARE, MAX_STATES, MAX_QUERIES = 384, 1024, 65536, 256
 
 
@@ -120,7 +121,10 @@ def num_parts(num_rows: int, num_panels: int, num_threads: int, at_once: int) ->
 def product_tasks(num_rows: int, outputs: int, depth: int, num_threads: int, at_once: int) -> list[float]:
     num_panels = outputs // PANEL
     parts = num_parts(num_rows, num_panels, num_threads, at_once)
-    counts = [num_rows * (part + 1) // parts - num_rows * part // parts for part in range(parts)]
+    unit = TILE_ROWS if at_once == PANEL else 1
+    num_units = -(-num_rows // unit)
+    bounds = [min(num_rows, num_units * part // parts * unit) for part in range(parts + 1)]
+    counts = [end - begin for begin, end in itertools.pairwise(bounds)]
     return [float(count * PANEL * depth) for count in counts for _ in range(num_panels)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from torch import Tensor
 from nanovllm.attention.first_touch import FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.device import find_kernel
+from nanovllm.device import find_kernel, fresh_pages, use_huge_pages, use_small_pages
 
-# At the begin of each layer's K and of its V: memory that is taken by pages of 4 KiB.
+# At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20
 
 
@@ -77,9 +76,8 @@ class KVCaches:
                 return torch.zeros(shape, dtype=dtype, device=self._device)
             # Fresh pages of the system are zero, and take memory and time only when they are first written to: writing
             # zeros to the default pool took 5 s of start-up.
-            num_bytes = math.prod(shape) * dtype.itemsize
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
-            _use_huge_pages(pages, num_bytes // shape[0])
+            pages = fresh_pages(math.prod(shape) * dtype.itemsize)
+            _use_huge_pages(pages, len(pages) // shape[0])
             return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def take_memory(self) -> None:
@@ -114,14 +112,11 @@ class KVCaches:
 
 
 def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:
-    """Ask for huge pages, but not at the begin of each part.
+    """Ask for huge pages, but not at the start of each part.
 
     The first request writes little to K and V of each layer: of a model of 30 layers huge pages would be 120 MB, all of
     it cleared before the first token.
     """
+    use_small_pages(pages)
     for begin in range(0, len(pages), part_bytes):
-        first = -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = begin + part_bytes - first
-        if length > 0:
-            with suppress(OSError, AttributeError):  # not available everywhere
-                pages.madvise(mmap.MADV_HUGEPAGE, first, length)
+        use_huge_pages(pages, -(-(begin + SMALL_PAGES_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, begin + part_bytes)

@@ -21,9 +21,10 @@ from nanovllm.cli.workload_flags import (
 from nanovllm.features import check_one_process
 from nanovllm.model.gguf.file import is_gguf
 from nanovllm.tools.bench import processes, report
-from nanovllm.tools.bench.engines import ENGINES, check_arrivals
+from nanovllm.tools.bench.engines import ENGINES, check_arrivals, check_sampling
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
+from nanovllm.tools.workloads.specs import parse_values
 from nanovllm.tools.workloads.workloads import Workload
 
 READ_GGUF = ("nanovllm", "llama.cpp")  # engines
@@ -50,6 +51,10 @@ def add_bench_command(commands: Any) -> None:
         help="runs of each engine, each in a new process (default 1)",
     )  # fmt: skip
     add_warm_ups_flag(bench)
+    bench.add_argument(
+        "--sampling", default="", metavar="NAME=VALUE,...",
+        help="sampling options of all requests, such as temperature=0.8,top_p=0.95 (default: greedy)",
+    )  # fmt: skip
     bench.add_argument("--profile", action="store_true", help="profile the parts of this engine's steps")
     bench.add_argument(
         "--record", metavar="FILE",
@@ -90,17 +95,21 @@ def _bench(options: argparse.Namespace) -> int:
     workloads = several_workloads(options)
     if len({workload.name for workload in workloads}) < len(workloads):
         raise ValueError("two workloads have the same name, which identifies them in results. Leave one out.")
+    sampling = parse_values(options.sampling)
     if options.export:
+        if sampling:
+            raise ValueError("--export writes prompts and lengths, which --sampling does not change. Leave it out.")
         if len(workloads) != 1:
             raise ValueError(f"--export writes one workload, but {len(workloads)} are given. Leave the others out.")
         write_trace(workloads[0], options.export)
         return 0
     for engine in engines:
+        check_sampling(engine.name, sampling)
         for workload in workloads:
             check_arrivals(engine.name, workload)
     settings = Settings(
         model_source(options.model), options.repeats, options.warm_ups, options.profile,
-        options.record and os.path.abspath(options.record), options.verbose,
+        options.record and os.path.abspath(options.record), options.verbose, sampling,
     )  # fmt: skip
 
     def after_run(result: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.config import EngineConfig
+from nanovllm.import_index import import_index_kept
 from nanovllm.numa import place_engine
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
@@ -87,7 +88,8 @@ def _calibrate(options: argparse.Namespace) -> int:
             f"--output is {options.output!r}, but the folder {str(folder)!r} does not exist. Create it first."
         )
     place_engine(given)  # as the engine that the calibration stands for
-    from nanovllm.tools.simulate.calibrate import calibrate  # imports torch
+    with import_index_kept():
+        from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
 
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)
     calibration.save(options.output)

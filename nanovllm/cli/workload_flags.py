@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from nanovllm.cli.flags import model_source
+from nanovllm.import_index import import_index_kept
 from nanovllm.model.gguf.file import GGUFFile, is_gguf
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
@@ -184,9 +185,10 @@ def _load_tokenizer(source: str) -> Any:
         from nanovllm.model.gguf.tokenizer import build_tokenizer
 
         return build_tokenizer(GGUFFile(source))
-    from transformers import AutoTokenizer
+    with import_index_kept():
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source)
 
 
 class _Tokenize:

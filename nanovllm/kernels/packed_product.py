@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.huge_pages import HugePages
+
 LANES = 16  # elements that the kernels compute at once
 PANEL = 2 * LANES  # adjacent outputs in a packed weight
+TILE_ROWS = 16  # that a processor's matrix tiles multiply at once
 
 
 class ProductStruct(ctypes.Structure):
@@ -45,7 +48,7 @@ class StackedLayerStruct(ctypes.Structure):
 
 
 class AttentionRowsStruct(ctypes.Structure):
-    """What attention of a step's rows gets in every layer: the arguments of both attention kernels, by their names."""
+    """What attention of a step's rows gets in every layer: arguments of both kernels, decodes' and chunks'."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("decode_tables", "contexts", "members", "group_starts", "shared")),
@@ -56,6 +59,8 @@ class AttentionRowsStruct(ctypes.Structure):
 
 
 class WorkspaceStruct(ctypes.Structure):
+    """Memory that all layers of an engine use in turn; see `model/fused_layers.py`."""
+
     _fields_ = [(name, c_void_p) for name in ("queries", "attended", "scratch", "even_output", "odd_output")]
 
 
@@ -80,7 +85,9 @@ def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = F
 
 
 def _kind_of(linear: Any) -> str | None:
-    """The block format of a quantised layer, "" for a linear layer, None for what is neither."""
+    """The block format of a quantised layer, "" for a linear layer; None for neither, or with a forward of its own."""
+    if "forward" in vars(linear):
+        return None
     if type(linear) is nn.Linear:
         return ""
     return linear.kind if hasattr(linear, "quantised_parts") else None
@@ -91,18 +98,19 @@ def _dtype_of(linear: Any) -> torch.dtype:
     return dtype
 
 
-def pack(*weights: Tensor, interleave: bool = False) -> Tensor:
+def pack(*weights: Tensor, interleave: bool = False, memory: HugePages | None = None) -> Tensor:
     """Weights [num_outputs, depth] side by side, in the order in which `csrc/products.h` reads them, in one pass.
 
-    Returns [num_panels, depth / step, PANEL, step], where step elements have four bytes. With interleave each panel
-    holds 16 outputs of the first of two weights and the same 16 of the second.
+    They are float32 or bfloat16. Returns [num_panels, depth / step, PANEL, step], where step elements have four bytes,
+    from `memory` if it is given. With interleave each panel holds 16 outputs of the first of two weights and the same
+    of the second.
     """
     dtype, step = weights[0].dtype, 4 // weights[0].element_size()
     words = [_words(weight) for weight in weights]  # each [num_outputs, depth / step]
     if not interleave and any(len(part) % PANEL for part in words):
         words = [torch.cat(words)]
     num_panels, length = sum(len(part) for part in words) // PANEL, words[0].shape[1]
-    packed = torch.empty(num_panels, length, PANEL, dtype=torch.int32, device="cpu")
+    packed = (memory or HugePages(0)).take([num_panels, length, PANEL], torch.int32)
     if interleave:
         places = packed.unflatten(2, (2, LANES)).unbind(2)
     else:
@@ -117,6 +125,15 @@ def _words(weight: Tensor) -> Tensor:
     if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % 4:
         weight = weight.clone(memory_format=torch.contiguous_format)
     return weight.detach().view(torch.int32)
+
+
+def packed_bytes(linears: Sequence[Any]) -> int:
+    """Of these layers, at most, for `HugePages`: Q6_K grows most, from 210 bytes to 320."""
+    plain, quantised = (
+        [linear.blocks if _kind_of(linear) else linear.weight for linear in linears if bool(_kind_of(linear)) == which]
+        for which in (False, True)
+    )
+    return sum(weight.nbytes for weight in plain) + 2 * sum(blocks.nbytes for blocks in quantised)
 
 
 def _interleaved(first: Tensor, second: Tensor) -> Tensor:
@@ -147,7 +164,7 @@ def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_b
             parts.insert(0, factors.unflatten(0, (-1, PANEL)).transpose(1, 2))
     whole = [part.contiguous().view(torch.uint8).flatten(2) for part in parts]  # [num_panels, num_runs, bytes]
     size = scales.element_size()
-    kind = _KINDS[num_bits, size, run if (num_bits, size, run) in _KINDS else 0]
+    kind = _KINDS[num_bits, size, run if num_runs > 1 or size == 2 or minima is not None else 0]
     return torch.cat(whole, dim=2).flatten(1), kind
 
 
@@ -157,9 +174,11 @@ class PackedProduct:
     Args:
         linears: `can_pack` must hold; they may be of different kinds.
         interleave: of two layers, in each panel 16 outputs of the first and the same 16 of the second.
+        memory: for the packed weight; its own by default.
     """
 
-    def __init__(self, linears: Sequence[Any], *, interleave: bool = False) -> None:
+    def __init__(self, linears: Sequence[Any], *, interleave: bool = False, memory: HugePages | None = None) -> None:
+        memory = memory or HugePages(packed_bytes(linears))
         join = (lambda tensors: _interleaved(*tensors)) if interleave else torch.cat
         self._bias = self._panels = None
         if any(linear.bias is not None for linear in linears):
@@ -170,14 +189,16 @@ class PackedProduct:
             ])  # fmt: skip
         self.num_outputs, depth = sum(linear.out_features for linear in linears), linears[0].in_features
         if all(_kind_of(linear) == "" for linear in linears):
-            self._weight = pack(*(linear.weight for linear in linears), interleave=interleave)
+            self._weight = pack(*(linear.weight for linear in linears), interleave=interleave, memory=memory)
         else:
-            self._weight, self._panels = _panels_of_kinds(linears, join)
+            self._weight, self._panels = _panels_of_kinds(linears, join, memory)
         bias, panels = (None if part is None else part.data_ptr() for part in (self._bias, self._panels))
         self.struct = ProductStruct(self._weight.data_ptr(), bias, self.num_outputs, depth, panels)
 
 
-def _panels_of_kinds(linears: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, Tensor]:
+def _panels_of_kinds(
+    linears: Sequence[Any], join: Callable[[list[Tensor]], Tensor], memory: HugePages
+) -> tuple[Tensor, Tensor]:
     """The packed panels of layers of several kinds, uint8, and [num_panels, 2] int64: offset and kind of each."""
     segments, places, offset = [], [], 0
     for kind_name, run in groupby(linears, _kind_of):
@@ -191,5 +212,6 @@ def _panels_of_kinds(linears: Sequence[Any], join: Callable[[list[Tensor]], Tens
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()
-    weight = segments[0] if len(segments) == 1 else torch.cat(segments)
+    weight = memory.take([offset], torch.uint8)
+    torch.cat(segments, out=weight)
     return weight, torch.tensor(places, dtype=torch.int64, device="cpu")

@@ -19,7 +19,7 @@ from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
-PAGE = 16
+PAGE = 32  # tokens that the longest runs of a decode need
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a row's size
 
 

@@ -98,14 +98,14 @@ class ModelBinding:
         with self._lock:  # a step of another engine changes what is looked at
             self.rope = PinnedRope(model)
         self._unshared: set[nn.Linear] = set()  # layers whose plain weights may be freed
-        run_probe = partial(probe_model, model, self._probing)
-        if is_live or self.device.type != "cpu":
-            probe = run_probe()
-        else:
-            probe, self._unshared = with_weights_hidden(model, run_probe)
+        probe = probe_model(model, self._probing)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
-        self.vocab_size = check_rows(model, self._probing)
+        check = partial(check_rows, model, self._probing)
+        if is_live or self.device.type != "cpu":
+            self.vocab_size = check()
+        else:
+            self.vocab_size, self._unshared = with_weights_hidden(model, check)
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
         if ranks is not None and head is not None:
             self._split_logits(ranks, head)
@@ -158,7 +158,7 @@ class ModelBinding:
         pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed)
         if kernels is not None:
             pack_experts(self.model, kernels)
-        self._passes.find_direct(self._fused_layers, run_batches)
+        self._passes.find_faster(self._fused_layers, run_batches)
 
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""

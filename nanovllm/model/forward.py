@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.model.direct_pass import Comparison, DirectPass
+from nanovllm.model.direct_pass import DirectPass, Trial
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead
@@ -47,22 +47,23 @@ class ForwardPasses:
         self._vocab_size = vocab_size
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
-        self.direct: DirectPass | Comparison | None = None
+        self.direct: DirectPass | Trial | None = None
 
-    def find_direct(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
-        """Take a direct pass through fused layers for `step_logits` if it gives the same bits in some batches."""
-        if not DirectPass.suits(self._model, layers):
+    def find_faster(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
+        """Take a direct pass for `step_logits`, or else a stack of layers, if it gives the same bits in trials."""
+        stack = layers[0].stack if layers else None
+        if stack is None:
             return
-        direct = DirectPass(self._model, layers[0])
-        self.direct = comparison = Comparison(self.logits, direct)
+        direct = DirectPass(self._model, stack) if DirectPass.suits(self._model) else None
+        self.direct = trial = Trial(self.logits, stack, direct)
         try:
             run_batches()
         finally:
             self.direct = None
-        if comparison.num_other or not comparison.num_equal:
-            logger.info("steps run through all of %s: it computes more than its parts", type(self._model).__name__)
-        else:
-            self.direct = direct
+            stack.is_on, self.direct = trial.outcome()
+        if self.direct is None:
+            how = "all layers in one call" if stack.is_on else "one layer after another"
+            logger.info("steps run through the forward pass of %s, %s", type(self._model).__name__, how)
 
     def step_logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
         """The same as `logits`, within a step."""

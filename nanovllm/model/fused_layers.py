@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain as joined
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -27,6 +27,7 @@ from nanovllm.model.packed_linears import AnyLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
+    from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.kernels.packed_product import NormStruct, PackedProduct, StackedLayerStruct
 
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Workspace:
     """Memory that all layers of an engine use in turn, for steps of up to `max_rows` rows."""
 
-    scratch: Tensor
+    scratch: Tensor  # for whole tiles of rows
     queries: Tensor  # [max_rows, num_heads, head_dim]
     attended: Tensor  # as queries
     hidden: tuple[Tensor, Tensor]  # [max_rows, hidden_size]; a layer reads one and writes the other
@@ -46,10 +47,10 @@ class FusedLayer:
     Raises NotFusedError if the module's parts are of another kind.
     """
 
-    _stack: FusedStack | None = None  # that computes it
+    stack: FusedStack | None = None  # that computes it, with all others
     _is_first = False
 
-    def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels) -> None:
+    def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels, memory: HugePages | None) -> None:
         from nanovllm.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
 
         self._kernels = kernels
@@ -64,7 +65,7 @@ class FusedLayer:
             if None in linears or not can_pack(linears, layer.dtype, interleave=interleave):
                 raise NotFusedError(f"{kind} has no linear layers {', '.join(names)} that can be packed")
             self.linears += linears  # type: ignore[arg-type]
-            return PackedProduct(linears, interleave=interleave)
+            return PackedProduct(linears, interleave=interleave, memory=memory)
 
         def norm(name: str, size: int, *, optional: bool = False) -> NormStruct:
             found = parts.get(name)
@@ -115,22 +116,18 @@ class FusedLayer:
         keys, values = (cache.data_ptr() for cache in self._caches)  # type: ignore[union-attr]
         return StackedLayerStruct(ctypes.addressof(self._struct), keys, values, self._scaling)
 
-    @property
-    def runs_all(self) -> bool:
-        """Whether a call runs all layers of the model."""
-        return self._is_first and FusedStack.is_used
-
     def call_in(self, stack: FusedStack, *, is_first: bool) -> None:
-        """Let a stack compute the layer from now on, with all others."""
-        self._stack, self._is_first = stack, is_first
+        """Let a stack compute the layer from now on, as long as that is on."""
+        self.stack, self._is_first = stack, is_first
 
     def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim].
 
-        Returns [1, num_rows, hidden_size], valid until the next layer but one has run.
+        Returns [1, num_rows, hidden_size], valid until the next layer but one has run. In a stack the first layer
+        returns what the last one computes, and the others what they get.
         """
-        if self._stack is not None and FusedStack.is_used:
-            return self._stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
+        if self.stack is not None and self.stack.runs_pass(begins=self._is_first):
+            return self.stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
         step, space, num_rows = running_step(kwargs[STEP_HANDLE]), self._workspace, hidden_states.shape[1]
         plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
         assert isinstance(plan, CppPlan)  # what `fuse_layers` is asked for
@@ -156,9 +153,11 @@ class FusedStack:
     the caches.
     """
 
-    is_used = True  # not while a profile times attention
+    is_used = True  # of all engines: not while a profile times attention
 
     def __init__(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
+        self.is_on = True
+        self._runs_pass = False
         from nanovllm.kernels.packed_product import StackedLayerStruct, WorkspaceStruct
 
         self._output = workspace.hidden[(len(layers) - 1) % 2]
@@ -166,8 +165,16 @@ class FusedStack:
         parts = workspace.queries, workspace.attended, workspace.scratch, *workspace.hidden
         self._workspace = WorkspaceStruct(*(part.data_ptr() for part in parts))
         self._run = kernels.decoder_layers
-        for layer in layers:
-            layer.call_in(self, is_first=layer is layers[0])
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_on and FusedStack.is_used
+
+    def runs_pass(self, *, begins: bool) -> bool:
+        """Whether it computes the forward pass that a layer is called in; what is so at the first layer stays so."""
+        if begins:
+            self._runs_pass = self.is_ready
+        return self._runs_pass
 
     def __call__(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], kwargs: Any) -> Tensor:
         plan, num_rows = running_step(kwargs[STEP_HANDLE]).plan, hidden_states.shape[1]
@@ -182,7 +189,7 @@ class FusedStack:
 
 
 class _Chain:
-    """Whether nothing is computed between the layers of a forward pass: each gets what the last one returned."""
+    """Whether each layer of a forward pass gets the very object that the last one returned."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Any, Any] | None = None
@@ -201,7 +208,9 @@ class _Chain:
 
     def stack_if_whole(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
         if self._is_whole:
-            FusedStack(layers, workspace, kernels)
+            stack = FusedStack(layers, workspace, kernels)
+            for layer in layers:
+                layer.call_in(stack, is_first=layer is layers[0])
 
 
 def fuse_layers(
@@ -228,10 +237,10 @@ def fuse_layers(
         raise NotFusedError("the attention modules are in no list of layers")
     check_attention(layers)
     workspaces: list[Workspace] = []
-    kept, has_room = cast("list[FusedLayer | None]", [None] * len(modules)), _has_room_for_both(modules)
+    kept, memory = cast("list[FusedLayer | None]", [None] * len(modules)), _memory_for_both(modules)
 
     def make(index: int) -> FusedLayer:
-        fused = FusedLayer(modules[index], layers[index], kernels)
+        fused = FusedLayer(modules[index], layers[index], kernels, memory)
         if not workspaces:
             workspaces.append(_workspace(fused, layers[index], kernels.dtype, max_rows))
         fused.bind(caches[index], workspaces[0], index)
@@ -239,11 +248,11 @@ def fuse_layers(
 
     def compare(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         fused = kept[index] or make(index)
-        kept[index] = fused if has_room else None
+        kept[index] = fused if memory is not None else None
         _compare(module, fused, args, kwargs, output)
-        chain.note(index, args, kwargs, output)
+        passed_on.note(index, args, kwargs, output)
 
-    chain = _Chain()
+    passed_on = _Chain()
     with ExitStack() as hooks:
         for index, module in enumerate(modules):
             hooks.callback(module.register_forward_hook(partial(compare, index), with_kwargs=True).remove)
@@ -252,24 +261,34 @@ def fuse_layers(
     for index, kept_one in enumerate(kept):
         result.append(kept_one or make(index))
         on_fused(result[-1])
-    chain.stack_if_whole(result, workspaces[0], kernels)
+    passed_on.stack_if_whole(result, workspaces[0], kernels)
     return result
 
 
-def _has_room_for_both(modules: Sequence[nn.Module]) -> bool:
-    """Whether plain and packed weights fit into memory at once; otherwise each layer is packed twice."""
-    num_bytes = sum(tensor.nbytes for module in modules for tensor in joined(module.parameters(), module.buffers()))
-    return psutil.virtual_memory().available > 2 * num_bytes
+def _memory_for_both(modules: Sequence[nn.Module]) -> HugePages | None:
+    """For all packed weights beside the plain ones; None if both do not fit: each layer is packed twice then."""
+    from nanovllm.kernels.huge_pages import HugePages
+    from nanovllm.kernels.packed_product import packed_bytes
+
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in chain(module.parameters(), module.buffers()))
+    if psutil.virtual_memory().available <= 2 * num_bytes:
+        return None
+    parts = chain.from_iterable(module.modules() for module in modules)
+    return HugePages(packed_bytes([part for part in parts if isinstance(part, AnyLinear)]))
 
 
 def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max_rows: int) -> Workspace:
-    def rows_of(*sizes: int) -> Tensor:
-        return torch.empty(max_rows, *sizes, dtype=dtype, device="cpu")
+    from nanovllm.kernels.packed_product import TILE_ROWS
+
+    def rows_of(*sizes: int, num_rows: int = max_rows) -> Tensor:
+        return torch.empty(num_rows, *sizes, dtype=dtype, device="cpu")
 
     heads = (layer.traits.num_heads, layer.traits.head_dim)
     with torch.inference_mode(False):  # as for the caches
         return Workspace(
-            scratch=rows_of(fused.hidden_size + max(fused.qkv_size, fused.inner_size)),
+            scratch=rows_of(
+                fused.hidden_size + max(fused.qkv_size, fused.inner_size), num_rows=max_rows + -max_rows % TILE_ROWS
+            ),
             queries=rows_of(*heads),
             attended=rows_of(*heads),
             hidden=(rows_of(fused.hidden_size), rows_of(fused.hidden_size)),

@@ -7,6 +7,7 @@ next to it, in half precision and with routed experts too.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import UnsupportedModelError
+from nanovllm.model.packed_linears import Hiding
 from nanovllm.model.probe import Probing, StateProbe, positions_of
 from nanovllm.unsupported import unsupported
 
@@ -39,9 +41,10 @@ _HALF = _Tolerance(1e-2, 0.25)  # a router may have taken the next best expert f
 _NONE = _Tolerance(0.0, 0.0)
 
 
-def check_rows(model: Any, probing: Probing) -> int:
+def check_rows(model: Any, probing: Probing, hiding: Hiding = nullcontext) -> int:
     """Refuse a model whose rows depend on each other, on their order or on other positions than the given ones.
 
+    `hiding` is in force in the second pass, which is compared with the others.
     Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
     UnsupportedModelError with the difference seen.
     """
@@ -60,7 +63,8 @@ def check_rows(model: Any, probing: Probing) -> int:
     sampled = kept[::-2]
     moved_to = [num_rows - 1 - row for row in near]
     own = run(token_ids[:num_rows], None, None)
-    ours = run(token_ids[:num_rows], near, sampled)
+    with hiding():
+        ours = run(token_ids[:num_rows], near, sampled)
     others = token_ids[num_rows:] + token_ids[: len(kept)][::-1], far[num_rows - num_far :] + kept[::-1]
     moved = run(*others, [moved_to[row] for row in sampled])
 

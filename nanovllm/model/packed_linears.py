@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ logger = logging.getLogger("nanovllm")
 
 AnyLinear = nn.Linear | QuantisedLinear
 Result = TypeVar("Result")
+Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
 
 _ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -105,7 +106,7 @@ def pack_linear_layers(
     one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
     linears: Iterable[Any] = modules_of(model)
     for linear in linears:
-        if type(linear) not in (nn.Linear, QuantisedLinear) or linear in packed:
+        if type(linear) not in (nn.Linear, QuantisedLinear) or linear in packed or "forward" in vars(linear):
             continue
         if kernels is not None and kernels.can_pack([linear]):
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
@@ -145,22 +146,26 @@ def free_weights(linears: Iterable[AnyLinear], unshared: Collection[nn.Module]) 
             linear.weight.data = linear.weight.data.new_empty(0)
 
 
-def with_weights_hidden(model: nn.Module, run_probe: Callable[[], Result]) -> tuple[Result, set[nn.Linear]]:
-    """What a forward pass returns, and the layers whose plain weights may be freed once they are packed.
+def with_weights_hidden(model: nn.Module, check: Callable[[Hiding], Result]) -> tuple[Result, set[nn.Linear]]:
+    """What a check of the model returns, and the layers whose plain weights may be freed once they are packed.
 
-    Args: run_probe: raises UnsupportedModelError where the pass fails, as it does if a module reads a weight directly.
+    Args:
+        check: hides weights in one of its passes by what it is given, and compares this pass with others. It raises
+            UnsupportedModelError where a pass fails or differs, as if a module reads a weight directly. The first pass
+            that a model makes has to see the weights: a module may keep what it computes of them then.
     """
+    unshared = with_own_weights(model)
     try:
-        with _plain_weights_hidden(model):
-            return run_probe(), with_own_weights(model)
+        return check(partial(_weights_hidden, unshared)), unshared
     except UnsupportedModelError:
-        return run_probe(), set()
+        pass
+    return check(nullcontext), set()
 
 
 @contextmanager
-def _plain_weights_hidden(model: nn.Module) -> Iterator[None]:
-    """Modules that read `linear.weight` directly fail, while the layers themselves work."""
-    hidden = [(linear, linear.weight.data) for linear in with_own_weights(model)]
+def _weights_hidden(linears: Iterable[nn.Linear]) -> Iterator[None]:
+    """Modules that read the weight of one of these directly see an empty one, while the layers themselves work."""
+    hidden = [(linear, linear.weight.data) for linear in linears]
     try:
         for linear, weight in hidden:
             vars(linear)["forward"] = partial(F.linear, weight=weight, bias=linear.bias)
@@ -169,11 +174,12 @@ def _plain_weights_hidden(model: nn.Module) -> Iterator[None]:
     finally:
         for linear, weight in hidden:
             linear.weight.data = weight
-            vars(linear).pop("forward", None)
+            vars(linear).pop("forward", None)  # ours: with a forward of its own it is none of these
 
 
 def with_own_weights(model: nn.Module) -> set[nn.Linear]:
-    """Linear layers whose weight is no other module's too (as tied embeddings are)."""
+    """Linear layers whose weight is no other module's too (as tied embeddings are); none with a forward of its own."""
     modules = modules_of(model)
     owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())
-    return {module for module in modules if type(module) is nn.Linear and owners[id(module.weight)] == 1}
+    linears = [module for module in modules if type(module) is nn.Linear and "forward" not in vars(module)]
+    return {linear for linear in linears if owners[id(linear.weight)] == 1}

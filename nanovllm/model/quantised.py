@@ -208,13 +208,16 @@ def _parts_of(kind: str, blocks: Tensor) -> QuantisedParts:
         if kind == "Q5_K":
             return QuantisedParts(q5_k_values(blocks), scales, -minima, 5)
         return QuantisedParts(_nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1), scales, -minima, 4)
-    scales, minima = (blocks[:, at : at + 2].contiguous().view(torch.float16) for at in (0, 2))
+    scales = blocks[:, :2].contiguous().view(torch.float16)
     if kind == "Q8_0":
         return QuantisedParts(blocks[:, 2:].contiguous().view(torch.int8), scales, None)
-    if kind == "Q4_0":  # eight times a scale fits float16 unless it is above 8,188, and sixteen times above 4,094
-        return QuantisedParts(_nibbles(blocks[:, 2:]).flatten(1), scales, -8 * scales, 4)
-    if kind == "Q5_0":
-        return QuantisedParts(q5_values(blocks, 2), scales, -16 * scales, 5)
+    if kind in ("Q4_0", "Q5_0"):
+        zero = 8 if kind == "Q4_0" else 16
+        if not (zero * scales).isfinite().all():
+            scales = scales.float()
+        values = _nibbles(blocks[:, 2:]).flatten(1) if kind == "Q4_0" else q5_values(blocks, 2)
+        return QuantisedParts(values, scales, -zero * scales, 4 if kind == "Q4_0" else 5)
+    minima = blocks[:, 2:4].contiguous().view(torch.float16)
     if kind == "Q5_1":
         return QuantisedParts(q5_values(blocks, 4), scales, minima, 5)
     return QuantisedParts(_nibbles(blocks[:, 4:]).flatten(1), scales, minima, 4)

@@ -17,6 +17,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.features import REPLICAS, refuse
+from nanovllm.import_index import import_index_kept
 from nanovllm.model.source import find
 from nanovllm.numa import read_nodes, split_cores
 from nanovllm.observability.step_records import OnStep, StepHook
@@ -67,7 +68,8 @@ def open_pool(
     try:
         for replica in fleet.replicas:
             fleet.launch(replica)
-        from nanovllm.model.loader import load_tokenizer
+        with import_index_kept():
+            from nanovllm.model.loader import load_tokenizer
 
         own_tokenizer = load_tokenizer(model, tokenizer, config)  # while they load theirs
         ready = _wait_until_up(fleet)
@@ -85,7 +87,8 @@ def open_pool(
 
 def _check_shards(source: str, config: EngineConfig) -> None:
     if config.tensor_parallel_size > 1:
-        from nanovllm.model.loader import check_shards
+        with import_index_kept():
+            from nanovllm.model.loader import check_shards
 
         check_shards(source, config)
 

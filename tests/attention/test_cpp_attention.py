@@ -61,6 +61,24 @@ def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
 
 
 @pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("traits", [{}, {"window": 41}], ids=["plain", "window"])
+def test_decodes_over_runs_of_every_length_equal_the_dense_ones(block_size, traits):
+    """Matrix tiles take 32 tokens at once; the window's first token is in the middle of these."""
+    ends = [1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 159]
+    case = PagedCase([(end - 1, 1) for end in ends], dtype=torch.bfloat16, block_size=block_size, **traits)
+    case.check(case.run(cpp_backend(case)))
+
+
+@pytest.mark.parametrize(("num_kv_heads", "groups"), [(11, 3), (1, 3), (2, 1), (5, 7)])
+def test_decodes_of_more_heads_than_tiles_have_lanes_equal_the_dense_ones(num_kv_heads, groups):
+    case = PagedCase(
+        [(99, 1), (31, 1), (70, 1)], dtype=torch.bfloat16, block_size=64, num_kv_heads=num_kv_heads, groups=groups
+    )
+    case.check(case.run(cpp_backend(case)))
+
+
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [1, 6])
 def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives(shared, dtype):

@@ -135,26 +135,34 @@ def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_
 # -------------------------------------------------------------------------------------------------------- wrong forms
 
 
-def test_wrong_matrix_tiles_are_left_out_for_the_next_class(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "what"),
+    [
+        ("tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)", "products of"),
+        ("tiles.h", "_tile_loadd(5, rows + kTileRows * stride, stride)", "_tile_loadd(5, rows, stride)", "decodes"),
+        ("decode_tiles.h", "_mm512_unpackhi_epi16(first, second)", "_mm512_unpackhi_epi16(first, first)", "decodes"),
+    ],
+)
+def test_wrong_matrix_tiles_are_left_out_for_the_next_class(monkeypatch, tmp_path, caplog, file, right, wrong, what):
     """On a processor without tiles nothing is wrong, and no line says so."""
-    build_broken(monkeypatch, tmp_path, "tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)")
+    build_broken(monkeypatch, tmp_path, file, right, wrong)
     with caplog.at_level(logging.WARNING):
         own = kernels.load_kernels(torch.bfloat16, 64, 3)
     lines = [record.message for record in caplog.records if "are not used" in record.message]
     has_tiles = CLASSES[0] == "amx"
     assert own.target == CLASSES[has_tiles]
     assert len(lines) == has_tiles
-    assert all("for amx are not used" in line and "products of" in line for line in lines)
+    assert all("for amx are not used" in line and what in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "what"),
     [
         ("products.h", PRODUCT, f"{PRODUCT} * 1.001f", "products of 1 by 64"),
-        ("paged_attention.cpp", "state.total * rescale", "state.total", "decodes"),
-        ("query_lanes.h", "total += weights", "total += weights * 0.99f", "decodes with a common prefix"),
-        ("query_lanes.h", "position < firsts", "position <= firsts", "chunks with traits"),
-        ("decoder_layer.cpp", "store(to, low), store(to + kLanes, high)", "store(to, low)", "products of"),
+        ("decode_vectors.h", "state.total * rescale", "state.total", "decodes"),
+        ("query_lanes.h", "total += found", "total += found * 0.99f", "decodes with a common prefix"),
+        ("query_lanes.h", "position < firsts", "position <= firsts", "chunks"),
+        ("decoder_layer.cpp", "first, low, high)", "first, low, low)", "products of"),
     ],
 )
 def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_path, file, right, wrong, what):

@@ -216,6 +216,27 @@ def test_garbage_of_a_pause_is_found_by_the_next_full_collection():
     assert reference() is None
 
 
+def test_young_garbage_of_before_a_pause_does_not_become_old():
+    garbage = weakref.ref(Cycle())
+    with collector_paused():
+        assert garbage() is None
+
+
+@pytest.mark.parametrize("place", ["collect", "disable", "freeze", "unfreeze"])
+def test_an_interrupt_within_a_pause_leaves_the_collector_on_and_nothing_frozen(place, monkeypatch):
+    real = getattr(gc, place)
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt  # as Python does once a call has returned
+
+    monkeypatch.setattr(gc, place, interrupted)
+    with pytest.raises(KeyboardInterrupt), collector_paused():
+        pass
+    assert gc.isenabled()
+    assert gc.get_freeze_count() < OldObjectsFrozen.OF_PYTHON
+
+
 def test_a_pause_thaws_nothing_that_others_have_frozen():
     gc.collect()
     gc.freeze()

@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import can_pack
+from nanovllm.model import direct_pass
+from nanovllm.model.fused_layers import FusedStack
 from nanovllm.model.llama_parts import TOLERANCE
 from nanovllm.model.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
@@ -37,6 +39,11 @@ def num_fused(llm: LLM) -> int:
 
 def has_direct_pass(llm: LLM) -> bool:
     return llm._engine.model_runner.binding._passes.direct is not None
+
+
+def runs_stack(llm: LLM) -> bool:
+    stack = llm._engine.model_runner.binding._fused_layers[0].stack
+    return stack is not None and stack.is_on
 
 
 @pytest.fixture(params=[1, 2, 5, 40])
@@ -188,18 +195,34 @@ def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_
     assert any("computes something else" in record.message for record in caplog.records)
 
 
-def test_layers_of_a_model_that_computes_something_between_them_are_called_one_by_one(tmp_path, monkeypatch):
+def computing(between, after=lambda states: states[-1]):
+    """LlamaModel's forward pass with something between two layers, or with more than the last one's output."""
+
     def forward(self, input_ids, position_ids=None, **kwargs):
         hidden = self.embed_tokens(input_ids)
         position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
         kwargs |= {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": None}
+        states = []
         for layer in self.layers:
-            hidden = layer(hidden * 1.5, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+            states.append(hidden := layer(between(hidden), **kwargs))
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(after(states)))
 
+    return forward
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        computing(lambda hidden: hidden * 1.5),
+        computing(lambda hidden: hidden.mul_(1.5)),
+        computing(lambda hidden: hidden, after=lambda states: states[0] + states[1]),
+    ],
+    ids=["between", "in place", "behind"],
+)
+def test_layers_of_a_model_that_computes_something_beside_them_are_called_one_by_one(tmp_path, monkeypatch, forward):
     monkeypatch.setattr(LlamaModel, "forward", forward)
     with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
-        assert num_fused(llm) == 2 and not has_direct_pass(llm)
+        assert num_fused(llm) == 2 and not has_direct_pass(llm) and not runs_stack(llm)
         own = tokens(llm)
     model = tiny_model()
     for prompt, answer in zip(PROMPTS, own, strict=True):
@@ -209,14 +232,50 @@ def test_layers_of_a_model_that_computes_something_between_them_are_called_one_b
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
-def test_positions_far_beyond_those_of_the_start_have_their_angles(tmp_path):
+def test_a_forward_pass_of_its_owners_runs_though_its_layers_are_stacked(tmp_path, monkeypatch):
+    """Something for one token alone, which no batch at the start has, keeps the model's own pass."""
+    plain = LlamaModel.forward
+
+    def forward(self, input_ids, inputs_embeds=None, **kwargs):
+        embedded = self.embed_tokens(input_ids)
+        embedded = torch.where((input_ids == PROMPTS[0][0])[..., None], -embedded, embedded)
+        return plain(self, inputs_embeds=embedded, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        assert runs_stack(llm) and not has_direct_pass(llm)
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_a_profile_that_begins_within_a_pass_changes_no_token(tmp_path, monkeypatch):
+    flips = iter([False, True] * 1000)
+    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+        expected = tokens(llm)
+        stack_of = llm._engine.model_runner.binding._fused_layers[0].stack
+        llm._engine.model_runner.binding._passes.direct = None  # so that every layer is asked
+        original = type(stack_of).runs_pass
+
+        def flipping(self, *, begins):
+            runs = original(self, begins=begins)
+            FusedStack.is_used = next(flips)
+            return runs
+
+        monkeypatch.setattr(FusedStack, "is_used", True)
+        monkeypatch.setattr(FusedStack, "runs_pass", flipping)
+        llm.reset_prefix_cache()
+        assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("most", [2**15, 1024])
+def test_positions_far_beyond_those_whose_angles_are_kept_have_theirs(tmp_path, monkeypatch, most):
     options = {"max_position_embeddings": 4096}
     prompts = random_prompts(2, low=1200, high=1300, seed=3)
     with LLM(save_tiny(tmp_path / "model", **options), **OPTIONS | {"max_model_len": 2048}) as llm:
         direct = llm._engine.model_runner.binding._passes.direct
-        direct._cosines = direct._cosines[:16]  # as of a start with short batches
+        monkeypatch.setattr(direct_pass, "_MOST_POSITIONS", most)
+        direct._cosines, direct._sines = direct._cosines[:16], direct._sines[:16]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert len(direct._cosines) > 1200
+        assert len(direct._cosines) == min(most, 2560) or len(direct._cosines) > 1200
     model = tiny_model(**options)
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = output.outputs[0].token_ids

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from nanovllm import LLM
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.kernels.packed_product import LANES, PANEL, pack
-from nanovllm.model.packed_linears import with_weights_hidden
+from nanovllm.kernels.packed_product import LANES, PANEL, can_pack, pack
+from nanovllm.model.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
+from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.tiny_models import save_tiny, tiny_model
 
 DEPTH = 62
 
@@ -75,16 +81,81 @@ def test_weights_are_freed_only_if_no_module_reads_them_directly(reads_directly)
     model, rows, calls = Reader(reads_directly=reads_directly), torch.randn(3, 4), []
     expected = model(rows)
 
-    def probe() -> torch.Tensor:
-        calls.append(model.second.weight.numel())
+    def check(hiding: Any) -> torch.Tensor:
         try:
-            return model(rows)
+            with hiding():
+                calls.append(model.second.weight.numel())
+                return model(rows)
         except RuntimeError as error:
             raise UnsupportedModelError(str(error)) from error
 
-    seen, may_be_freed = with_weights_hidden(model, probe)
+    seen, may_be_freed = with_weights_hidden(model, check)
     assert torch.equal(seen, expected)
     assert may_be_freed == (set() if reads_directly else {model.first, model.second})
     assert calls == ([0, 16] if reads_directly else [0])
     assert torch.equal(model(rows), expected)
     assert not {"forward"} & (vars(model.first).keys() | vars(model.second).keys())
+
+
+class KeepsAJoinedWeight(LlamaMLP):
+    """Joins two weights in its first pass."""
+
+    joined: torch.Tensor | None = None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.joined is None:
+            self.joined = torch.cat([self.gate_proj.weight, self.up_proj.weight])
+        gate, up = F.linear(states, self.joined).chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class KeepsANorm(LlamaMLP):
+    """Computes a factor in its first pass."""
+
+    factor: torch.Tensor | None = None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.factor is None:
+            self.factor = 4 / self.down_proj.weight.norm()
+        return super().forward(states) * self.factor
+
+
+class Rescales(LlamaMLP):
+    """Changes its weight in its first pass."""
+
+    is_rescaled = False
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if not self.is_rescaled:
+            self.down_proj.weight.mul_(0.25)
+            self.is_rescaled = True
+        return super().forward(states) * 4
+
+
+class ReadsANorm(LlamaMLP):
+    """Computes a factor in each pass."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) / (1 + self.down_proj.weight.norm())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU")
+@pytest.mark.parametrize(("kind", "is_freed"), [
+    (KeepsAJoinedWeight, True), (KeepsANorm, True), (Rescales, True), (ReadsANorm, False),
+])  # fmt: skip
+def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_freed, tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
+    with LLM(folder, **OPTIONS) as llm:
+        weight = llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight
+        assert (weight.numel() == 0) == is_freed
+        assert tokens(llm) == by_transformers(tiny_model())
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_keeps_it():
+    model = Reader(reads_directly=False)
+    own = model.second.forward = lambda rows: 2 * F.linear(rows, model.second.weight)
+    assert with_own_weights(model) == {model.first}
+    assert not can_pack([model.second], torch.float32)
+    pack_linear_layers(model, None, unshared={model.first}, packed=())
+    assert model.second.forward is own and "forward" in vars(model.first)

@@ -12,6 +12,7 @@ import pytest
 from nanovllm.cli.main import main
 from nanovllm.observability import timeline
 from nanovllm.observability.percentiles import percentiles
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import check_arrivals, load_engine
 from nanovllm.tools.bench.processes import EngineSpec
@@ -177,6 +178,20 @@ def test_a_job_counts_steps_tokens_and_hits_of_the_measured_run_only(folder, tmp
     assert sum(run["parts"].values()) <= run["seconds"]
 
 
+def test_a_job_samples_as_its_options_say(folder, tmp_path, monkeypatch):
+    asked, process_one = [], InputProcessor.process_one
+
+    def noting(self, request_id, prompt, params, **options):
+        asked.append(params)
+        return process_one(self, request_id, prompt, params, **options)
+
+    monkeypatch.setattr(InputProcessor, "process_one", noting)
+    workload = random_requests(requests=2, prompt=8, output=3, vocab=512)
+    sampling = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
+    run_job(build_job(folder, workload, tmp_path / "s.jsonl", sampling=sampling, warm_ups=0))
+    assert [(p.temperature, p.top_p, p.repetition_penalty, p.ignore_eos) for p in asked] == [(0.8, 0.95, 1.1, True)] * 2
+
+
 def test_transformers_gives_every_token_its_time(folder, tmp_path):
     workload = random_requests(requests=3, prompt=(4, 9), output=(2, 5), vocab=512)
     job = build_job(
@@ -192,6 +207,7 @@ class Counted:
     """An engine that ends each request at once; `plays` has the requests of each replay, and when they arrived."""
 
     takes_arrivals = True
+    takes_sampling = False
 
     def __init__(self) -> None:
         self.plays: list[list[float]] = []
@@ -323,6 +339,13 @@ def test_an_exported_workload_is_the_one_that_would_be_played(tmp_path):
         (["--workload", "W", "--workload", "P", "--export", "x"], "--export writes one workload"),
         (["--trace", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["--block-size", "17"], "block_size is 17"),
+        (["--sampling", "top_p"], "'top_p' in 'top_p' is not of the form"),
+        (["--sampling", "seed=1"], "--sampling has no option 'seed'; there are temperature"),
+        (["--sampling", "top_p=2"], "top_p is 2"),
+        (["--sampling", "top_p=0.9"], "--sampling has top_p, but is greedy"),
+        (["--sampling", "temperature=1,temperature=2"], "temperature is given twice"),
+        (["--sampling", "temperature=1", "--export", "x"], "which --sampling does not change"),
+        (["--sampling", "temperature=0.5", "--engines", "transformers"], "transformers is greedy here"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_runs(capsys, arguments, named):

@@ -2,6 +2,7 @@
 // and a gated feed-forward block. Two functions, each one parallel region. Between two roundings to ELEMENT everything
 // is float32.
 
+#include "paged_attention.h"
 #include "products.h"
 
 namespace {
@@ -11,7 +12,7 @@ struct Norm {
   float epsilon;
 };
 
-// What nanovllm/fused_layers.py fills in.
+// What nanovllm/kernels/packed_product.py describes and nanovllm/model/fused_layers.py fills in.
 struct Layer {
   Norm input_norm, post_attention_norm;
   Norm query_norm, key_norm;  // of each head; null weights where there is none
@@ -23,27 +24,30 @@ struct Layer {
 };
 
 // As `transformers` rounds: first the normed value, then its product with the weight.
-void normalize(const Norm& norm, const Element* from, Element* to, int64_t size) {
+void normalize(const Norm& norm, const Element* from, const ProductRows& to, int64_t row) {
   Floats squares = {};
-  for (int64_t at = 0; at < size; at += kLanes) squares += load(from + at) * load(from + at);
-  const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + norm.epsilon);
-  for (int64_t at = 0; at < size; at += kLanes) {
+  for (int64_t at = 0; at < to.depth; at += kLanes) squares += load(from + at) * load(from + at);
+  const float scale = 1.0f / std::sqrt(sum(squares) / (float)to.depth + norm.epsilon);
+  for (int64_t at = 0; at < to.depth; at += kLanes) {
     Element rounded[kLanes];
     store(rounded, load(from + at) * scale);
-    store(to + at, load(rounded) * load(norm.weight + at));
+    store(to.place(row, at), load(rounded) * load(norm.weight + at));
   }
 }
 
-void normalize_rows(const Norm& norm, const Element* from, Element* to, int64_t num_rows, int64_t size) {
+void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to, int64_t num_rows) {
 #pragma omp for schedule(static)
-  for (int64_t row = 0; row < num_rows; ++row) normalize(norm, from + row * size, to + row * size, size);
+  for (int64_t row = 0; row < num_rows; ++row) normalize(norm, from + row * to.depth, to, row);
 }
+
+// Of what products read in scratch memory: whole tiles of rows.
+inline int64_t padded_rows(int64_t num_rows) { return (num_rows + kTileRows - 1) / kTileRows * kTileRows; }
 
 // One head's query or key, in its place or elsewhere: normed if the model does so, then turned by its position (rotary
 // embedding, Su et al. 2021, halves paired as in GPT-NeoX).
 void turn(const Norm& norm, const Element* from, const float* cosines, const float* sines, Element* to) {
   alignas(64) Element normed[kDim];
-  if (norm.weight != nullptr) normalize(norm, from, normed, kDim), from = normed;
+  if (norm.weight != nullptr) normalize(norm, from, {normed, kDim}, 0), from = normed;
   alignas(64) float values[kDim], turned[kDim];
   for (int d = 0; d < kDim; d += kLanes) store(values + d, load(from + d));
   constexpr int kHalf = kDim / 2;
@@ -64,19 +68,20 @@ Floats silu(Floats x) {
 
 // Norm, projections and rotary embedding of `hidden` [num_rows, hidden_size]; keys and values go to their slots
 // [num_rows] of the caches [slots, num_kv_heads, HEAD_DIM], queries to `queries` [num_rows, num_heads, HEAD_DIM].
-// cosines, sines: [num_rows, HEAD_DIM]. scratch: [num_rows, hidden_size + outputs of qkv].
+// cosines, sines: [num_rows, HEAD_DIM]. scratch: [a multiple of 16
+// rows, hidden_size + outputs of qkv].
 extern "C" void attention_inputs(const Layer* layer, const Element* hidden, const Element* cosines,
                                  const Element* sines, const int64_t* slots, Element* key_cache, Element* value_cache,
                                  Element* queries, Element* scratch, int64_t num_rows, int num_threads) {
   const int64_t hidden_size = layer->qkv.depth, qkv_size = layer->qkv.num_outputs;
   const int64_t num_heads = layer->num_heads, num_kv_heads = layer->num_kv_heads;
-  Element* normed = scratch;
-  Element* qkv = scratch + num_rows * hidden_size;
+  const ProductRows normed = rows_for(layer->qkv, scratch, num_rows);
+  Element* qkv = scratch + padded_rows(num_rows) * hidden_size;
 #pragma omp parallel num_threads(num_threads)
   {
-    normalize_rows(layer->input_norm, hidden, normed, num_rows, hidden_size);
+    normalize_rows(layer->input_norm, hidden, normed, num_rows);
     multiply(layer->qkv, normed, num_rows, num_threads, [=](int64_t row, int64_t output, Floats low, Floats high) {
-      store(qkv + row * qkv_size + output, low), store(qkv + row * qkv_size + output + kLanes, high);
+      store(qkv + row * qkv_size + output, low, high);
     });
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) {
@@ -97,35 +102,29 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
 }
 
 // What follows attention: output [num_rows, hidden_size] from what was attended [num_rows, num_heads, HEAD_DIM] and the
-// layer's input `hidden`. scratch: [num_rows, hidden_size + depth of down].
+// layer's input `hidden`. scratch: [a multiple of 16 rows, hidden_size + depth of down].
 extern "C" void attention_outputs(const Layer* layer, const Element* attended, const Element* hidden, Element* output,
                                   Element* scratch, int64_t num_rows, int num_threads) {
-  const int64_t hidden_size = layer->down.num_outputs, inner_size = layer->down.depth;
-  Element* normed = scratch;
-  Element* inner = scratch + num_rows * hidden_size;
+  const int64_t hidden_size = layer->down.num_outputs;
+  const ProductRows normed = rows_for(layer->gate_up, scratch, num_rows);
+  const ProductRows inner = rows_for(layer->down, scratch + padded_rows(num_rows) * hidden_size, num_rows);
   const auto add_to = [=](const Element* residual) {
     return [=](int64_t row, int64_t first, Floats low, Floats high) {
       const int64_t at = row * hidden_size + first;
-      store(output + at, load(residual + at) + low), store(output + at + kLanes, load(residual + at + kLanes) + high);
+      store(output + at, load(residual + at) + low, load(residual + at + kLanes) + high);
     };
   };
 #pragma omp parallel num_threads(num_threads)
   {
-    multiply(layer->attention_output, attended, num_rows, num_threads, add_to(hidden));
-    normalize_rows(layer->post_attention_norm, output, normed, num_rows, hidden_size);
+    const ProductRows heads = {(Element*)attended, layer->attention_output.depth};
+    multiply(layer->attention_output, heads, num_rows, num_threads, add_to(hidden));
+    normalize_rows(layer->post_attention_norm, output, normed, num_rows);
     multiply(layer->gate_up, normed, num_rows, num_threads, [=](int64_t row, int64_t first, Floats gate, Floats up) {
-      store(inner + row * inner_size + first / 2, silu(gate) * up);
+      store(inner.place(row, first / 2), silu(gate) * up);
     });
     multiply(layer->down, inner, num_rows, num_threads, add_to(output));
   }
 }
-
-extern "C" void paged_decode_attention(const Element*, const Element*, const Element*, const int64_t*, const int64_t*,
-                                       const int64_t*, const int64_t*, const int64_t*, Element*, int64_t, int64_t,
-                                       int64_t, int64_t, int64_t, float, int, int64_t, int64_t, float, const float*);
-extern "C" void paged_chunk_attention(const Element*, const Element*, const Element*, const int64_t*, const int64_t*,
-                                      const int64_t*, const int64_t*, Element*, int64_t, int64_t, int64_t, int64_t,
-                                      float, int, int64_t, int64_t, float, const float*);
 
 namespace {
 
@@ -179,10 +178,10 @@ namespace {
 template <class Output>
 void multiply_alone(const Product& product, const Element* rows, Output* output, int64_t num_rows, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
-  multiply(product, rows, num_rows, num_threads, [&](int64_t row, int64_t first, Floats low, Floats high) {
-    Output* to = output + row * product.num_outputs + first;
-    store(to, low), store(to + kLanes, high);
-  });
+  multiply(product, {(Element*)rows, product.depth}, num_rows, num_threads,
+           [&](int64_t row, int64_t first, Floats low, Floats high) {
+             store(output + row * product.num_outputs + first, low, high);
+           });
 }
 
 }  // namespace

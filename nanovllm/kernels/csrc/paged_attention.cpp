@@ -1,135 +1,27 @@
 // Attention over a paged KV cache: the kernels of the `cpp` form.
 //
-// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM, VALUE_DIM and NUM_GROUPS (query heads a KV head). The heads
-// of a group are handled together, so that K and V are read once, straight from their pages. Scores, softmax and sums
-// are float32. The softmax is the online one (Milakov and Gimelshein 2018). Only the slots of a sequence's own tokens
-// are read, so nothing that lies in others can matter.
+// Compiled for one ELEMENT type (float or bfloat16), HEAD_DIM, VALUE_DIM and NUM_GROUPS (query heads a KV head). The
+// heads of a group are handled together, so that K and V are read once, straight from their pages. Scores, softmax and
+// sums are float32. The softmax is the online one (Milakov and Gimelshein 2018). Nothing that lies in slots of other
+// sequences can matter.
 //
 // Chunks, and decodes that share pages, have many queries for each key: there the queries are the lanes of vectors
-// (query_lanes.h). A single decode has one group of queries for each key: there a key's elements are.
+// (query_lanes.h). A single decode has one group of queries for each key: its queries are the lanes of matrix tiles
+// (decode_tiles.h), or a key's elements are lanes (decode_vectors.h).
+
+#include "paged_attention.h"
 
 #include <vector>
 
-#include "query_lanes.h"
+#include "decode_tiles.h"
+#include "decode_vectors.h"
 
 namespace {
 
 constexpr int kMaxShare = 1024;    // tokens of a work item
 constexpr int kMaxStates = 65536;  // of the parts of a shared prefix: some tens of megabytes
-// Heads of a group that are handled at once: as many as leave their sums in registers.
-constexpr int kSlice = std::min(kGroup, std::max(1, 16 / kVectors));
 
 // ----------------------------------------------------------------------------------------------------------- decodes
-
-// One query head over the tokens of a work item: softmax(scores) @ values = sums / total, both scaled by e^-maximum.
-// The items that a sequence took part in are merged afterwards (Flash-Decoding, Dao et al. 2023).
-struct State {
-  float sums[kValueDim];
-  float maximum;
-  float total;
-};
-
-template <int kSize>
-inline void prefetch(const Element* row) {
-  for (int at = 0; at < kSize; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
-}
-
-// Where a tile's keys or values of kSize elements lie, and those that come next, which the processor fetches meanwhile.
-template <int kSize>
-struct Rows {
-  const Element* rows;
-  const Element* next;
-  int64_t stride;
-  const Element* operator[](int token) const { return rows + token * stride; }
-  void fetch_next(int token) const { prefetch<kSize>(next + token * stride); }
-};
-
-// sums[head] += weights[head] @ values, of kHeads heads.
-template <int kHeads>
-void add_values(const float (*weights)[kTile], const Rows<kValueDim>& values, int count, Floats (*sums)[kVectors]) {
-  int token = 0;
-#ifdef __AVX512BF16__
-  if constexpr (sizeof(Element) == 2 && kValueDim % (2 * kLanes) == 0) {
-    // Two tokens at once: neighbours in pairs, values element by element, weights rounded to bfloat16.
-    using Words16 = uint16_t __attribute__((vector_size(64)));
-    bfloat16 rounded[kHeads][kTile];
-    for (int head = 0; head < kHeads; ++head)
-      for (int at = 0; at < count; at += kLanes) store(&rounded[head][at], load(&weights[head][at]));
-    for (; token < count; token += 2) {
-      const Element* first = values[token];
-      const Element* second = values[std::min(token + 1, count - 1)];  // where there is none, its weight is 0
-      values.fetch_next(token), values.fetch_next(token + 1);
-      __m512bh pairs[kVectors];
-      for (int v = 0; v < kVectors; v += 2) {
-        Words16 a, b;
-        std::memcpy(&a, first + v * kLanes, sizeof(a)), std::memcpy(&b, second + v * kLanes, sizeof(b));
-        pairs[v] = (__m512bh)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8,
-                                                     40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
-        pairs[v + 1] =
-            (__m512bh)__builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
-                                              56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
-      }
-      for (int head = 0; head < kHeads; ++head) {
-        int32_t pair;
-        std::memcpy(&pair, &rounded[head][token], sizeof(pair));
-        const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
-        for (int v = 0; v < kVectors; ++v)
-          sums[head][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[head][v], weight, pairs[v]);
-      }
-    }
-  }
-#endif
-  for (; token < count; ++token) {
-    const Element* value = values[token];
-    values.fetch_next(token);
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats part = load(value + v * kLanes);
-      for (int head = 0; head < kHeads; ++head) sums[head][v] += part * weights[head][token];
-    }
-  }
-}
-
-// Adds a tile of `count` tokens to the states of kHeads query heads that share a KV head.
-template <int kHeads>
-void add_tokens(const Element* queries, float scaling, float softcap, const Rows<kDim>& keys,
-                const Rows<kValueDim>& values, int count, State* states) {
-  alignas(64) float weights[kHeads][kTile];
-  for (int first = 0; first < count; first += kLanes) {
-    for (int token = first; token < std::min(first + kLanes, count); ++token) keys.fetch_next(token);
-    for (int head = 0; head < kHeads; ++head) {
-      Floats products[kLanes];
-      for (int i = 0; i < kLanes; ++i)
-        products[i] = multiply_heads(queries + head * kDim, keys[std::min(first + i, count - 1)]);
-      const Floats scores = sums(products) * scaling;
-      store(&weights[head][first], softcap > 0 ? capped(scores, softcap) : scores);
-    }
-  }
-  const int padded = (count + kLanes - 1) / kLanes * kLanes;
-  Floats results[kHeads][kVectors];
-  for (int head = 0; head < kHeads; ++head) {
-    State& state = states[head];
-    for (int token = count; token < padded; ++token) weights[head][token] = -INFINITY;
-    Floats maxima = load(&weights[head][0]);
-    for (int token = kLanes; token < padded; token += kLanes) {
-      const Floats scores = load(&weights[head][token]);
-      maxima = scores > maxima ? scores : maxima;
-    }
-    const float maximum = std::max(state.maximum, largest(maxima));
-    Floats totals = {};
-    for (int token = 0; token < padded; token += kLanes) {
-      const Floats part = weight_of(Element{}, load(&weights[head][token]) - maximum);
-      store(&weights[head][token], part);
-      totals += part;
-    }
-    const float rescale = std::exp(state.maximum - maximum);
-    state.total = state.total * rescale + sum(totals);
-    state.maximum = maximum;
-    for (int v = 0; v < kVectors; ++v) results[head][v] = load(state.sums + v * kLanes) * rescale;
-  }
-  add_values<kHeads>(weights, values, count, results);
-  for (int head = 0; head < kHeads; ++head)
-    for (int v = 0; v < kVectors; ++v) store(states[head].sums + v * kLanes, results[head][v]);
-}
 
 // Tokens begin..end-1 of sequences whose tables name the same pages there: one sequence, or many with one prefix; for
 // the KV heads first_head..end_head-1.
@@ -152,19 +44,56 @@ struct Decodes {
     return pages[position / page_size] * page_size + position % page_size;
   }
 
-  // The heads of an item. `following` is what the thread will probably work on afterwards.
+  int count_in_page(const Item& item, int64_t begin, int64_t room) const {
+    return (int)std::min({item.end - begin, page_size - begin % page_size, room});
+  }
+
+  // Tokens of an item from `begin` on that lie in one page, of the KV heads from `head` on; `room` of them at most.
+  Tokens tokens(const Item& item, int64_t begin, int64_t head, int64_t room = DecodeLanes<>::kMostTokens) const {
+    const int64_t at = slot(item, begin) * num_kv_heads + head;
+    const int num_heads = (int)std::min<int64_t>(DecodeLanes<>::kMostHeads, item.end_head - head);
+    return {key_cache + at * kDim, value_cache + at * kValueDim, num_kv_heads, num_heads,
+            count_in_page(item, begin, room)};
+  }
+
+  // The heads of an item in matrix tiles. `following` is what the thread will probably work on afterwards.
+  void attend_in_tiles(const Item& item, const Item& following, State* states) const {
+    static thread_local const std::unique_ptr<DecodeLanes<>> own(new DecodeLanes<>);
+    DecodeLanes<>& lanes = *own;
+    for (int64_t head = item.first_head; head < item.end_head; head += lanes.kMostHeads) {
+      const int64_t count = std::min<int64_t>(lanes.kMostHeads, item.end_head - head);
+      State* of_heads = states + head * kGroup;
+      for (int64_t i = 0; i < count * kGroup; ++i) std::memset(of_heads[i].sums, 0, sizeof(of_heads[i].sums));
+      lanes.begin(queries + (members[item.first_member] * num_kv_heads + head) * kGroup * kDim, (int)count);
+      for (int64_t begin = item.begin; begin < item.end;) {
+        const int skipped = (int)(begin % kTileRows);
+        const Tokens now = tokens(item, begin, head, lanes.kMostTokens - skipped);
+        begin += now.count;
+        const Tokens next = begin < item.end                ? tokens(item, begin, head)
+                            : head + count < item.end_head ? tokens(item, item.begin, head + count)
+                                                            : tokens(following, following.begin, following.first_head);
+        lanes.add(now, skipped, next, scaling, traits.softcap, of_heads);
+      }
+      lanes.end(of_heads, scaling);
+    }
+    lanes.tiles.release();
+  }
+
+  // The same without tiles.
   void attend(const Item& item, const Item& following, State* states) const {
     const int64_t num_heads = num_kv_heads * kGroup;
     for (int64_t i = item.first_head * kGroup; i < item.end_head * kGroup; ++i) states[i] = State{{}, -INFINITY, 0};
     for (int64_t begin = item.begin; begin < item.end;) {
-      const int count = (int)std::min({item.end - begin, page_size - begin % page_size, (int64_t)kTile});
+      const int count = count_in_page(item, begin, kTile);
       const int64_t after = begin + count;
-      const int64_t at = slot(item, begin);
-      const int64_t next = after < item.end ? slot(item, after) : slot(following, following.begin);
+      const bool is_last = after == item.end;
+      const int64_t at = slot(item, begin), next = is_last ? slot(following, following.begin) : slot(item, after);
+      const int num_next =
+          is_last ? count_in_page(following, following.begin, kTile) : count_in_page(item, after, kTile);
       for (int64_t kv_head = item.first_head; kv_head < item.end_head; ++kv_head) {
         const auto rows_of = [&](const Element* cache, auto size) {
           const auto row = [&](int64_t of) { return cache + (of * num_kv_heads + kv_head) * size; };
-          return Rows<size>{row(at), row(next), num_kv_heads * size};
+          return Rows<size>{row(at), row(next), (int64_t)num_kv_heads * size, num_next};
         };
         const auto keys = rows_of(key_cache, std::integral_constant<int, kDim>{});
         const auto values = rows_of(value_cache, std::integral_constant<int, kValueDim>{});
@@ -178,6 +107,15 @@ struct Decodes {
       }
       begin = after;
     }
+  }
+
+  void attend_alone(const Item& item, const Item& following, State* states) const {
+    // With fewer heads, or runs of 16 tokens, most of what tiles multiply would be zeros.
+    const bool fills_tiles = (item.end_head - item.first_head) * kGroup >= 4 && page_size % kTileDepth == 0;
+    if (kDecodesSuitTiles && kTilesAreThere && fills_tiles)
+      attend_in_tiles(item, following, states);
+    else
+      attend(item, following, states);
   }
 
   // The same for an item of many members, whose queries become lanes.
@@ -289,7 +227,8 @@ extern "C" void paged_decode_attention(const Element* queries, const Element* ke
       if (item.num_members > 1)
         decodes.attend_together(item, first_state + item.first_state);
       else
-        decodes.attend(item, items[std::min(number + num_threads, items.size() - 1)], first_state + item.first_state);
+        decodes.attend_alone(item, items[std::min(number + num_threads, items.size() - 1)],
+                             first_state + item.first_state);
     }
 #pragma omp for schedule(static) collapse(2)
     for (int64_t i = 0; i < num_sequences; ++i)

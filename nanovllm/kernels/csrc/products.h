@@ -35,9 +35,36 @@ struct Operand {
   int64_t row_stride, step_stride;
 };
 
-// Whether the processor's tiles multiply rows whose elements lie side by side, `num_steps` deep.
-inline bool suits_tiles(const Operand& operand, int64_t num_steps) {
-  return kStep == 2 && kTilesAreThere && operand.step_stride == kStep && num_steps % kTileSteps == 0;
+inline bool suits_tiles(int64_t depth) { return kStep == 2 && kTilesAreThere && depth % kTileDepth == 0; }
+
+// Rows [num_rows, depth], one behind another or as tiles read them: 16 rows of 32 elements, then the next 32 of these.
+struct ProductRows {
+  Element* at;
+  int64_t depth;
+  bool is_tiled = false;
+
+  // Of sixteen neighbours, the first of which is element k, a multiple of 16.
+  Element* place(int64_t row, int64_t k) const {
+    if (!is_tiled) return at + row * depth + k;
+    return at + (row / kTileRows * (depth / kTileDepth) + k / kTileDepth) * kTileRows * kTileDepth +
+           row % kTileRows * kTileDepth + k % kTileDepth;
+  }
+
+  TileRows tiles(int64_t row) const {
+    constexpr int64_t kSize = sizeof(Element), kTileBytes = kTileRows * kTileDepth * kSize;
+    if (!is_tiled) return {place(row, 0), depth * kSize, kTileDepth * kSize, kTileRows * depth * kSize};
+    return {place(row, 0), kTileDepth * kSize, kTileBytes, depth / kTileDepth * kTileBytes};
+  }
+};
+
+// Whether a product multiplies its rows as integers.
+inline bool takes_integers(const Product& product, int64_t num_rows) {
+  return product.panels != nullptr && num_rows <= kFewRows && product.depth % kRunOfRows == 0;
+}
+
+// Rows that a product reads, in `memory` for whole tiles of rows, in the order that it reads fastest.
+inline ProductRows rows_for(const Product& product, Element* memory, int64_t num_rows) {
+  return {memory, product.depth, suits_tiles(product.depth) && !takes_integers(product, num_rows)};
 }
 
 // sums[row][output of the panel], for kRows rows. Meanwhile `next_panel` is fetched, unless it is null.
@@ -91,15 +118,6 @@ inline void multiply_rows(int count, const Operand& operand, const Element* pane
     multiply_rows<kRows, false>(operand, panel, num_steps, nullptr, sums);
 }
 
-// The same for any number of rows up to kRowsOfTiles if they suit the tiles, else up to kRowsAtOnce.
-inline void multiply_rows(Tiles& tiles, bool suits, int count, const Operand& operand, const Element* panel,
-                          int64_t num_steps, const Element* next_panel, float* sums) {
-  if (suits)
-    tiles.multiply(count, operand.rows, operand.row_stride, panel, num_steps, next_panel, sums);
-  else
-    multiply_rows(count, operand, panel, num_steps, next_panel, sums);
-}
-
 // Parts of a product's rows: as many as their activations ask for, and more where the panels alone would leave threads
 // idle. The first number that lets 9 of 10 threads work all the time, or else the best.
 inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_threads, int64_t at_once) {
@@ -115,50 +133,79 @@ inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_thread
   return best;
 }
 
+// A block's sums, on their way to those who asked for them.
+struct Sums {
+  const float* at = nullptr;  // the next row's
+  int64_t row = 0, end = 0, first_output = 0;
+  Floats low_scale = {}, high_scale = {}, low_bias = {}, high_bias = {};
+
+  // `take` gets the next rows, up to `count` of them.
+  template <class Take>
+  void hand_over(int64_t count, const Take& take) {
+    for (const int64_t until = std::min(end, row + count); row < until; ++row, at += kPanel)
+      take(row, first_output, load(at) * low_scale + low_bias, load(at + kLanes) * high_scale + high_bias);
+  }
+};
+
 // Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
-// row's 32 sums of a panel: take(row, first output, low half, high half).
+// row's 32 sums of a panel: take(row, first output, low half, high half), one block late: in tiles while the next block
+// is multiplied, and the next panel fetched.
 template <class Take>
-void multiply(const Product& product, const Element* rows, int64_t num_rows, int num_threads, const Take& take) {
+void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, int num_threads, const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
-  const bool suits = suits_tiles({rows, depth, kStep}, depth / kStep);
-  const int64_t at_once = suits ? kRowsOfTiles : kRowsAtOnce;
-  const bool are_few = product.panels != nullptr && num_rows <= kFewRows && depth % kRunOfRows == 0;
-  if (are_few) integer_rows().fill(rows, (int)num_rows, depth);
+  const bool suits = suits_tiles(depth), is_integer_product = takes_integers(product, num_rows);
+  const int64_t unit = suits ? kTileRows : 1, at_once = suits ? kRowsOfTiles : kRowsAtOnce;
+  const int64_t num_units = (num_rows + unit - 1) / unit;
+  if (is_integer_product) integer_rows().fill(rows.at, (int)num_rows, depth);
   Tiles tiles;
+  alignas(64) float memory[2][kRowsOfTiles * kPanel];
+  Sums sums;
+  int turn = 0;  // of the two blocks of memory
+  const int64_t rows_of_step = (kRowsOfTiles * kTileDepth + depth - 1) / depth;
   const int64_t num_parts = parts_of(num_rows, num_panels, num_threads, at_once);
-#pragma omp for schedule(static) collapse(2)
+#pragma omp for schedule(static) collapse(2) nowait
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t number = 0; number < num_panels; ++number) {
-      const int64_t begin = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - begin;
+      const int64_t begin = num_units * part / num_parts, count = num_units * (part + 1) / num_parts - begin;
       const auto [offset, kind] = product.panel(number);
       const char* packed = product.weight + offset;
-      const char* next = number + 1 < num_panels ? product.weight + product.panel(number + 1).offset : nullptr;
-      const bool is_integer = are_few && kind != kPlain;
+      const char* next = packed + depth * kPanel * (int64_t)sizeof(Element);  // that of the next product behind the last
+      const bool is_integer = is_integer_product && kind != kPlain;
       const Element* panel =
           kind == kPlain || is_integer ? (const Element*)packed : widened(kind, packed, depth);
-      const Element* next_panel = kind == kPlain ? (const Element*)next : nullptr;
-      const int64_t first_output = number * kPanel;
-      Floats low_scale = Floats{} + 1.0f, high_scale = low_scale, low_bias = {}, high_bias = {};
+      Sums own;
+      own.first_output = number * kPanel;
+      own.low_scale = own.high_scale = Floats{} + 1.0f;
       if (kind == kBytes)
-        low_scale = load((const float*)packed), high_scale = load((const float*)packed + kLanes);
+        own.low_scale = load((const float*)packed), own.high_scale = load((const float*)packed + kLanes);
       if (product.bias != nullptr)
-        low_bias = load(product.bias + first_output), high_bias = load(product.bias + first_output + kLanes);
-      alignas(64) float sums[kRowsOfTiles * kPanel];
-      const int64_t num_blocks = (count + at_once - 1) / at_once;  // of nearly equal size
+        own.low_bias = load(product.bias + own.first_output),
+        own.high_bias = load(product.bias + own.first_output + kLanes);
+      const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
+      constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles
+      const int64_t lines_of_step = kind == kPlain ? (kLines + num_blocks - 1) / num_blocks : 0;
       for (int64_t block = 0; block < num_blocks; ++block) {
-        const int64_t first = begin + count * block / num_blocks, end = begin + count * (block + 1) / num_blocks;
-        if (is_integer)
-          multiply_few(kind, packed, depth, integer_rows().rows, (int)num_rows, sums);
-        else
-          multiply_rows(tiles, suits, (int)(end - first), {rows + first * depth, depth, kStep}, panel, depth / kStep,
-                        block == 0 ? next_panel : nullptr, sums);
-        for (int64_t row = first; row < end; ++row) {
-          const float* at = sums + (row - first) * kPanel;
-          take(row, first_output, load(at) * low_scale + low_bias, load(at + kLanes) * high_scale + high_bias);
+        own.row = (begin + count * block / num_blocks) * unit;
+        own.end = std::min(num_rows, (begin + count * (block + 1) / num_blocks) * unit);
+        own.at = memory[turn ^= 1];
+        if (is_integer) {
+          multiply_few(kind, packed, depth, integer_rows().rows, (int)num_rows, memory[turn]);
+        } else if (suits) {
+          tiles.multiply((int)(own.end - own.row), rows.tiles(own.row), panel, depth / kStep, memory[turn], [&] {
+            for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+            sums.hand_over(rows_of_step, take);
+          });
+        } else {
+          multiply_rows((int)(own.end - own.row), {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
+                        block == 0 && kind == kPlain ? (const Element*)next : nullptr, memory[turn]);
         }
+        sums.hand_over(kRowsOfTiles, take);
+        sums = own;
       }
     }
   }
+  sums.hand_over(kRowsOfTiles, take);
+#pragma omp barrier
 }
 
 }  // namespace

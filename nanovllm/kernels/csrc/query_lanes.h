@@ -1,4 +1,4 @@
-// Attention of many queries to the same keys, with the queries as the lanes of vectors.
+// Attention of many queries to the same keys, with the queries as the lanes of vectors; what decodes share with it.
 //
 // Two products for each tile of tokens: keys times queries, and values, transposed, times weights. So the softmax needs
 // no sums across lanes. The keys are read where they lie.
@@ -58,6 +58,19 @@ Scratch& scratch() {
   return *own;
 }
 
+// One query head over the tokens of a work item: softmax(scores) @ values = sums / total, both scaled by e^-maximum.
+// The items that a sequence took part in are merged afterwards (Flash-Decoding, Dao et al. 2023).
+struct State {
+  float sums[kValueDim];
+  float maximum;
+  float total;
+};
+
+template <int kSize>
+inline void prefetch(const Element* row) {
+  for (int at = 0; at < kSize; at += 64 / (int)sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+}
+
 // Tokens that are multiplied with weights: where matrix tiles serve, as many as fill them, the last ones at weight 0.
 inline int padded(int count) {
   const int whole = kStep == 2 && kTilesAreThere ? kTileDepth : kStep;
@@ -67,13 +80,50 @@ inline int padded(int count) {
 // to[row][lane] for any number of rows.
 void multiply_all(Tiles& tiles, int num_rows, const Operand& operand, const Element* panel, int64_t num_steps,
                   float* to) {
-  const bool suits = suits_tiles(operand, num_steps);
+  const bool suits = operand.step_stride == kStep && suits_tiles(num_steps * kStep);
   const int at_once = suits ? kRowsOfTiles : kRowsAtOnce, num_blocks = (num_rows + at_once - 1) / at_once;
   for (int block = 0; block < num_blocks; ++block) {
     const int first = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
     const Operand rows = {operand.rows + first * operand.row_stride, operand.row_stride, operand.step_stride};
-    multiply_rows(tiles, suits, end - first, rows, panel, num_steps, nullptr, to + first * kPanel);
+    if (suits)
+      tiles.multiply(end - first, ProductRows{(Element*)rows.rows, rows.row_stride}.tiles(0), panel, num_steps,
+                     to + first * kPanel, [] {});
+    else
+      multiply_rows(end - first, rows, panel, num_steps, nullptr, to + first * kPanel);
   }
+}
+
+// Scores [token][stride] of 16 lanes become weights [token / kStep][stride][kStep] of the first `padded_end` tokens:
+// those outside of first..end-1 weigh 0. `seen` gives the scores of a token that count, `meanwhile` is called once a
+// step. Maxima and totals of the lanes follow. Returns by what the earlier sums are to be multiplied.
+template <class Seen, class Meanwhile>
+inline Floats weigh_lanes(float* scores, Element* weights, int stride, int first, int end, int padded_end,
+                          float scaling, float softcap, Floats& maxima, Floats& totals, const Seen& seen,
+                          const Meanwhile& meanwhile) {
+  const Floats before = maxima;
+  Floats maximum = before;
+  for (int token = first; token < end; ++token) {
+    Floats found = load(scores + token * stride);
+    if (softcap > 0) found = capped(found * scaling, softcap) / scaling;
+    found = seen(token, found);
+    store(scores + token * stride, found);
+    maximum = found > maximum ? found : maximum;
+  }
+  const Floats rescale = exponential((before - maximum) * scaling);
+  Floats total = totals * rescale;
+  const auto weights_of = [&](int token) {
+    if (token < first || token >= end) return Floats{};
+    const Floats found = weight_of(Element{}, (load(scores + token * stride) - maximum) * scaling);
+    total += found;
+    return found;
+  };
+  for (int token = 0; token < padded_end; token += kStep) {
+    const Floats one = weights_of(token), other = kStep == 2 ? weights_of(token + 1) : Floats{};
+    store_step(weights + token * stride, one, other);
+    meanwhile();
+  }
+  maxima = maximum, totals = total;
+  return rescale;
 }
 
 // The tile's scores of 16 of a panel's queries become weights, and maxima and totals follow. Returns by what the
@@ -83,34 +133,19 @@ inline Floats weigh(Scratch& s, int panel, int at, int count, int64_t begin, boo
   Ints positions, firsts;
   std::memcpy(&positions, &s.positions[panel][at], sizeof(positions));
   std::memcpy(&firsts, &s.firsts[panel][at], sizeof(firsts));
-  if (softcap > 0)
-    for (int token = 0; token < count; ++token)
-      store(&s.scores[token][at], capped(load(&s.scores[token][at]) * scaling, softcap) / scaling);
-  const Floats before = load(&s.maxima[panel][at]);
-  Floats maximum = before;
-  for (int token = 0; token < count; ++token) {
-    Floats scores = load(&s.scores[token][at]);
-    if (is_masked) {
-      const int32_t position = (int32_t)(begin + token);
-      scores = (position > positions) | (position < firsts) ? Floats{} - INFINITY : scores;
-      store(&s.scores[token][at], scores);
-    }
-    maximum = scores > maximum ? scores : maximum;
-  }
-  const Floats rescale = exponential((before - maximum) * scaling);
-  Floats total = load(&s.totals[panel][at]) * rescale;
-  const auto weights_of = [&](int token) {
-    if (token >= count) return Floats{};
-    const Floats weights = weight_of(Element{}, (load(&s.scores[token][at]) - maximum) * scaling);
-    total += weights;
-    return weights;
+  Floats maxima = load(&s.maxima[panel][at]), totals = load(&s.totals[panel][at]);
+  const auto weigh_seen = [&](const auto& seen) {
+    return weigh_lanes(&s.scores[0][at], &s.weights[0][at][0], kPanel, 0, count, padded(count), scaling, softcap,
+                       maxima, totals, seen, [] {});
   };
-  for (int token = 0; token < padded(count); token += kStep) {
-    const Floats first = weights_of(token), second = kStep == 2 ? weights_of(token + 1) : Floats{};
-    store_step(&s.weights[token / kStep][at][0], first, second);
-  }
-  store(&s.totals[panel][at], total);
-  store(&s.maxima[panel][at], maximum);
+  const Floats rescale = !is_masked ? weigh_seen([](int, Floats scores) { return scores; })
+                                    : weigh_seen([&](int token, Floats scores) {
+                                        const int32_t position = (int32_t)(begin + token);
+                                        const Ints hidden = (position > positions) | (position < firsts);
+                                        return hidden ? Floats{} - INFINITY : scores;
+                                      });
+  store(&s.totals[panel][at], totals);
+  store(&s.maxima[panel][at], maxima);
   return rescale;
 }
 
@@ -171,8 +206,8 @@ void add_tile(Scratch& s, Tiles& tiles, int panel, const Operand& keys, const Op
   return {(const Element*)values, 1, stride};
 }
 
-// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m) as far as
-// the layer's traits let it.
+// Takes up to kPanels * kPanel queries of one KV head: query_of(m), which sees the tokens up to position_of(m) as far
+// as the layer's traits let it.
 template <class QueryOf, class PositionOf>
 void begin_lanes(Scratch& s, int num_queries, const Traits& traits, const QueryOf& query_of,
                  const PositionOf& position_of) {

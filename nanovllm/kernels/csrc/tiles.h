@@ -18,6 +18,12 @@ constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;
 constexpr int kTileSteps = kTileDepth / 2;
 
+// Where 16 rows of 32 elements lie, and by how many bytes the next row, the next 32 elements and the next 16 rows.
+struct TileRows {
+  const void* at;
+  int64_t next_row, next_depth, next_tile;
+};
+
 #if defined(__AMX_BF16__) && defined(__linux__)
 
 // Linux gives the tiles' registers to a process that asks, once, for all of its threads.
@@ -31,18 +37,23 @@ const bool kTilesAreThere = ask_for_tiles();
 // The calling thread's tiles as long as this lives: sums 0 to 3, rows 4 and 5, halves of a panel 6 and 7.
 class Tiles {
  public:
-  ~Tiles() {
+  ~Tiles() { release(); }
+
+  // Frees the processor's tiles until the next product.
+  void release() {
     if (rows_ != 0) _tile_release();
+    rows_ = 0;
   }
 
-  // sums[row][output of the panel] of up to 32 rows, which lie `row_stride` elements apart; num_steps is a multiple of
-  // kTileSteps. Meanwhile `next_panel` is fetched, unless it is null.
-  void multiply(int num_rows, const void* rows, int64_t row_stride, const void* panel, int64_t num_steps,
-                const void* next_panel, float* sums) {
-    constexpr int64_t kPanelStride = 128, kTileBytes = kTileSteps * kPanelStride;
+  // sums[row][output of the panel] of up to 32 rows; num_steps is a multiple of kTileSteps. `meanwhile` is called for
+  // each 32 of the depth: what it does is hidden behind the products.
+  template <class Meanwhile>
+  void multiply(int num_rows, const TileRows& rows, const void* panel, int64_t num_steps, float* sums,
+                const Meanwhile& meanwhile) {
+    constexpr int64_t kPanelStride = 128;
     if (num_rows != rows_) configure(num_rows);
-    const char* first = (const char*)rows;
-    const char* second = first + kTileRows * 2 * row_stride;
+    const char* first = (const char*)rows.at;
+    const char* second = first + rows.next_tile;
     const char* at = (const char*)panel;
     const bool has_second = num_rows > kTileRows;
     asm volatile("" ::: "memory");  // the compiler does not know that loads of tiles read memory
@@ -50,28 +61,84 @@ class Tiles {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t step = 0; step < num_steps; step += kTileSteps, at += kTileBytes) {
-      if (next_panel != nullptr)
-        for (int64_t line = 0; line < kTileBytes; line += 64)
-          __builtin_prefetch((const char*)next_panel + step * kPanelStride + line, 0, 2);
-      _tile_loadd(4, first + step * 4, 2 * row_stride);
+    for (int64_t step = 0; step < num_steps; step += kTileSteps) {
       _tile_loadd(6, at, kPanelStride);
       _tile_loadd(7, at + 64, kPanelStride);
+      // Rows pass by, so that the panel stays in the first-level cache.
+      _tile_stream_loadd(4, first, rows.next_row);
+      if (has_second) _tile_stream_loadd(5, second, rows.next_row);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       if (has_second) {
-        _tile_loadd(5, second + step * 4, 2 * row_stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
+      at += kTileSteps * kPanelStride, first += rows.next_depth, second += rows.next_depth;
+      meanwhile();
     }
     constexpr int kSumsStride = 128;
     _tile_stored(0, sums, kSumsStride);
     _tile_stored(1, sums + 16, kSumsStride);
-    if (!has_second) return;
-    sums += kTileRows * 32;
-    _tile_stored(2, sums, kSumsStride);
-    _tile_stored(3, sums + 16, kSumsStride);
+    if (has_second) {
+      sums += kTileRows * 32;
+      _tile_stored(2, sums, kSumsStride);
+      _tile_stored(3, sums + 16, kSumsStride);
+    }
+    asm volatile("" ::: "memory");
+  }
+
+  // sums[row][lane] of 16 * kTiles rows and 16 lanes: of `count` products, 32 deep, of the rows at rows_of(number),
+  // which are `stride` bytes apart, with packed tiles, one behind another.
+  template <int kTiles, class RowsOf>
+  void multiply_sum(int count, const RowsOf& rows_of, int64_t stride, const void* packed, float* sums) {
+    static_assert(kTiles <= 2);
+    begin_whole_tiles();
+    _tile_zero(0);
+    if constexpr (kTiles > 1) _tile_zero(1);
+    for (int number = 0; number < count; ++number) {
+      const char* rows = (const char*)rows_of(number);
+      _tile_loadd(6, (const char*)packed + number * 1024, 64);
+      _tile_loadd(4, rows, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kTiles > 1) {
+        _tile_loadd(5, rows + kTileRows * stride, stride);
+        _tile_dpbf16ps(1, 5, 6);
+      }
+    }
+    _tile_stored(0, sums, 64);
+    if constexpr (kTiles > 1) _tile_stored(1, sums + 256, 64);
+    asm volatile("" ::: "memory");
+  }
+
+  // sums[row][column] of 16 rows, 32 deep, and 16 * kTiles columns [16][column][2]. Rows of columns, and those of sums,
+  // are `stride` bytes apart.
+  template <int kTiles>
+  void multiply_columns(const void* rows, const void* columns, int64_t stride, float* sums) {
+    static_assert(kTiles == 2 || kTiles == 4);
+    begin_whole_tiles();
+    const char* at = (const char*)columns;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, rows, 64);
+    _tile_loadd(6, at, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, at + 64, stride);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kTiles > 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+      _tile_loadd(6, at + 128, stride);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, at + 192, stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + 16, stride);
+    if constexpr (kTiles > 2) {
+      _tile_stored(2, sums + 32, stride);
+      _tile_stored(3, sums + 48, stride);
+    }
+    asm volatile("" ::: "memory");
   }
 
  private:
@@ -80,6 +147,11 @@ class Tiles {
     uint16_t row_bytes[16] = {};
     uint8_t num_rows[16] = {};
   };
+
+  void begin_whole_tiles() {
+    if (rows_ != 2 * kTileRows) configure(2 * kTileRows);
+    asm volatile("" ::: "memory");
+  }
 
   void configure(int num_rows) {
     alignas(64) Layout layout;
@@ -103,7 +175,9 @@ class Tiles {
 constexpr bool kTilesAreThere = false;
 
 struct Tiles {
-  void multiply(int, const void*, int64_t, const void*, int64_t, const void*, float*) {}
+  void release() {}
+  template <class Meanwhile>
+  void multiply(int, const TileRows&, const void*, int64_t, float*, const Meanwhile&) {}
 };
 
 #endif

@@ -33,6 +33,18 @@ inline void store(bfloat16* to, Floats values) {
   std::memcpy(to, &halves, sizeof(halves));
 }
 
+// Thirty-two neighbours.
+inline void store(bfloat16* to, Floats low, Floats high) {
+#ifdef __AVX512BF16__
+  const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(to, &halves, sizeof(halves));
+#else
+  store(to, low), store(to + kLanes, high);
+#endif
+}
+
+inline void store(float* to, Floats low, Floats high) { store(to, low), store(to + kLanes, high); }
+
 // The elements of two rows in turn.
 inline void store_pairs(bfloat16* to, Halves first, Halves second) {
   const Words pairs = __builtin_convertvector(first, Words) | __builtin_convertvector(second, Words) << 16;

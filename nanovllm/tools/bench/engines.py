@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.import_index import import_index_kept
 from nanovllm.tools.bench.other_engines import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
 from nanovllm.tools.bench.replay import BenchEngine, Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
@@ -19,16 +20,27 @@ class NanoVLLM:
     """This engine, stepped by `replay`."""
 
     takes_arrivals = True
+    takes_sampling = True
     warm_up_requests: int | None = None
 
-    def __init__(self, model: str, options: dict[str, Any], longest: int, trace: TraceWriter | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        options: dict[str, Any],
+        longest: int,
+        *,
+        sampling: dict[str, Any] | None = None,
+        trace: TraceWriter | None = None,
+    ) -> None:
         from nanovllm.numa import place_engine
 
         place_engine(options)
-        from nanovllm.build import build_engine
+        with import_index_kept():
+            from nanovllm.build import build_engine
         from nanovllm.features import check_one_process
 
         check_one_process("nanovllm bench", options)
+        self._sampling = {"temperature": 0.0, **(sampling or {})}
         tokenizer = options.pop("tokenizer", None)
         if options.setdefault("record_itl", True) is False:
             raise ValueError("record_itl is False, but the benchmark measures ITL. Leave it out.")
@@ -52,7 +64,7 @@ class NanoVLLM:
     def add(self, number: int, request: TimedRequest) -> None:
         from nanovllm.sampling_params import SamplingParams
 
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens)
+        params = SamplingParams(**self._sampling, ignore_eos=True, max_tokens=request.num_output_tokens)
         options = {"priority": request.priority, "cache_salt": request.cache_salt}
         processor = self._engine.input_processor
         self._engine.add(processor.process_one(str(number), request.prompt_token_ids, params, **options))
@@ -99,14 +111,42 @@ def check_arrivals(engine: str, workload: Workload) -> None:
         )
 
 
+# Options that mean the same to every engine that takes any.
+SHARED_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
+)  # fmt: skip
+
+
+def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError if requests of an engine cannot be sampled so."""
+    from nanovllm.sampling_params import SamplingParams
+
+    if unknown := sampling.keys() - set(SHARED_SAMPLING):
+        raise ValueError(f"--sampling has no option {min(unknown)!r}; there are {', '.join(SHARED_SAMPLING)}.")
+    SamplingParams(**sampling)
+    if (of_sampling := sampling.keys() & {"top_p", "top_k", "min_p"}) and not sampling.get("temperature"):
+        raise ValueError(f"--sampling has {min(of_sampling)}, but is greedy. Give a temperature too, such as 0.8.")
+    takers = [name for name, (adapter, _) in ENGINES.items() if adapter.takes_sampling]
+    if sampling and engine not in takers:
+        raise ValueError(f"{engine} is greedy here, without --sampling; {' and '.join(takers)} take it. Leave one out.")
+
+
 def load_engine(
-    engine: str, model: str, options: dict[str, Any], longest: int, *, trace: TraceWriter | None = None
+    engine: str,
+    model: str,
+    options: dict[str, Any],
+    longest: int,
+    *,
+    sampling: dict[str, Any] | None = None,
+    trace: TraceWriter | None = None,
 ) -> BenchEngine:
     """Load an engine.
 
     Args:
         longest: length of the longest sequence, in tokens.
+        sampling: options of all requests, over those of greedy ones; see `check_sampling`.
         trace: trace writer; for this engine only.
     """
     adapter: Callable[..., BenchEngine] = ENGINES[engine][0]
-    return adapter(model, options, longest, **({} if trace is None else {"trace": trace}))
+    given = {"sampling": sampling or None, "trace": trace}
+    return adapter(model, options, longest, **{name: value for name, value in given.items() if value is not None})

@@ -22,9 +22,13 @@ class VLLM:
     """vLLM's engine, stepped by `replay`; on a CPU with its threads bound, as its documentation recommends."""
 
     takes_arrivals = True
+    takes_sampling = True
     warm_up_requests: int | None = None
 
-    def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], longest: int, *, sampling: dict[str, Any] | None = None
+    ) -> None:
+        self._sampling = {"temperature": 0.0, **(sampling or {})}
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; zero-filled at start-up
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
@@ -49,7 +53,7 @@ class VLLM:
     def add(self, number: int, request: TimedRequest) -> None:
         request_id = str(next(self._ids))
         length = request.num_output_tokens
-        params = self._params(temperature=0.0, ignore_eos=True, max_tokens=length)
+        params = self._params(**self._sampling, ignore_eos=True, max_tokens=length)
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
@@ -106,6 +110,7 @@ class TransformersGenerate(_TransformersModel):
     """
 
     takes_arrivals = False
+    takes_sampling = False
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         if unknown := sorted(options.keys() - {"dtype", "batch_size"}):
@@ -152,6 +157,7 @@ class TransformersContinuous(_TransformersModel):
     """
 
     takes_arrivals = True
+    takes_sampling = False
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:
         super().__init__(model, options, longest)
@@ -196,6 +202,7 @@ class LlamaCpp:
     """
 
     takes_arrivals = True
+    takes_sampling = False
     warm_up_requests: int | None = SLOW_WARM_UP_REQUESTS
 
     def __init__(self, model: str, options: dict[str, Any], longest: int) -> None:

@@ -73,6 +73,7 @@ class Settings:
     profile: measure the parts of this engine's steps.
     record: file for a trace of this engine's measured run.
     verbose: pass the engines' standard error through.
+    sampling: options of all requests, over those of greedy ones; see `engines.check_sampling`.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Settings:
     profile: bool = False
     record: str | None = None
     verbose: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def run_all(
@@ -104,6 +106,7 @@ def run_all(
         "model": settings.model,
         "repeats": settings.repeats,
         "warm_ups": settings.warm_ups,
+        "sampling": settings.sampling,
         "workloads": {workload.name: about(workload) for workload in workloads},
         "runs": [],
     }
@@ -155,6 +158,7 @@ def run_in_subprocess(
         "engine": engine.name, "label": engine.label, "model": settings.model, "options": engine.options,
         "traces": [str(trace) for trace in traces], "warm_ups": settings.warm_ups, "profile": settings.profile,
         "record": settings.record, "verbose": settings.verbose, "answer": str(answer), "progress": str(progress),
+        "sampling": settings.sampling,
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     command = [engine.python, "-m", "nanovllm.tools.bench.worker", str(folder / "job.json")]

@@ -32,12 +32,13 @@ class BenchEngine(Protocol):
     """A loaded engine under `replay`."""
 
     takes_arrivals: bool  # False: all requests must arrive before the first step
+    takes_sampling: bool  # False: always greedy
 
     def prepare(self, workload: Workload) -> None:
         """Reset the prefix cache and prepare for a workload, unmeasured; raises ValueError if it cannot run."""
 
     def add(self, number: int, request: TimedRequest) -> None:
-        """Queue a request with greedy sampling and ignore_eos."""
+        """Queue a request with ignore_eos, greedy unless `sampling` says otherwise."""
 
     def step(self) -> list[Finished]:
         """Run or await a part of the work; returns the requests that finished."""

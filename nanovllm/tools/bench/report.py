@@ -115,7 +115,8 @@ def median(runs: Runs, figure: str) -> float | None:
 
 def _differences(a: dict[str, Any], b: dict[str, Any], common: list[tuple[str, str]]) -> Iterator[str]:
     """Yield a line per setting, version or hardware item that differs."""
-    sides = [("", {k: a.get(k) for k in ("model", "warm_ups")}, {k: b.get(k) for k in ("model", "warm_ups")})]
+    common_settings = ("model", "warm_ups", "sampling")
+    sides = [("", {k: a.get(k) or None for k in common_settings}, {k: b.get(k) or None for k in common_settings})]
     sides += [(f"{name}: ", a["workloads"][name], b["workloads"][name]) for name in dict.fromkeys(w for w, _ in common)]
     runs_a, runs_b = grouped(a), grouped(b)
     engines = {engine: (workload, engine) for workload, engine in reversed(common)}

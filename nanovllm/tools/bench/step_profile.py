@@ -1,6 +1,7 @@
 """Profile of a step: time per part, measured on the host around the engine's own calls.
 
-On a GPU each part synchronises with the device, so a profiled run is slower than a plain one; compare shares only.
+A profiled run is slower than a plain one: compare shares only. On a GPU each part synchronises with the device; on a
+CPU layers run one by one through the model's own Python, which counts as "dense".
 """
 
 from __future__ import annotations

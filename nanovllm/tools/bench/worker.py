@@ -41,7 +41,9 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     longest = max(len(r.prompt_token_ids) + r.num_output_tokens for workload in workloads for r in workload.requests)
     trace = _measured_trace(job["record"]) if job["record"] else None
     begin = time.perf_counter()
-    engine = load_engine(job["engine"], job["model"], dict(job["options"]), longest, trace=trace)
+    engine = load_engine(
+        job["engine"], job["model"], dict(job["options"]), longest, sampling=job.get("sampling"), trace=trace
+    )
     load_seconds = time.perf_counter() - begin
     try:
         runs = []

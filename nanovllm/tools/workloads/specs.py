@@ -38,13 +38,20 @@ def build(text: str, *, seed: int | None = None) -> Workload:
 def parse_spec(text: str) -> tuple[str, dict[str, Any]]:
     """Parse "NAME" or "NAME:KEY=VALUE,..." into name and values: numbers, LOW-HIGH, True, False, None or text."""
     name, colon, rest = text.partition(":")
+    return name, parse_values(rest, of=text) if colon else {}
+
+
+def parse_values(text: str, *, of: str | None = None) -> dict[str, Any]:
+    """Parse "KEY=VALUE,...", which may be empty unless it is a part of the text `of`; see `parse_spec`."""
     values: dict[str, Any] = {}
-    for item in rest.split(",") if colon else ():
+    for item in text.split(",") if text or of is not None else ():
         key, equals, value = item.partition("=")
         if not key or not equals:
-            raise ValueError(f"{item!r} in {text!r} is not of the form NAME=VALUE.")
+            raise ValueError(f"{item!r} in {of or text!r} is not of the form NAME=VALUE.")
+        if key in values:
+            raise ValueError(f"{key} is given twice in {of or text!r}. Leave one out.")
         values[key] = _read(value)
-    return name, values
+    return values
 
 
 def _read(text: str) -> Any:
