@@ -10,9 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from nanovllm.device import fresh_pages, use_huge_pages
+from nanovllm.device import HUGE_PAGE_BYTES, fresh_pages, use_huge_pages
 
-_HUGE_PAGE = 2 * 2**20
 _ALIGNMENT = 64  # bytes: a line of the processor's cache
 _MARGIN = 2**16  # bytes, for what lies between tensors
 
@@ -27,7 +26,7 @@ class HugePages:
     def __init__(self, num_bytes: int) -> None:
         self._pages: mmap.mmap | None = None
         self._used = 0
-        if num_bytes >= _HUGE_PAGE:
+        if num_bytes >= HUGE_PAGE_BYTES:
             with suppress(OSError):  # a limit of the process: then each tensor is of the allocator
                 self._pages = fresh_pages(num_bytes + _MARGIN)
                 use_huge_pages(self._pages)

@@ -46,7 +46,7 @@ def rows_of(num_rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
-    """Bit for bit in float32 and for many rows, but for int8, whose scale is multiplied with the sums.
+    """Equal bit for bit in float32 and for many rows; int8 is not, since its scale is multiplied with the sums.
 
     In bfloat16 few rows are multiplied as integers, closer to the exact product than bfloat16 weights are.
     """

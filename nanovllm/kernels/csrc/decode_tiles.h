@@ -70,8 +70,8 @@ struct DecodeLanes<true, Number> {
 
   alignas(64) Number queries[kMostHeads * kDepths][kTileSteps][kLanes][2];
   alignas(64) float scores[kMostTokens][kLanes];
-  alignas(64) Words weights[kMostTokens / 2];               // of two tokens in each lane; then of a lane's tokens
-  alignas(64) __m512i values[kMostTokens / 2][kVectors];    // of two tokens in turn
+  alignas(64) Words weights[kMostTokens / 2];             // of two tokens in each lane; then of a lane's tokens
+  alignas(64) __m512i values[kMostTokens / 2][kVectors];  // of two tokens in turn
   alignas(64) float products[kLanes][kValueDim];
   Floats maxima, totals;
   int num_heads;

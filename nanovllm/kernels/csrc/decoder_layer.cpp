@@ -68,8 +68,7 @@ Floats silu(Floats x) {
 
 // Norm, projections and rotary embedding of `hidden` [num_rows, hidden_size]; keys and values go to their slots
 // [num_rows] of the caches [slots, num_kv_heads, HEAD_DIM], queries to `queries` [num_rows, num_heads, HEAD_DIM].
-// cosines, sines: [num_rows, HEAD_DIM]. scratch: [a multiple of 16
-// rows, hidden_size + outputs of qkv].
+// cosines, sines: [num_rows, HEAD_DIM]. scratch: [a multiple of 16 rows, hidden_size + outputs of qkv].
 extern "C" void attention_inputs(const Layer* layer, const Element* hidden, const Element* cosines,
                                  const Element* sines, const int64_t* slots, Element* key_cache, Element* value_cache,
                                  Element* queries, Element* scratch, int64_t num_rows, int num_threads) {
@@ -134,7 +133,7 @@ struct StackedLayer {
   float scaling;
 };
 
-// The arguments of both functions above that are those of a step.
+// The arguments of both functions of paged_attention.h that are those of a step.
 struct AttentionRows {
   const int64_t *decode_tables, *contexts, *members, *group_starts, *shared;
   int64_t num_decodes, num_groups, decode_width;
