@@ -38,7 +38,6 @@ class Workspace:
     scratch: Tensor  # for whole tiles of rows
     queries: Tensor  # [max_rows, num_heads, head_dim]
     attended: Tensor  # as queries
-    hidden: tuple[Tensor, Tensor]  # [max_rows, hidden_size]; a layer reads one and writes the other
 
 
 class FusedLayer:
@@ -100,14 +99,9 @@ class FusedLayer:
         )  # fmt: skip
         check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
 
-    def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace, index: int) -> None:
-        """Set what the layer works on.
-
-        Args:
-            caches: its own K and V.
-            index: its place among the layers.
-        """
-        self._caches, self._workspace, self._output = caches, workspace, workspace.hidden[index % 2]
+    def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace) -> None:
+        """Set what the layer works on: its own K and V, and memory."""
+        self._caches, self._workspace = caches, workspace
 
     def stacked(self) -> StackedLayerStruct:
         """Valid as long as the layer."""
@@ -123,8 +117,8 @@ class FusedLayer:
     def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim].
 
-        Returns [1, num_rows, hidden_size], valid until the next layer but one has run. In a stack the first layer
-        returns what the last one computes, and the others what they get.
+        Returns [1, num_rows, hidden_size], memory of its own: a model may read it behind the last layer.
+        In a stack the first layer returns what the last one computes, and the others what they get.
         """
         if self.stack is not None and self.stack.runs_pass(begins=self._is_first):
             return self.stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
@@ -132,7 +126,10 @@ class FusedLayer:
         plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
         assert isinstance(plan, CppPlan)  # what `fuse_layers` is asked for
         cosines, sines = (part.contiguous() for part in position_embeddings)
-        hidden = hidden_states.contiguous()
+        hidden, output = (
+            hidden_states.contiguous(),
+            torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+        )
         layer, threads = ctypes.byref(self._struct), torch.get_num_threads()
         self._kernels.attention_inputs(
             layer, hidden.data_ptr(), cosines.data_ptr(), sines.data_ptr(), kwargs[STEP_SLOT_MAPPING].data_ptr(),
@@ -140,17 +137,17 @@ class FusedLayer:
         )  # fmt: skip
         plan.attend_into(space.attended, space.queries, keys, values, self._scaling)
         self._kernels.attention_outputs(
-            layer, space.attended.data_ptr(), hidden.data_ptr(), self._output.data_ptr(),
+            layer, space.attended.data_ptr(), hidden.data_ptr(), output.data_ptr(),
             space.scratch.data_ptr(), num_rows, threads,
         )  # fmt: skip
-        return self._output[:num_rows][None]
+        return output
 
 
 class FusedStack:
     """All layers of a model in one call: the first layer runs all, the others pass its answer on.
 
     Python's own work between layers takes three times as long as it would alone, since each layer's weights go through
-    the caches.
+    the caches. Its output is valid until the next call.
     """
 
     is_used = True  # of all engines: not while a profile times attention
@@ -160,9 +157,11 @@ class FusedStack:
         self._runs_pass = False
         from nanovllm.kernels.packed_product import StackedLayerStruct, WorkspaceStruct
 
-        self._output = workspace.hidden[(len(layers) - 1) % 2]
+        with torch.inference_mode(False):  # as for the caches
+            outputs = workspace.queries.new_empty(2, len(workspace.queries), layers[0].hidden_size)
+        self._output = outputs[(len(layers) - 1) % 2]
         self._layers = (StackedLayerStruct * len(layers))(*(layer.stacked() for layer in layers))
-        parts = workspace.queries, workspace.attended, workspace.scratch, *workspace.hidden
+        parts = workspace.queries, workspace.attended, workspace.scratch, *outputs
         self._workspace = WorkspaceStruct(*(part.data_ptr() for part in parts))
         self._run = kernels.decoder_layers
 
@@ -243,7 +242,7 @@ def fuse_layers(
         fused = FusedLayer(modules[index], layers[index], kernels, memory)
         if not workspaces:
             workspaces.append(_workspace(fused, layers[index], kernels.dtype, max_rows))
-        fused.bind(caches[index], workspaces[0], index)
+        fused.bind(caches[index], workspaces[0])
         return fused
 
     def compare(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -291,7 +290,6 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
             ),
             queries=rows_of(*heads),
             attended=rows_of(*heads),
-            hidden=(rows_of(fused.hidden_size), rows_of(fused.hidden_size)),
         )
 
 

@@ -106,30 +106,36 @@ class StackedLayers:
         return output[None]
 
     def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
-        """Calls of the modules that try each layer beside its module; they raise NotFusedError."""
+        """Calls of the modules that try each layer beside its module; they raise NotFusedError.
+
+        The answer of each but the last is for the next layer alone: in a stack it is not computed on its own.
+        """
         passed: list[tuple[Any, Any]] = []  # of each layer of this pass: its answer and the position embeddings
 
         def call(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            expected = module._call_impl(*args, **kwargs)
             before: Any = args[0] if args else kwargs.get("hidden_states")
+            plain = before._plain if isinstance(before, _ForNextLayer) else before
+            args, kwargs = ((plain, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": plain})
+            expected = module._call_impl(*args, **kwargs)
             try:
                 embeddings = kwargs["position_embeddings"]
                 if index == 0:
                     passed.clear()
                 elif len(passed) != index or passed[-1][0] is not before or passed[-1][1] is not embeddings:
                     raise NotFusedError("something is computed between the layers, or they are called in another order")
-                rows = self._rows(before, kwargs)
+                rows = self._rows(plain, kwargs)
                 if rows is None:
                     raise NotFusedError("they are called with other rows than the step's")
-                own = self._run(rows, before, position_embeddings=embeddings, first=index, count=1)
+                own = self._run(rows, plain, position_embeddings=embeddings, first=index, count=1)
             except self._launch_error as error:
                 raise NotFusedError(str(error)) from error
             except (TypeError, KeyError, AttributeError, IndexError) as error:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
-            passed.append((expected, embeddings))
-            self._compare(module, before, expected, own, rows)
+            self._compare(module, plain, expected, own, rows)
             self.num_compared += 1
-            return expected
+            output = expected if module is self._modules[-1] else _ForNextLayer.of(expected)
+            passed.append((output, embeddings))
+            return output
 
         return {module: partial(call, index, module) for index, module in enumerate(self._modules)}
 
@@ -142,6 +148,34 @@ class StackedLayers:
         worst = worst_distance(before[:, real], expected[:, real], own[:, real])
         if worst is not None:
             raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+
+
+class _ForNextLayer(Tensor):
+    """A layer's answer that raises NotFusedError if anything but the next layer reads it.
+
+    A model may add an early layer's output behind the last layer: no layer's own answer shows that.
+    """
+
+    _plain: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor) -> _ForNextLayer:
+        marked = tensor.as_subclass(_ForNextLayer)
+        vars(marked)["_plain"] = tensor
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _READ_NO_ELEMENT:
+            name = getattr(func, "__name__", str(func))
+            raise NotFusedError(f"something between the layers or behind them reads a layer's output ({name})")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+_READ_NO_ELEMENT: tuple[Any, ...] = (
+    Tensor.size, Tensor.dim, Tensor.numel,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")),
+)  # fmt: skip
 
 
 def stacked_calls(

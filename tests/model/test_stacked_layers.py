@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm.attention.flex_gpu import GpuFlexPlan, StepTables
 from nanovllm.attention.operator import AttentionStep
@@ -210,6 +212,27 @@ def test_what_computes_something_between_two_layers_is_found_out():
     with pytest.raises(NotFusedError, match="between the layers"):
         hidden_step(binding, [0, 17])
     assert isinstance(second, nn.Module)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_a_model_that_reads_an_early_layers_output_behind_the_last_runs_as_it_is(num_layers, monkeypatch, caplog):
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        hidden = self.embed_tokens(input_ids)
+        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        kwargs |= {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": None}
+        states = []
+        for layer in self.layers:
+            states.append(hidden := layer(hidden, **kwargs))
+            assert hidden.shape[1] == input_ids.shape[1] and hidden.dtype == torch.bfloat16  # no element is read
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden + 2 * states[0]))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    binding = binding_of(tiny_llama(num_layers=num_layers))
+    expected = hidden_step(binding, [0, 17])
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not stacked(binding)
+    assert "reads a layer's output" in caplog.text
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 
 def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
