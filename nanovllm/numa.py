@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -98,8 +99,19 @@ def node_for_one(
     node = max(nodes, key=lambda node: (len(node.cores), node.free_bytes))
     if 2 * len(node.cores) < len(affinity):
         return None
-    threads = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # behind it: of nested regions
-    return None if threads.isdigit() and int(threads) > len(node.cores) else node
+    threads = openmp_threads(environment)
+    return None if threads is not None and threads > len(node.cores) else node
+
+
+def openmp_threads(environment: Mapping[str, str]) -> int | None:
+    """The threads that OMP_NUM_THREADS asks for; None if it is not set, or if OpenMP warns of the value and ignores it.
+
+    The first number of a list such as "4,2" counts: those behind it are of nested parallel regions.
+    """
+    numbers = [number.strip(" \t\n\r\f\v") for number in environment.get("OMP_NUM_THREADS", "").split(",")]
+    if not all(re.fullmatch(r"\+?[0-9]+", number) and int(number) > 0 for number in numbers):
+        return None
+    return int(numbers[0])
 
 
 def place_engine(options: Mapping[str, Any]) -> None:

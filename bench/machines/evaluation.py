@@ -25,6 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from nanovllm.evaluation import lm_eval_model
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.numa import openmp_threads
 from tests.support.evaluation_tasks import write_tasks
 
 TASK = "store_choice"
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
     clock = time.process_time if options.cpu_time else time.perf_counter
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    torch.set_num_threads(openmp_threads(os.environ) or os.cpu_count() or 1)
     lm_eval_model.register()
     with tempfile.TemporaryDirectory() as folder:
         manager = TaskManager(include_path=str(write_tasks(Path(folder), options.questions)), include_defaults=False)

@@ -19,7 +19,7 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.features import REPLICAS, refuse
 from nanovllm.import_index import import_index_kept
 from nanovllm.model.source import find
-from nanovllm.numa import read_nodes, split_cores
+from nanovllm.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
@@ -120,7 +120,7 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
             f"at most {len(cores)}."
         )
     shares = split_cores(cores, count, read_nodes())
-    limit = int(os.environ.get("OMP_NUM_THREADS") or len(cores))
+    limit = openmp_threads(os.environ) or len(cores)
     return [
         Share(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})
         for share in shares

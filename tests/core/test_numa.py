@@ -88,6 +88,27 @@ def test_replicas_take_nodes_of_those_cores_alone_that_the_process_may_use(monke
     assert [share.environment["OMP_NUM_THREADS"] for share in shares] == ["2", "4"]
 
 
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [
+        ("4,2", 4),
+        (" 2 , 8\n", 2),
+        ("+3", 3),
+        ("9,1,1", 9),
+        *((text, None) for text in ("", "0", "-4", "four", "4,", ",4", "4,0", "4 2", "1_0", "²")),
+    ],
+)
+def test_the_number_of_threads_is_read_as_openmp_does(monkeypatch, value, threads):
+    """What libgomp refuses, it warns of and ignores; each replica has four cores here."""
+    assert numa.openmp_threads({"OMP_NUM_THREADS": value}) == threads
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(opening, "read_nodes", list)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    shares = opening.shares_of_host(EngineConfig(data_parallel_size=2, device="cpu"))
+    expected = str(min(threads or 4, 4))
+    assert [share.environment["OMP_NUM_THREADS"] for share in shares] == [expected, expected]
+
+
 def test_one_engine_takes_the_node_with_the_most_free_memory():
     first, second = two_nodes()
     fuller = Node(1, second.cores, 2**31)
