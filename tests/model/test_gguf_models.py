@@ -202,6 +202,29 @@ def test_scheduling_does_not_change_the_tokens(tmp_path, options):
     assert engine_tokens(path, prompts, **options) == greedy_tokens(reference, prompts)
 
 
+def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_none_its_prefixes(tmp_path):
+    """Both engines have the same block hashes for a prompt, whose KV differs: each finds its own blocks alone."""
+    path, first = written(tmp_path, "llama")
+    prompts = random_prompts(2, low=40, high=60)
+    with LLM(path, **OPTIONS, dtype="float32") as before:
+
+        def tokens(llm: LLM) -> list[list[int]]:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+        expected = greedy_tokens(first, prompts)
+        assert tokens(before) == expected
+        second = make("llama")
+        widen(second, seed=1)
+        other = write_gguf(tmp_path / "other.gguf", second, "Q8_0", metadata=MODELS["llama"][3])
+        path.write_bytes(other.read_bytes())
+        with LLM(path, **OPTIONS, dtype="float32") as after:
+            managers = [llm._engine.block_manager for llm in (before, after)]
+            assert managers[0].hash_seed == managers[1].hash_seed
+            assert tokens(after) == greedy_tokens(second, prompts) != expected
+            before.reset_prefix_cache()
+            assert tokens(before) == expected  # computed anew
+
+
 def test_linear_layers_and_embedding_keep_their_blocks_and_a_tied_head_shares_them(tmp_path):
     path, _ = written(tmp_path, "qwen2", "Q4_K")
     model = load_model(GGUFFile(path), None, keeps_blocks=True)
