@@ -220,3 +220,23 @@ def test_a_product_of_one_dnn_that_is_wrong_is_left_to_the_module(monkeypatch, t
         assert tokens(llm) == by_transformers(tiny_model("llama"))
     lines = [record.message for record in caplog.records if "oneDNN's product is wrong" in record.message]
     assert lines and len(lines) == len(set(lines))  # one a shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wrong_from", [None, 0, 2040])
+def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wrong_from):
+    """The layer's own forward is as wrong, from some output on, or not: in bfloat16 it is oneDNN's."""
+    right = nn.functional.linear
+
+    def wrong(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        output = right(states, weight, bias)
+        if wrong_from is not None:
+            output[..., wrong_from:] *= 1.5
+        return output
+
+    torch.manual_seed(0)
+    linear = nn.Linear(640, 2049, dtype=dtype)  # more than is compared at once
+    by_one_dnn = OneDnnLinear(linear)
+    monkeypatch.setattr(nn.functional, "linear", wrong)
+    monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, states: wrong(states, linear.weight, linear.bias))
+    assert by_one_dnn.is_right(linear) == (wrong_from is None)
