@@ -25,6 +25,10 @@ class KernelBuildError(RuntimeError):
     """The C++ kernels could not be compiled; the message has the compiler's last words."""
 
 
+class CompilerError(KernelBuildError):
+    """The compiler refused the kernels for one class of processors; it may take them for a lesser one."""
+
+
 class ProcessorClassError(ValueError):
     """NANOVLLM_CPU_CLASS names no class of processors that this one belongs to."""
 

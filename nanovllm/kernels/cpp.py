@@ -11,8 +11,9 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from nanovllm.device import cpp_compiler
-from nanovllm.errors import KernelBuildError
+from nanovllm.errors import CompilerError, KernelBuildError
 from nanovllm.kernels.packed_product import LANES, can_pack
 from nanovllm.kernels.processor_classes import Target, targets
 from nanovllm.kernels.start_check import first_wrong
@@ -87,8 +88,8 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
         )
     sizes = {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "NUM_GROUPS": num_groups}
     options = [f"-D{name}={size}" for name, size in sizes.items()]
-    for target in targets():
-        kernels = Kernels(built_library("kernels", options, SOURCES, target), dtype, num_groups, target.name)
+    for target, library in compiled_targets(partial(built_library, "kernels", options, SOURCES)):
+        kernels = Kernels(library, dtype, num_groups, target.name)
         wrong = first_wrong(kernels, head_dim, value_dim)
         if wrong is None:
             return kernels
@@ -96,7 +97,38 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
     raise KernelBuildError(f"they are wrong on this processor: {wrong}")
 
 
-def built_library(name: str, options: list[str], folder: Path, target: Target, others: Sequence[Path] = ()) -> Path:
+def compiled_targets(build: Callable[[Target], Path]) -> Iterator[tuple[Target, Path]]:
+    """The classes that the compiler can compile for, the best first, each with its library; others are left out.
+
+    An old compiler may know this processor, and not all that the kernels use of it.
+
+    Raises KernelBuildError, from the best class, if there is none.
+    """
+    refused: dict[str, CompilerError] = {}
+    is_said = False
+    for target in targets():
+        try:
+            library = build(target)
+        except CompilerError as error:
+            refused[target.name] = error
+            continue
+        if refused and not is_said:
+            is_said = True
+            _say_refused(", ".join(refused), target.name, str(next(iter(refused.values()))))
+        yield target, library
+    if refused and not is_said:
+        raise next(iter(refused.values()))
+
+
+@cache
+def _say_refused(refused: str, taken: str, reason: str) -> None:
+    logger.warning(
+        "the C++ kernels are compiled for %s, not for %s: %s. A newer compiler (CXX) makes them faster",
+        taken, refused, reason,
+    )  # fmt: skip
+
+
+def built_library(name: str, options: list[str], folder: Path, target: Target, *, others: Sequence[Path] = ()) -> Path:
     """The shared library of a folder's sources, from the cache folder if this processor's is there already.
 
     Args:
@@ -104,14 +136,16 @@ def built_library(name: str, options: list[str], folder: Path, target: Target, o
         options: of the compiler, besides FLAGS and the target's.
         others: files outside of the folder that its sources include.
 
-    Raises KernelBuildError.
+    Raises CompilerError if the compiler fails, KernelBuildError if nothing can be compiled or written.
     """
     command = [cpp_compiler(), *target.flags, *FLAGS, *options]
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *others)]
     identity = "\0".join([*command, *texts, processor()])
     library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        logger.warning("compiling the C++ kernels for this processor and model shape: a few seconds, once")
+        logger.warning(
+            "compiling the C++ kernels for this processor (%s) and model shape: a few seconds, once", target.name
+        )
         _build([*command, *(str(path) for path in sorted(folder.glob("*.cpp")))], library)
     return library
 
@@ -133,7 +167,7 @@ def _build(command: list[str], library: Path) -> None:
             built = Path(folder) / library.name
             done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                raise KernelBuildError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+                raise CompilerError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
             os.replace(built, library)
     except OSError as error:
         raise KernelBuildError(f"the kernels could not be built in {library.parent}: {error}") from error

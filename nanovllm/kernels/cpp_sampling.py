@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.kernels.cpp import SOURCES, built_library
-from nanovllm.kernels.processor_classes import targets
+from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets
 
 MAX_VOCAB_SIZE = 2**19  # of more tokens, sums of masses are not exact
 _TYPES = (torch.float32, torch.bfloat16)
@@ -120,5 +120,6 @@ def load_row_kernels() -> RowKernels:
     """
     folder = SOURCES / "sampling"
     # Sums and products are rounded one by one, as torch does it.
-    library = built_library("sampling", ["-ffp-contract=off"], folder, targets()[0], [SOURCES / "lanes.h"])
-    return RowKernels(library)
+    options, others = ["-ffp-contract=off"], [SOURCES / "lanes.h"]
+    build = partial(built_library, "sampling", options, folder, others=others)
+    return RowKernels(next(compiled_targets(build))[1])

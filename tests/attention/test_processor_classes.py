@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.errors import KernelBuildError
+from nanovllm.device import cpp_compiler
+from nanovllm.errors import CompilerError, KernelBuildError
 from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes
 from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
@@ -170,6 +171,48 @@ def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_p
     monkeypatch.setenv(VARIABLE, CLASSES[-1])  # one build
     with pytest.raises(KernelBuildError, match=f"wrong on this processor: {what}"):
         kernels.load_kernels(torch.float32, 64, 3)
+
+
+def compile_with(monkeypatch, folder: Path, refused: str) -> None:
+    """Let a compiler be used that does not know these flags, as one that is older than the processor."""
+    compiler = folder / "old-g++"
+    flags = "|".join(f'*" {flag} "*' for flag in refused.split())
+    lines = ["#!/bin/sh", f'case " $* " in {flags})', 'echo "error: unrecognized option" >&2; exit 1;;', "esac"]
+    compiler.write_text("\n".join([*lines, f'exec {cpp_compiler()} "$@"', ""]))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("NANOVLLM_CACHE", str(folder))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))
+    kernels._say_refused.cache_clear()
+
+
+@pytest.mark.skipif(CLASSES[-1] != "plain", reason="the classes are those of x86")
+@pytest.mark.parametrize("refused", ["-march=native", "-march=native -march=x86-64-v3"])
+def test_a_compiler_too_old_for_the_best_class_compiles_for_the_next(monkeypatch, tmp_path, caplog, refused):
+    known = [target.name for target in targets({}) if not set(target.flags) & set(refused.split())]
+    compile_with(monkeypatch, tmp_path, refused)
+    with caplog.at_level(logging.WARNING):
+        own = kernels.load_kernels(torch.bfloat16, 64, 3)
+        assert row_kernels.load_row_kernels() is not None
+    assert own.target == known[0]
+    (line,) = [record.message for record in caplog.records if "error: unrecognized option" in record.message]
+    left_out = CLASSES[: CLASSES.index(known[0])]
+    assert f"compiled for {known[0]}, not for {', '.join(left_out)}: {tmp_path / 'old-g++'} failed" in line
+
+
+def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(ModelBinding, "compile_layers", lambda *_: None)  # ten seconds
+    folder = save_tiny(tmp_path / "model", "llama")
+    compile_with(monkeypatch, tmp_path, "-shared")
+    with pytest.raises(CompilerError, match=r"old-g.. failed: error: unrecognized option"):
+        kernels.load_kernels(torch.bfloat16, 64, 3)
+    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+        assert llm._engine.model_runner.config.attention_backend == "sdpa"
+        assert tokens(llm) == by_transformers(tiny_model("llama"))
+    lines = [record.message for record in caplog.records if "unrecognized option" in record.message]
+    assert [line for line in lines if "sampling takes" not in line] == [line for line in lines if "is 'sdpa'" in line]
+    assert sum("attention_backend is 'sdpa'" in line for line in lines) == 1
 
 
 def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tmp_path, caplog):
