@@ -37,13 +37,18 @@ _CHECKED_AT_ONCE = 1 << 20  # elements of a weight, 8 MiB of float64
 
 
 class PackedLinear:
-    """Replaces the `forward` of a linear layer whose weight is packed."""
+    """Replaces the `forward` of a linear layer whose weight is packed.
 
-    def __init__(self, linear: AnyLinear, kernels: Kernels) -> None:
+    Args:
+        num_outputs: of the layer, if others that are 0 were added behind them.
+    """
+
+    def __init__(self, linear: AnyLinear, kernels: Kernels, num_outputs: int | None = None) -> None:
         from nanovllm.kernels.packed_product import PackedProduct
 
         self._product = PackedProduct([linear])
         self._call = kernels.linear
+        self._num_outputs = num_outputs or linear.out_features
 
     def __call__(self, states: Tensor) -> Tensor:
         return self._multiply(states, states.new_empty(*states.shape[:-1], self._product.num_outputs))
@@ -53,7 +58,8 @@ class PackedLinear:
         num_rows = output.numel() // self._product.num_outputs
         pointers = states.data_ptr(), output.data_ptr()
         self._call(ctypes.byref(self._product.struct), *pointers, num_rows, torch.get_num_threads())
-        return output
+        is_whole = self._num_outputs == self._product.num_outputs
+        return output if is_whole else output[..., : self._num_outputs].contiguous()
 
 
 class PackedHead(PackedLinear):
@@ -62,8 +68,8 @@ class PackedHead(PackedLinear):
     They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
     """
 
-    def __init__(self, linear: AnyLinear, kernels: Kernels) -> None:
-        super().__init__(linear, kernels)
+    def __init__(self, linear: AnyLinear, kernels: Kernels, num_outputs: int | None = None) -> None:
+        super().__init__(linear, kernels, num_outputs)
         self._call = kernels.linear_unrounded
         self._output = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -119,9 +125,9 @@ def pack_linear_layers(
     for linear in linears:
         if type(linear) not in (nn.Linear, QuantisedLinear) or linear in packed or "forward" in vars(linear):
             continue
-        if kernels is not None and kernels.can_pack([linear]):
+        if kernels is not None and kernels.can_pack([whole := _with_whole_panels(linear)]):
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
-            vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(linear, kernels)
+            vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(whole, kernels, linear.out_features)
         elif (
             type(linear) is nn.Linear
             and torch.backends.mkldnn.is_available()
@@ -139,6 +145,13 @@ def pack_linear_layers(
             continue
         free_weights([linear], unshared)
     warn_of_dequantising(model)
+
+
+def _with_whole_panels(linear: AnyLinear) -> AnyLinear:
+    """A quantised layer of any number of outputs, as of an odd vocabulary, with as many as kernels take at once."""
+    from nanovllm.kernels.packed_product import PANEL
+
+    return linear.padded(PANEL) if isinstance(linear, QuantisedLinear) else linear
 
 
 def warn_of_dequantising(model: nn.Module) -> None:

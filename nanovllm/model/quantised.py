@@ -298,6 +298,15 @@ class QuantisedLinear(_Quantised):
         kind = KIND_OF_OPTION[option]
         return cls(kind, quantise(linear.weight, kind), linear.bias, dtype=linear.weight.dtype)
 
+    def padded(self, multiple: int) -> QuantisedLinear:
+        """The same with outputs that are 0 behind its own, up to a multiple; itself if it has one."""
+        missing = -self.out_features % multiple
+        if missing == 0:
+            return self
+        nothing = self.blocks.new_zeros(missing, self.blocks.shape[1])  # scales of 0, in every kind
+        bias = None if self.bias is None else F.pad(self.bias, (0, missing))
+        return QuantisedLinear(self.kind, torch.cat((self.blocks, nothing)), bias, dtype=self.dtype)
+
     def forward(self, states: Tensor) -> Tensor:
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
         parts = [

@@ -225,6 +225,25 @@ def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_n
             assert tokens(before) == expected  # computed anew
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="blocks are kept on a CPU")
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+def test_a_head_of_an_odd_vocabulary_is_packed_like_any_other(tmp_path, caplog, is_tied):
+    options = {"vocab_size": 517, "tie_word_embeddings": is_tied}
+    path, reference = written(tmp_path, "qwen2", "Q8_0", overrides=options)
+    prompts = random_prompts(3, high=40)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, repetition_penalty=1.0001)
+    with caplog.at_level(logging.WARNING), LLM(path, **(OPTIONS | {"enforce_eager": False, "dtype": "float32"})) as llm:
+        assert llm._engine.model_runner.binding.model.get_output_embeddings().blocks.numel() == 0
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy_tokens(reference, prompts)
+    assert "dequantises" not in caplog.text
+    with torch.no_grad():
+        exact = [reference(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in prompts]
+    for output, expected in zip(outputs, exact, strict=True):
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert abs(found.logprob - float(expected[token])) < 1e-3
+
+
 def test_linear_layers_and_embedding_keep_their_blocks_and_a_tied_head_shares_them(tmp_path):
     path, _ = written(tmp_path, "qwen2", "Q4_K")
     model = load_model(GGUFFile(path), None, keeps_blocks=True)

@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels import cpp
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import PackedProduct, can_pack
-from nanovllm.model.packed_linears import PackedHead, PackedLinear
+from nanovllm.model.packed_linears import PackedHead, PackedLinear, pack_linear_layers
 from nanovllm.model.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 
@@ -114,6 +114,24 @@ def test_tiny_activations_are_no_nan(kind, size, kernels):
     output = PackedHead(quantised, kernels)(rows.to(kernels.dtype))
     expected = rows.to(kernels.dtype).double() @ quantised.dequantise().double().T
     assert (output.double() - expected).abs().max() < max(0.03 * expected.abs().max(), 1e-36)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_outputs", [7, 49])
+def test_a_layer_of_any_number_of_outputs_is_packed(kind, num_outputs, kernels):
+    """As a head of an odd vocabulary; the panel's other outputs are nobody's."""
+    quantised = layer(kind, kernels.dtype, num_outputs, 256)
+    model = nn.ModuleList([quantised])
+    model.get_output_embeddings = lambda: None
+    exact = quantised.dequantise().double()
+    rows = rows_of(40, 256, kernels.dtype)
+    pack_linear_layers(model, kernels, unshared=(), packed=())
+    assert quantised.blocks.numel() == 0
+    for num_rows in (1, 3, 40):
+        own = quantised(rows[None, :num_rows])
+        assert own.shape == (1, num_rows, num_outputs) and own.is_contiguous() and own.dtype == kernels.dtype
+        expected = rows[:num_rows].double() @ exact.T + quantised.bias.double()
+        assert (own[0].double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_layers_of_several_kinds_lie_side_by_side(kernels):
