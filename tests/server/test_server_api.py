@@ -283,6 +283,35 @@ def test_text_becomes_tokens_and_text_again(running):
         messages = http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
     assert messages["tokens"] == chat_prompt(HELLO)
     assert messages["token_strs"][0] == "<|user|>"
+    assert "".join(messages["token_strs"]) == tiny_tokenizer().decode(messages["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "named"),
+    [
+        ("tokenize", {}, None, "give prompt or messages"),
+        ("tokenize", {"prompt": "x", "messages": HELLO}, None, "one of the two"),
+        ("tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "Leave it"),
+        ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only messages"),
+        ("tokenize", {"prompt": "x", "continue_final_message": True, "add_generation_prompt": False},
+         "continue_final_message", "only messages"),
+        ("tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "from the chat template"),
+        ("tokenize", {"messages": HELLO, "continue_final_message": True}, "continue_final_message", "to false"),
+        ("tokenize", {"prompt": "x", "model": "gpt"}, "model", "'gpt' does not exist"),
+        ("tokenize", {"prompt": "x" * 20_000}, "prompt", "20000"),
+        ("tokenize", {"prompts": "x"}, "prompts", "did you mean prompt"),
+        ("detokenize", {}, "tokens", "required"),
+        ("detokenize", {"tokens": [5, -1]}, "tokens[1]", "0"),
+        ("detokenize", {"tokens": [5, 512]}, "tokens", "ids are 0 to 511"),
+        ("detokenize", {"tokens": "x"}, "tokens", "array"),
+    ],
+)  # fmt: skip
+def test_what_cannot_become_tokens_or_text_is_refused_by_name(running, path, body, param, named):
+    with running.http() as http:
+        answer = http.post(f"/{path}", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if param == "model" else 400)
+    assert error["param"] == param and named in error["message"], error
 
 
 def test_more_tokens_than_a_context_has_are_not_made_text(running):

@@ -176,8 +176,31 @@ def test_earlier_thought_and_the_effort_reach_the_template(running):
     assert prompt.startswith("effort low ") and "<think>2+2</think>4<|end|>" in prompt
 
 
+def test_a_conversation_has_the_tokens_that_its_answer_begins_from(running):
+    answer = {"role": "assistant", "content": "<think>Two and"}
+    bodies: list[dict[str, Any]] = [
+        {"messages": ASK},
+        {"messages": ASK, "tools": TOOLS},
+        {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [*ASK, answer], "add_generation_prompt": False},
+        {"messages": [*ASK, answer], "add_generation_prompt": False, "continue_final_message": True},
+    ]
+    seen = []
+    with running.http() as http:
+        for body in bodies:
+            more = {"max_tokens": 1, "return_token_ids": True}
+            (choice,) = http.post("/v1/chat/completions", json=body | more).json()["choices"]
+            found = http.post("/tokenize", json=body | {"add_special_tokens": False}).json()
+            assert (found["tokens"], found["count"]) == (choice["prompt_token_ids"], len(found["tokens"]))
+            seen.append(found["tokens"])
+    assert len(set(map(tuple, seen))) == len(bodies)
+
+
 def test_variables_that_the_template_does_not_have_are_refused(running):
     with running.http() as http:
+        body = {"messages": ASK, "chat_template_kwargs": {"enable_thinkin": True}}
+        error = http.post("/tokenize", json=body).json()["error"]
+        assert error["param"] == "chat_template_kwargs.enable_thinkin" and "enable_thinking" in error["message"]
         for name, hint in (("enable_thinkin", "did you mean enable_thinking"), ("wait", "waits"), ("zzz", "no such")):
             body = {"messages": ASK, "chat_template_kwargs": {name: True}}
             answer = http.post("/v1/chat/completions", json=body)

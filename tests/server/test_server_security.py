@@ -238,8 +238,6 @@ LONG = "x" * 20_000
 def test_all_that_the_chat_template_is_given_counts_for_the_longest_prompt(running, more):
     with running.http() as http:
         for path in ("/v1/chat/completions", "/tokenize"):
-            if path == "/tokenize" and "chat_template_kwargs" in more:
-                continue
             answer = http.post(path, json={"messages": HI} | more)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")

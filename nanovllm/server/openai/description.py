@@ -73,6 +73,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
             "model": model,
             "prompt": {"minLength": 1, "maxLength": state.max_prompt_chars},
             **conversation,
+            "chat_template_kwargs": {"propertyNames": _variables(state)},
         },
         "DetokenizeRequest": {
             "model": model,
@@ -124,14 +125,14 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
 
 
 def _require_prompt_or_messages(tokenize: Schema) -> None:
-    """Require exactly one of prompt and messages, and tools only with messages."""
+    """Require exactly one of prompt and messages, and what goes through the chat template only with messages."""
     none = {"type": "null"}
+    of_prompt: Schema = {"tools": {"enum": [None, []]}, "chat_template_kwargs": {"enum": [None, {}]}}
+    of_prompt |= {"continue_final_message": {"const": False}, "prompt": {"type": "string"}, "messages": none}
+    of_messages: Schema = {"prompt": none, "messages": {"type": "array"}, "add_special_tokens": {"enum": [None, False]}}
     tokenize["oneOf"] = [
-        {
-            "required": ["prompt"],
-            "properties": {"prompt": {"type": "string"}, "messages": none, "tools": {"enum": [None, []]}},
-        },
-        {"required": ["messages"], "properties": {"prompt": none, "messages": {"type": "array"}}},
+        {"required": ["prompt"], "properties": of_prompt},
+        {"required": ["messages"], "properties": of_messages},
     ]
 
 

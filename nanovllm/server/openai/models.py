@@ -9,10 +9,11 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nanovllm import __version__
+from nanovllm.server.answers.template_options import check_variables
 from nanovllm.server.body_limits import BodyLimits, LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError, from_engine
 from nanovllm.server.openai.messages import as_conversation
-from nanovllm.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, DetokenizeRequest, TokenizeRequest
 from nanovllm.server.security import require_api_key
 from nanovllm.server.state import ServerState, server_state
 
@@ -62,19 +63,18 @@ async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
 async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         state.check_length(body.prompt, "prompt")
-        return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+        return await state.engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
     def conversation() -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         messages = as_conversation(body.messages or ())
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        state.check_conversation(messages, tools)
+        state.check_conversation(messages, tools, body.chat_template_kwargs)
         return messages, tools
 
     limits: BodyLimits = request.app.state.body_limits
     messages, tools = await limits.off_loop(request, conversation)
-    return await state.engine.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=body.add_generation_prompt
-    )
+    check_variables(body.chat_template_kwargs or {}, state.template_variables, NOT_FOR_TEMPLATES)
+    return await state.engine.apply_chat_template(messages, tools=tools, **body.template_options)
 
 
 @router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")

@@ -140,7 +140,36 @@ class CompletionRequest(SamplingFields):
         return self.prompt  # type: ignore[return-value]
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(Strict):
+    """What a request sets for the chat template."""
+
+    chat_template_kwargs: AnyObject | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
+            raise ValueError(f"{name} is not a variable of the chat template. Leave it out.")
+        return options
+
+    @model_validator(mode="after")
+    def _check_end(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message continues the last message; set add_generation_prompt to false.")
+        return self
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = dict(self.chat_template_kwargs or {})
+        options["add_generation_prompt"] = self.add_generation_prompt
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        return options
+
+
+class ChatRequest(TemplateFields, SamplingFields):
     """Body of /v1/chat/completions."""
 
     refused: ClassVar = {
@@ -165,16 +194,6 @@ class ChatRequest(SamplingFields):
     prediction: AnyObject | None = None  # without effect: it could make an answer faster, not another one
 
     thinking_token_budget: Annotated[int, Field(ge=1)] | None = None
-    chat_template_kwargs: AnyObject | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check_template_kwargs(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in sorted(NOT_FOR_TEMPLATES & set(options or ())):
-            raise ValueError(f"{name} is not a variable of the chat template. Leave it out.")
-        return options
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -183,8 +202,6 @@ class ChatRequest(SamplingFields):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; they mean the same, so give one.")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message continues the last message; set add_generation_prompt to false.")
         check_tool_choice(self.tool_choice, self.tools)
         return self
 
@@ -205,36 +222,33 @@ class ChatRequest(SamplingFields):
         """Whether the answer is tool calls alone."""
         return self.tool_choice not in (None, "auto", "none")
 
-    @property
-    def template_options(self) -> dict[str, Any]:
-        options = dict(self.chat_template_kwargs or {})
-        options["add_generation_prompt"] = self.add_generation_prompt
-        if self.continue_final_message:
-            options["continue_final_message"] = True
-        return options
-
     def conversation(self) -> list[dict[str, Any]]:
         """Convert the messages for the chat template."""
         return as_conversation(self.messages)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(TemplateFields):
     """Body of /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Each[ChatMessage], Field(min_length=1)] | None = None
     tools: Each[Tool] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, one of the two.")
-        if self.tools and self.messages is None:
-            raise ValueError("tools are given, but only messages go through the chat template.")
+        if self.messages is None:
+            for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is given, but only messages go through the chat template. Leave it out.")
+        elif self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens is true, but messages get theirs from the chat template. Leave it out."
+            )
         return self
 
 
