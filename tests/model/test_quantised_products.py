@@ -116,6 +116,29 @@ def test_tiny_activations_are_no_nan(kind, size, kernels):
     assert (output.double() - expected).abs().max() < max(0.03 * expected.abs().max(), 1e-36)
 
 
+def huge_rows(num_rows: int, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows whose products with the weight are as large as float32 can add in any order, and one of a single number."""
+    rows = rows_of(num_rows, weight.shape[1], torch.float32)
+    rows *= 1.5e38 / (rows.double().abs() @ weight.abs().T).max().item()
+    rows[0] = 0
+    rows[0, 7] = -3e38 / max(1.0, weight.abs().max().item())
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_huge_activations_overflow_no_sooner_than_with_plain_weights(kind, kernels):
+    """Sums of integers are larger than those of weights: each scale comes before a row's, or before the sum."""
+    quantised = layer(kind, kernels.dtype, bias=False)
+    weight = quantised.dequantise().double()
+    own, other = PackedHead(quantised, kernels), PackedHead(plain(quantised), kernels)
+    for num_rows in (1, FEW_ROWS, 5, 40):
+        rows = huge_rows(num_rows, weight, kernels.dtype)
+        expected = rows.double() @ weight.T
+        for head in (own, other):
+            distances = (head(rows).double() - expected).norm(dim=1) / expected.norm(dim=1)
+            assert distances.max() < (1e-5 if kernels.dtype == torch.float32 else 0.01)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("num_outputs", [7, 49])
 def test_a_layer_of_any_number_of_outputs_is_packed(kind, num_outputs, kernels):
@@ -169,4 +192,7 @@ def test_a_processor_without_the_newest_instructions_computes_the_same(monkeypat
             expected = rows.double() @ exact.T + quantised.bias.double()
             with torch.no_grad():
                 own = PackedLinear(quantised, kernels)(rows).double()
+                huge = huge_rows(num_rows, exact, torch.bfloat16)
+                largest = PackedLinear(quantised, kernels)(huge).double()
             assert (own - expected).abs().max() < 0.01 * expected.abs().max()
+            assert (largest - huge.double() @ exact.T).norm() < 0.01 * (huge.double() @ exact.T).norm()

@@ -191,8 +191,11 @@ void multiply_bytes(const char* panel, int64_t depth, const IntegerRow* rows, fl
       }
     }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store(sums + i * kPanel + half * kLanes, totals[i][half] * rows[i].scale);
+  for (int half = 0; half < 2; ++half) {
+    Floats scale = Floats{} + 1.0f;
+    if (!kScaled) scale = load((const float*)panel + half * kLanes);  // before the row's: a large one may overflow
+    for (int i = 0; i < kRows; ++i) store(sums + i * kPanel + half * kLanes, totals[i][half] * scale * rows[i].scale);
+  }
 }
 
 // sums[row][output of the panel] of up to kFewRows rows.

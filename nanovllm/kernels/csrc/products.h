@@ -176,8 +176,10 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       Sums own;
       own.first_output = number * kPanel;
       own.low_scale = own.high_scale = Floats{} + 1.0f;
-      if (kind == kBytes)
-        own.low_scale = load((const float*)packed), own.high_scale = load((const float*)packed + kLanes);
+      if (kind == kBytes && !is_integer) {
+        const Floats low = load((const float*)packed), high = load((const float*)packed + kLanes);
+        own.low_scale = low / unit_of(low), own.high_scale = high / unit_of(high);
+      }
       if (product.bias != nullptr)
         own.low_bias = load(product.bias + own.first_output),
         own.high_bias = load(product.bias + own.first_output + kLanes);

@@ -19,7 +19,7 @@ constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;  // depth that is multiplied
 // bits the highest ones of a run lie before its nibbles, a word for each output, the first in the lowest bit.
 enum Kind : int64_t {
   kPlain,                // ELEMENTs, as products.h describes
-  kBytes,                // one run as deep as the panel: sums are multiplied with the float scales
+  kBytes,                // one run as deep as the panel: sums are multiplied with its float scales
   kBytesHalfScales,      // runs of 32: float16 scales
   kBytesOfSixteen,       // runs of 16: float scales
   kNibblesHalfScales,    // runs of 32: float16 scales and minima
@@ -89,13 +89,21 @@ inline void fetch(const void* from, int64_t size) {
   for (int64_t at = kAhead; at < kAhead + size; at += 64) __builtin_prefetch((const char*)from + at, 0, 2);
 }
 
+// The power of two below each scale of the kind kBytes, with which its bytes are widened: sums of whole bytes overflow
+// where those of the weights do not.
+inline Floats unit_of(Floats scale) {
+  const Words exponent = (Words)scale & 0x7f800000u, least = Words{} + 0x00800000u;
+  return (Floats)(exponent > least ? exponent : least);
+}
+
 void widen_bytes(const char* panel, int64_t depth, Element* to) {
+  const Floats units[2] = {unit_of(load((const float*)panel)), unit_of(load((const float*)panel + kLanes))};
   const int8_t* from = (const int8_t*)(panel + kScaleBytes);
   for (int64_t at = 0; at < depth; at += kStep, from += kStep * kPanel, to += kStep * kPanel) {
     fetch(from, kStep * kPanel);
     for (int half = 0; half < 2; ++half)
-      store_exact(to + half * kStep * kLanes, load(from + half * kLanes),
-                  load(from + (kStep - 1) * kPanel + half * kLanes));
+      store_exact(to + half * kStep * kLanes, load(from + half * kLanes) * units[half],
+                  load(from + (kStep - 1) * kPanel + half * kLanes) * units[half]);
   }
 }
 
