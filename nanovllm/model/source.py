@@ -6,10 +6,22 @@ from pathlib import Path
 
 from nanovllm.errors import ModelLoadError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model.gguf.file import is_gguf, open_gguf
+from nanovllm.model.gguf.file import is_gguf, open_gguf, parts_of
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def stored_files(source: str) -> dict[str, tuple[int, int]]:
+    """Bytes, and time of the last change in ns, of each file that a local model is read from; none of a hub id."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        patterns = {*WEIGHT_PATTERNS, *TOKENIZER_FILES, "*.json", "*.jinja", "*.py"}
+        files = sorted({file for pattern in patterns for file in path.glob(pattern)})
+    else:
+        files = parts_of(path) if is_gguf(path) else []
+    states = ((file.name, file.stat()) for file in files)
+    return {name: (state.st_size, state.st_mtime_ns) for name, state in states}
 
 
 def find(name: str, *, needs_tokenizer: bool) -> str:

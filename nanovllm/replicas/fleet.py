@@ -8,6 +8,8 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
+from nanovllm.errors import ModelLoadError
+from nanovllm.model.source import stored_files
 from nanovllm.replicas.messages import Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica
 
@@ -20,10 +22,15 @@ MAX_LISTENING_SECONDS = 1.0
 
 
 class Fleet:
-    """Replicas and the channels to them. Not thread-safe, except `wake`."""
+    """Replicas and the channels to them. Not thread-safe, except `wake`.
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    Args:
+        source: the model's folder, file or hub id.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], source: str) -> None:
         self.replicas = replicas
+        self._source, self._files = source, stored_files(source)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -95,10 +102,24 @@ class Fleet:
             if replica.is_due(now):
                 replica.num_restarts += 1
                 try:
+                    self._check_files()
                     self.launch(replica)
-                except OSError as error:  # the host is short of processes or memory
+                except (OSError, ModelLoadError) as error:  # the host is short of processes or memory
                     logger.error("replica %d could not be started: %s", replica.index, error)
                     replica.bury(now)
+
+    def _check_files(self) -> None:
+        """Raise ModelLoadError if the model's files are others than when the first replicas were started.
+
+        Requests go on from one replica to another: with two models an answer would be half of each.
+        """
+        found = stored_files(self._source)
+        changed = sorted(name for name in self._files | found if self._files.get(name) != found.get(name))
+        if changed:
+            raise ModelLoadError(
+                f"{changed[0]} in {self._source} has changed since the others were started. Put it back, or start all "
+                "replicas anew."
+            )
 
     def drop(self, replica: Replica) -> None:
         """Listen to a replica no longer: it is about to be buried."""

@@ -63,7 +63,8 @@ def open_pool(
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
     fleet = Fleet(
-        [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)]
+        [Replica(*each, setup, sends_records=records, sends_block_events=events) for each in enumerate(shares)],
+        source,
     )
     try:
         for replica in fleet.replicas:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -278,6 +280,23 @@ def test_a_replica_that_dies_while_nobody_calls_is_started_again(llm):
     wait_until(lambda: llm.replicas()[1].state == "up" and process_ids(llm)[1] != ids[1])
     assert process_ids(llm)[0] == ids[0]
     prompts = random_prompts(4, seed=29)
+    assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+
+
+def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, caplog):
+    """Answers move between replicas; the others go on with the model that they have."""
+    weights = Path(tiny_folder()) / "model.safetensors"
+    state, prompts = weights.stat(), random_prompts(4, seed=31)
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    try:
+        kill(llm, 0)
+        wait_until(lambda: "model.safetensors" in caplog.text)
+        assert f"in {tiny_folder()} has changed since the others were started. Put it back" in caplog.text
+        assert llm.replicas()[0].state == "restarting"
+        assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+    finally:
+        os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    wait_until(lambda: all_up(llm))
     assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
 
 
