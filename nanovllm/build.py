@@ -60,8 +60,11 @@ def build_engine(
     else:
         with collector_paused(), import_index_kept():
             loaded = loader.load(model, tokenizer, config)
-        binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+        with computing_with(_free_threads(loaded)):
+            binding = ModelBinding(loaded.model, is_live=loaded.is_live)
+        binding.memory = loaded.memory
         model_runner = ModelRunner(binding, *resolve_options(binding, loaded, config))
+        binding.memory = None  # also where nothing was packed
     binding = model_runner.binding
     if trace is not None:
         trace.begin(model_runner.config)
@@ -82,6 +85,12 @@ def build_engine(
     )
     engine.when_failed = model_runner.workers.when_failed if isinstance(model_runner, RankRunner) else None
     return engine
+
+
+def _free_threads(loaded: loader.LoadedModel) -> int | None:
+    """One less than all while a thread takes memory: passes whose threads lack a core take five times as long."""
+    is_taking = loaded.memory is not None and loaded.memory.is_taking
+    return max(1, torch.get_num_threads() - 1) if is_taking else None
 
 
 def _limits(loaded: loader.LoadedModel, model_runner: ModelRunner) -> RequestLimits:

@@ -79,8 +79,8 @@ class ModelRunner:
             else:
                 self._execute_dummies(warm_up_spans(config))
         elif self.device.type == "cpu" and not binding.is_live:  # faster than compiled layers, and ready at once
-            run_batches = partial(self._execute_dummies, comparison_spans(config))
-            binding.pack_weights(next(iter(choice.kernels), None), config.max_num_batched_tokens, run_batches)
+            run_batches = [partial(self._execute_dummies, spans) for spans in comparison_spans(config)]
+            binding.pack_weights(next(iter(choice.kernels), None), config.max_num_batched_tokens, *run_batches)
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
             config.num_kv_blocks, (config.num_kv_blocks - 1) * config.block_size, pools.num_bytes / 2**30,

@@ -165,6 +165,10 @@ class CppPlan:
     chunk_rows: _Rows
     chunk_addresses: tuple[int, ...]
 
+    def rows_of_sequences(self) -> list[int]:
+        """How many rows each sequence has, in their order in the batch."""
+        return [*self.decode_rows.counts.tolist(), *self.chunk_rows.counts.tolist()]
+
     def rows_of_full_attention(self) -> AttentionRowsStruct:
         """What a stack of layers that see everything before them gets; valid as long as the plan."""
         assert self.shared_decodes is not None  # of an engine with such layers

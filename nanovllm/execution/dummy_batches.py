@@ -14,6 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest, Sequence
 
 Spans = Iterable[tuple[int, int]]  # (start, number of new tokens) of each sequence of a batch
+COMPARED_ROWS = 8  # at an end of the positions
 
 
 def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Spans, *, apart: bool = False) -> ScheduledBatch:
@@ -44,10 +45,25 @@ def warm_up_spans(config: EngineConfig) -> list[Spans]:
     return [[(0, num_tokens)], [(num_tokens - 1, 1)] * min(2, config.max_num_seqs)]
 
 
-def comparison_spans(config: EngineConfig) -> list[Spans]:
-    """A batch at each end of the positions, since a layer may compute something else far from the beginning."""
-    num_tokens = max(1, min(8, config.max_model_len - 1))
-    return [[(start, num_tokens)] for start in {0, max(0, config.max_model_len - 1 - num_tokens)}]
+def comparison_spans(config: EngineConfig) -> tuple[list[Spans], list[Spans]]:
+    """Batches with rows at both ends of the positions, since a layer may compute something else far from the beginning.
+
+    Both ends are in one batch where they have different slots in block 1: a model's rows do not depend on each other.
+
+    Returns those that layers are compared in, whose distances have a median at each end, and those that must give the
+    same bits, where one far row does: attention over so many tokens takes its time.
+    """
+    num_tokens = max(1, min(COMPARED_ROWS, config.max_model_len - 1))
+    near = (0, num_tokens)
+    return _at_both_ends(config, near, num_tokens), _at_both_ends(config, near, 1)
+
+
+def _at_both_ends(config: EngineConfig, near: tuple[int, int], num_far: int) -> list[Spans]:
+    start = config.max_model_len - 1 - num_far
+    spans = [near, (start, num_far)] if start > 0 else [near]
+    slots = [(first + row) % config.block_size for first, count in spans for row in range(count)]
+    is_one = len(spans) <= config.max_num_seqs and len(slots) <= config.max_num_batched_tokens
+    return [spans] if is_one and len(set(slots)) == len(slots) else [[span] for span in spans]
 
 
 def few_decodes(config: EngineConfig) -> list[list[int]]:

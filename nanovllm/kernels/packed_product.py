@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels.huge_pages import HugePages
@@ -127,13 +128,13 @@ def _words(weight: Tensor) -> Tensor:
     return weight.detach().view(torch.int32)
 
 
-def packed_bytes(linears: Sequence[Any]) -> int:
-    """Of these layers, at most, for `HugePages`: Q6_K grows most, from 210 bytes to 320."""
+def packed_bytes(linears: Sequence[Any], *, growth: int = 2) -> int:
+    """Of these layers, at most, for `HugePages`: Q6_K grows most, from 210 bytes to 320; at least with growth 1."""
     plain, quantised = (
         [linear.blocks if _kind_of(linear) else linear.weight for linear in linears if bool(_kind_of(linear)) == which]
         for which in (False, True)
     )
-    return sum(weight.nbytes for weight in plain) + 2 * sum(blocks.nbytes for blocks in quantised)
+    return sum(weight.nbytes for weight in plain) + growth * sum(blocks.nbytes for blocks in quantised)
 
 
 def _interleaved(first: Tensor, second: Tensor) -> Tensor:
@@ -141,7 +142,12 @@ def _interleaved(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack((first.unflatten(0, (-1, LANES)), second.unflatten(0, (-1, LANES))), dim=1).flatten(0, 2)
 
 
-def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bits: int) -> tuple[Tensor, int]:
+def _by_fours(panels: Tensor) -> Tensor:
+    """[num_panels, PANEL, num_runs, bytes] with four bytes of an output, then of the next, in the kernels' order."""
+    return panels.unflatten(3, (-1, 4))[..., [0, 2, 1, 3]].permute(0, 2, 3, 1, 4)
+
+
+def pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bits: int) -> tuple[Tensor, int]:
     """Panels [num_panels, bytes] uint8 of quantised rows, and their kind.
 
     Args:
@@ -150,21 +156,22 @@ def _pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_b
     """
     depth, num_runs = values.shape[1], scales.shape[1]
     run = depth // num_runs
+    size = scales.element_size()
+    kind = _KINDS[num_bits, size, run if num_runs > 1 or size == 2 or minima is not None else 0]
     panels = values.unflatten(0, (-1, PANEL)).unflatten(2, (num_runs, run))  # [num_panels, PANEL, num_runs, run]
     if num_bits < 8:
-        nibbles = panels[..., ::2] & 15 | panels[..., 1::2] << 4
-        parts = [nibbles.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)]  # four bytes of an output, then of the next
+        low, high = panels.unflatten(3, (-1, 2, 4)).unbind(4)  # each [num_panels, PANEL, num_runs, run / 8, 4]
+        parts = [_by_fours((low & 15 | high << 4).flatten(3))]
     else:
-        parts = [panels.permute(0, 2, 3, 1)]
+        parts = [_by_fours(F.pad(panels, (0, -run % 4)))]
     if num_bits == 5:
-        bits = (panels >> 4).unflatten(3, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device="cpu")
+        highest = torch.cat((panels[..., ::2], panels[..., 1::2]), dim=3) >> 4
+        bits = highest.unflatten(3, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device="cpu")
         parts.insert(0, bits.sum(dim=4, dtype=torch.uint8).transpose(1, 2))
     for factors in (minima, scales):
         if factors is not None:
             parts.insert(0, factors.unflatten(0, (-1, PANEL)).transpose(1, 2))
     whole = [part.contiguous().view(torch.uint8).flatten(2) for part in parts]  # [num_panels, num_runs, bytes]
-    size = scales.element_size()
-    kind = _KINDS[num_bits, size, run if num_runs > 1 or size == 2 or minima is not None else 0]
     return torch.cat(whole, dim=2).flatten(1), kind
 
 
@@ -208,7 +215,7 @@ def _panels_of_kinds(
         else:
             values, scales, minima, num_bits = zip(*(layer.quantised_parts() for layer in layers), strict=True)
             all_minima = None if minima[0] is None else join(list(minima))
-            panels, kind = _pack_quantised(join(list(values)), join(list(scales)), all_minima, num_bits[0])
+            panels, kind = pack_quantised(join(list(values)), join(list(scales)), all_minima, num_bits[0])
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()

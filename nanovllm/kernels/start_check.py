@@ -1,8 +1,8 @@
 """Whether compiled kernels compute what they should on this processor, on small random rows: a few milliseconds.
 
-Products and attention, each in all forms that the library has: blocks of few rows and of many, depths that fill matrix
-tiles and others, decodes alone and with a common prefix, chunks; plain attention and with every trait. Fused layers are
-compared with a model's own modules later.
+Products and attention, each in all forms that the library has: blocks of few rows and of many, depths that fill
+matrix tiles and others, quantised weights, decodes alone and with a common prefix, chunks; plain attention and with
+every trait. Fused layers are compared with a model's own modules later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack
+from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack, pack_quantised
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
@@ -55,19 +55,65 @@ def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
 
 
 def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
-    num_threads = torch.get_num_threads()
     for depth in (64, 40):
         weight = _random(generator, kernels.dtype, 2 * PANEL, depth)
-        bias = _random(generator, kernels.dtype, 2 * PANEL)
         packed = pack(weight)
-        struct = ProductStruct(packed.data_ptr(), bias.data_ptr(), 2 * PANEL, depth)
-        for num_rows in (1, 13, 43):
-            rows = _random(generator, kernels.dtype, num_rows, depth)
-            expected = rows.double() @ weight.double().T + bias.double()
-            for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
-                own = torch.empty(num_rows, 2 * PANEL, dtype=dtype, device="cpu")
-                function(ctypes.byref(struct), rows.data_ptr(), own.data_ptr(), num_rows, num_threads)
-                yield f"products of {num_rows} by {depth}", own, expected
+        struct = ProductStruct(packed.data_ptr(), None, 2 * PANEL, depth)
+        yield from _product_rows(kernels, generator, struct, weight.double(), f"products of {{}} by {depth}")
+    for depth in (192, 96):
+        yield from _quantised_products(kernels, generator, _Runs(8, depth, torch.float32), depth)
+    for runs in (_Runs(8, 32, torch.float16), _Runs(8, 16, torch.float32)):
+        yield from _quantised_products(kernels, generator, runs, 192)
+    for num_bits in (4, 5):
+        for dtype in (torch.float16, torch.float32):
+            yield from _quantised_products(kernels, generator, _Runs(num_bits, 32, dtype), 192)
+
+
+class _Runs(NamedTuple):
+    """How a weight is quantised: the bits of a value, the length of a run, the dtype of its scale."""
+
+    num_bits: int
+    length: int
+    dtype: torch.dtype
+
+
+def _quantised_products(
+    kernels: Kernels, generator: torch.Generator, runs: _Runs, depth: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of signed values with scales; of unsigned ones, below 8 bits, with minima too."""
+    shape, size = (2 * PANEL, depth), (2 * PANEL, depth // runs.length)
+    if runs.num_bits == 8:
+        values, minima = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8, device="cpu"), None
+    else:
+        values = torch.randint(0, 1 << runs.num_bits, shape, generator=generator, dtype=torch.uint8, device="cpu")
+        minima = _random(generator, runs.dtype, *size)
+    values[:, 0] = 0
+    scales = _random(generator, runs.dtype, *size)
+    packed, kind = pack_quantised(values, scales, minima, runs.num_bits)
+    panels = torch.tensor([[0, kind], [packed.shape[1], kind]], dtype=torch.int64, device="cpu")
+    struct = ProductStruct(packed.data_ptr(), None, *shape, panels.data_ptr())
+    weight = values.double().unflatten(1, (size[1], -1)) * scales.double()[..., None]
+    if minima is not None:
+        weight += minima.double()[..., None]
+    name = f"products of {{}} by {depth} of {runs.num_bits} bits in runs of {runs.length} ({runs.dtype})"
+    yield from _product_rows(kernels, generator, struct, weight.flatten(1), name)
+
+
+def _product_rows(
+    kernels: Kernels, generator: torch.Generator, product: ProductStruct, weight: Tensor, name: str
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    num_outputs, depth = weight.shape
+    bias = _random(generator, kernels.dtype, num_outputs)
+    product.bias = bias.data_ptr()
+    for num_rows in (1, 3, 13, 43):
+        rows = _random(generator, kernels.dtype, num_rows, depth)
+        if product.panels:  # large beside all others, so that these are in the low plane of split rows
+            rows[:, 0] = 64
+        expected = rows.double() @ weight.T + bias.double()
+        for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
+            own = torch.empty(num_rows, num_outputs, dtype=dtype, device="cpu")
+            function(ctypes.byref(product), rows.data_ptr(), own.data_ptr(), num_rows, torch.get_num_threads())
+            yield name.format(num_rows), own, expected
 
 
 def _attention(

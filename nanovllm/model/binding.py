@@ -29,7 +29,7 @@ from nanovllm.errors import NotFusedError
 from nanovllm.model.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.forward import ForwardPasses
-from nanovllm.model.guard import check_rows
+from nanovllm.model.guard import RowBatches, check_rows
 from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
@@ -45,6 +45,7 @@ from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
+    from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.model.fused_layers import FusedLayer
 
 logger = logging.getLogger("nanovllm")
@@ -74,14 +75,15 @@ class ModelBinding:
         min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
         rope: rotary embeddings that would follow the batch; `pin_rope` chooses for a max_model_len, before any step.
         watch: detects changes of a live module; None for another.
+        memory: for packed weights, set until the engine is built.
     """
 
     def __init__(
         self, model: Any, *, is_live: bool, ranks: Ranks | None = None, head: ShardedHead | None = None
     ) -> None:
         self.model = model
-        self.is_live = is_live
-        self.ranks = ranks
+        self.memory: HugePages | None = None
+        self.is_live, self.ranks = is_live, ranks
         self.head_shards: ShardedHead | None = None  # if logits are those of this rank's tokens alone
         self.device: torch.device = next(model.parameters()).device
         self.min_rows = 1
@@ -98,10 +100,10 @@ class ModelBinding:
         with self._lock:  # a step of another engine changes what is looked at
             self.rope = PinnedRope(model)
         self._unshared: set[nn.Linear] = set()  # layers whose plain weights may be freed
-        probe = probe_model(model, self._probing)
+        probe = probe_model(model, self._probing, RowBatches.for_model)
         self.layers = probe.layers
         self._passes_keywords = probe.passes_keywords
-        check = partial(check_rows, model, self._probing)
+        check = partial(check_rows, model, self._probing, probe)
         if is_live or self.device.type != "cpu":
             self.vocab_size = check()
         else:
@@ -135,12 +137,12 @@ class ModelBinding:
 
     # ------------------------------------------------------------------------------------------------ speed-ups
 
-    def pack_weights(self, kernels: Kernels | None, max_rows: int, run_batches: Callable[[], Any]) -> None:
+    def pack_weights(self, kernels: Kernels | None, max_rows: int, *run_batches: Callable[[], Any]) -> None:
         """Fuse the layers that can be, and pack the other linear layers. Not for a live module.
 
         Args:
             kernels: None packs for oneDNN and fuses nothing.
-            max_rows, run_batches: as of `fuse_layers`.
+            max_rows, run_batches: as of `fuse_layers`; and of `ForwardPasses.find_faster`.
         """
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.model.fused_layers import fuse_layers
@@ -148,17 +150,17 @@ class ModelBinding:
             try:
                 self._fused_layers = fuse_layers(
                     self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
-                    kernels, max_rows=max_rows, run_batches=run_batches,
-                    on_fused=lambda fused: free_weights(fused.linears, self._unshared),
+                    kernels, max_rows=max_rows, run_batches=run_batches[0],
+                    on_fused=lambda fused: free_weights(fused.linears, self._unshared), memory=self.memory,
                 )  # fmt: skip
             except NotFusedError as error:
                 logger.info("layers run as they are: %s", error)
         self.uninstall()
         packed = {linear for layer in self._fused_layers for linear in layer.linears}
-        pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed)
+        pack_linear_layers(self.model, kernels, unshared=self._unshared, packed=packed, memory=self.memory)
         if kernels is not None:
             pack_experts(self.model, kernels)
-        self._passes.find_faster(self._fused_layers, run_batches)
+        self._passes.find_faster(self._fused_layers, run_batches[1])
 
     def merge_linears(self) -> None:
         """Merge linear layers that read the same input into one product. Not for a live module."""

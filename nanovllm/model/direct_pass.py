@@ -22,7 +22,7 @@ logger = logging.getLogger("nanovllm")
 
 # Rotary embeddings whose angles depend on a token's position alone.
 _STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-_LEAST_POSITIONS, _MOST_POSITIONS = 512, 2**15  # whose angles are computed at once, and kept: 16 MiB
+_PIECE, _MOST_PIECES = 512, 64  # positions whose angles are computed at once, and how many such are kept: 16 MiB
 
 
 class DirectPass:
@@ -32,7 +32,8 @@ class DirectPass:
         base = model.base_model
         self._stack, self._embed, self._norm, self._rotary = stack, base.embed_tokens, base.norm, base.rotary_emb
         self._head = model.get_output_embeddings()
-        self._cosines = self._sines = torch.empty(0, device="cpu")
+        self._tables: tuple[Tensor, Tensor] | None = None  # cosines and sines [positions, head_dim], filled in pieces
+        self._filled: set[int] = set()
 
     @staticmethod
     def suits(model: Any) -> bool:
@@ -59,16 +60,25 @@ class DirectPass:
 
     def _angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, num_rows, head_dim]."""
-        last = int(positions.max())
-        if last >= _MOST_POSITIONS:
+        pieces = set((positions // _PIECE).tolist())
+        if max(pieces) >= _MOST_PIECES:
             cosines, sines = self._rotary(hidden, positions[None])
             return cosines, sines
-        if last >= len(self._cosines):
-            count = min(max(_LEAST_POSITIONS, 2 * last), _MOST_POSITIONS)
-            with torch.inference_mode(False), torch.no_grad():
-                tables = self._rotary(hidden.detach(), torch.arange(count, device="cpu")[None])
-                self._cosines, self._sines = (table[0].contiguous() for table in tables)
-        return self._cosines[positions][None], self._sines[positions][None]
+        for piece in pieces - self._filled:
+            self._fill(hidden, piece)
+        cosines, sines = self._tables  # type: ignore[misc]
+        return cosines[positions][None], sines[positions][None]
+
+    def _fill(self, hidden: Tensor, piece: int) -> None:
+        begin, end = piece * _PIECE, (piece + 1) * _PIECE
+        with torch.inference_mode(False), torch.no_grad():
+            parts = self._rotary(hidden.detach(), torch.arange(begin, end, device="cpu")[None])
+            if self._tables is None:  # memory is taken where it is filled
+                cosines, sines = (part.new_empty(_MOST_PIECES * _PIECE, part.shape[-1]) for part in parts)
+                self._tables = cosines, sines
+            for table, part in zip(self._tables, parts, strict=True):
+                table[begin:end] = part[0]
+        self._filled.add(piece)
 
 
 class Trial:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -221,14 +219,15 @@ def fuse_layers(
     max_rows: int,
     run_batches: Callable[[], Any],
     on_fused: Callable[[FusedLayer], None],
+    memory: HugePages | None = None,
 ) -> list[FusedLayer]:
     """A fused layer for each module, which were found to compute the same.
 
     Args:
-        caches: K and V of each layer.
-        max_rows: of any step.
+        caches, max_rows: K and V of each layer; the rows of any step, at most.
         run_batches: runs batches through the modules, beside which the fused layers are tried.
         on_fused: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
+        memory: for all packed weights beside the plain ones; without it each layer is packed twice.
 
     Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
     """
@@ -236,7 +235,7 @@ def fuse_layers(
         raise NotFusedError("the attention modules are in no list of layers")
     check_attention(layers)
     workspaces: list[Workspace] = []
-    kept, memory = cast("list[FusedLayer | None]", [None] * len(modules)), _memory_for_both(modules)
+    kept, passed_on = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
 
     def make(index: int) -> FusedLayer:
         fused = FusedLayer(modules[index], layers[index], kernels, memory)
@@ -251,7 +250,6 @@ def fuse_layers(
         _compare(module, fused, args, kwargs, output)
         passed_on.note(index, args, kwargs, output)
 
-    passed_on = _Chain()
     with ExitStack() as hooks:
         for index, module in enumerate(modules):
             hooks.callback(module.register_forward_hook(partial(compare, index), with_kwargs=True).remove)
@@ -262,18 +260,6 @@ def fuse_layers(
         on_fused(result[-1])
     passed_on.stack_if_whole(result, workspaces[0], kernels)
     return result
-
-
-def _memory_for_both(modules: Sequence[nn.Module]) -> HugePages | None:
-    """For all packed weights beside the plain ones; None if both do not fit: each layer is packed twice then."""
-    from nanovllm.kernels.huge_pages import HugePages
-    from nanovllm.kernels.packed_product import packed_bytes
-
-    num_bytes = sum(tensor.nbytes for module in modules for tensor in chain(module.parameters(), module.buffers()))
-    if psutil.virtual_memory().available <= 2 * num_bytes:
-        return None
-    parts = chain.from_iterable(module.modules() for module in modules)
-    return HugePages(packed_bytes([part for part in parts if isinstance(part, AnyLinear)]))
 
 
 def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max_rows: int) -> Workspace:
@@ -294,7 +280,7 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
 
 
 def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, output: Any) -> None:
-    """Try a fused layer on what its module was called with. Raises NotFusedError."""
+    """Try a fused layer on what its module was called with, each sequence by itself. Raises NotFusedError."""
     name = type(module).__name__
     if not isinstance(output, Tensor):
         raise NotFusedError(f"{name} returns {type(output).__name__}, not one tensor")
@@ -303,8 +289,10 @@ def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, outpu
         if any(part.shape != (*before.shape[:2], fused.head_dim) for part in kwargs["position_embeddings"]):
             raise NotFusedError(f"{name} turns only a part of each head by its position")
         own = fused(*args, **kwargs)
+        num_rows = cast("CppPlan", running_step(kwargs[STEP_HANDLE]).plan).rows_of_sequences()
     except (TypeError, KeyError, AttributeError) as error:
         raise NotFusedError(f"{name} is called in another way: {error!r}") from error
-    worst = worst_distance(before, output, own)
-    if worst is not None:
-        raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+    for parts in zip(*(states[0].split(num_rows) for states in (before, output, own)), strict=True):
+        worst = worst_distance(*parts)
+        if worst is not None:
+            raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")

@@ -8,6 +8,7 @@ next to it, in half precision and with routed experts too.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.packed_linears import Hiding
-from nanovllm.model.probe import Probing, StateProbe, positions_of
+from nanovllm.model.probe import Batch, Probe, Probing, StateProbe, positions_of
 from nanovllm.unsupported import unsupported
 
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
@@ -41,31 +42,48 @@ _HALF = _Tolerance(1e-2, 0.25)  # a router may have taken the next best expert f
 _NONE = _Tolerance(0.0, 0.0)
 
 
-def check_rows(model: Any, probing: Probing, hiding: Hiding = nullcontext) -> int:
+@dataclass(frozen=True)
+class RowBatches(Batch):
+    """The batch that `probe_model` runs at the first positions, and what others have of it."""
+
+    others: list[int]  # tokens that precede most of these in another batch
+    last: list[int]  # positions that the model has
+
+    @classmethod
+    def for_model(cls, model: Any) -> RowBatches:
+        num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
+        num_rows = min(NUM_ROWS, num_positions)
+        kept = range(num_rows - num_rows // 4)
+        token_ids = _plain_tokens(model, num_rows + num_rows // 4)
+        last = list(range(num_positions - num_rows, num_positions))
+        return cls(token_ids[:num_rows], list(kept[::-2]), token_ids[num_rows:], last)
+
+
+def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = nullcontext) -> int:
     """Refuse a model whose rows depend on each other, on their order or on other positions than the given ones.
 
-    `hiding` is in force in the second pass, which is compared with the others.
+    Args:
+        probe: that has run `RowBatches`.
+        hiding: in force in a pass, which is compared with the probe's.
+
     Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
     UnsupportedModelError with the difference seen.
     """
     name, run = type(model).__name__, partial(_run, model, probing)
-    num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
-    num_rows = min(NUM_ROWS, num_positions)
-    num_far = num_rows // 4
-    vocab_size: int = model.get_input_embeddings().num_embeddings
-    token_ids = _plain_tokens(model, num_rows + num_far, vocab_size)
-    near, far = list(range(num_rows)), list(range(num_positions - num_rows, num_positions))
+    batches = probe.batch
+    assert isinstance(batches, RowBatches)
+    assert probe.logits is not None
+    token_ids, sampled, far = batches.token_ids, batches.sample_rows, batches.last
+    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.others)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     tolerance = _HALF if is_half else _FULL
 
-    # The model by itself; the same by us; and most of these rows backwards, behind others at the last positions.
-    kept = near[: num_rows - num_far]
-    sampled = kept[::-2]
-    moved_to = [num_rows - 1 - row for row in near]
-    own = run(token_ids[:num_rows], None, None)
+    # The same by us; the model by itself; and most of these rows backwards, behind others at the last positions.
+    ours = _Observation(probe.states, probe.logits)
     with hiding():
-        ours = run(token_ids[:num_rows], near, sampled)
-    others = token_ids[num_rows:] + token_ids[: len(kept)][::-1], far[num_rows - num_far :] + kept[::-1]
+        own = run(token_ids, None, None)
+    moved_to = near[::-1]
+    others = batches.others + token_ids[: len(kept)][::-1], far[len(kept) :] + kept[::-1]
     moved = run(*others, [moved_to[row] for row in sampled])
 
     seen = _first_difference(own.states, ours.states, tolerance)
@@ -80,7 +98,7 @@ def check_rows(model: Any, probing: Probing, hiding: Hiding = nullcontext) -> in
         _check_sampled_rows(name, own, ours, sampled, tolerance)
         seen = _first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
-        reason, at_far = "mixed rows", run(token_ids[:num_rows], far, sampled)
+        reason, at_far = "mixed rows", run(token_ids, far, sampled)
         if far != near and _first_difference(ours.states, at_far.states, _NONE) is None:
             reason = "positions by row"
         raise unsupported(
@@ -89,7 +107,7 @@ def check_rows(model: Any, probing: Probing, hiding: Hiding = nullcontext) -> in
             f"without attention, {seen} when other rows precede them, so that the requests of one flat batch would "
             "change each other's results",
         )
-    return min(vocab_size, ours.logits.shape[1])
+    return min(model.get_input_embeddings().num_embeddings, ours.logits.shape[1])
 
 
 def _run(
@@ -129,13 +147,15 @@ def _check_sampled_rows(
         raise unsupported("logits of other rows", f"{name} cannot be served: it", seen)
 
 
-def _plain_tokens(model: Any, count: int, vocab_size: int) -> list[int]:
+def _plain_tokens(model: Any, count: int) -> list[int]:
     """Ids spread over the vocabulary, without special ones, which a model may treat differently."""
     special: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True)):
         for name, value in config.to_dict().items():
             if name.endswith(("token_id", "token_index", "token_ids")):
                 special.update(value if isinstance(value, (list, tuple)) else [value])
+    # A model of several embeddings is refused later, for what its pass says.
+    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
     plain = [token_id for token_id in range(vocab_size) if token_id not in special] or [0]
     step = max(1, len(plain) // count)
     return [plain[(1 + i * step) % len(plain)] for i in range(count)]

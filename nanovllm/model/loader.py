@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,9 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.gguf import loading as gguf
 from nanovllm.model.gguf.file import forget_opened, is_gguf
+from nanovllm.model.packed_linears import memory_for_packing
 from nanovllm.model.probe import positions_of
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.ranks import Ranks
@@ -26,6 +28,9 @@ from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 from nanovllm.model.source import find
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.unsupported import unsupported
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.huge_pages import HugePages
 
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # read from a generation config
 
@@ -39,6 +44,7 @@ class LoadedModel:
     is_live: bool  # the module was passed in, and its owner goes on using it
     identity: str  # distinguishes its KV from other models'
     head: ShardedHead | None = None  # if it is sharded among ranks
+    memory: HugePages | None = None  # that a CPU's packed weights will take
 
     @property
     def text_config(self) -> Any:
@@ -100,9 +106,17 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
         return _take_module(model, tokenizer, config)
     source = find_source(model, needs_tokenizer=tokenizer is None)
     try:
-        return replace(load_weights(source, config), tokenizer=load_tokenizer(source, tokenizer, config))
+        loaded = load_weights(source, config)
+        memory = memory_for_packing(loaded.model) if _may_pack(config, loaded.model) else None
+        return replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config), memory=memory)
     finally:
         forget_opened()
+
+
+def _may_pack(config: EngineConfig, model: nn.Module) -> bool:
+    """Whether the C++ kernels are to pack the model's weights, if they can."""
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
+    return is_on_cpu and config.attention_backend in ("auto", "cpp") and not config.enforce_eager
 
 
 def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks) -> LoadedModel:
@@ -209,7 +223,7 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
             return _load_tokenizer(tokenizer, config)
         if is_gguf(source):
             return gguf.load_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, **options, **added_tokens_option(source))
 
 
 @contextmanager
@@ -270,7 +284,7 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
         source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
         if is_gguf(source):
             return gguf.load_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config))
+        return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config), **added_tokens_option(source))
     if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
         raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")
     return tokenizer

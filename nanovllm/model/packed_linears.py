@@ -15,16 +15,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.device import find_kernel
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.quantised import QuantisedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
+    from nanovllm.kernels.huge_pages import HugePages
 
 logger = logging.getLogger("nanovllm")
 
@@ -32,7 +35,7 @@ AnyLinear = nn.Linear | QuantisedLinear
 Result = TypeVar("Result")
 Hiding = Callable[[], AbstractContextManager[None]]  # hides weights
 
-_ONE_DNN_DTYPES = (torch.float32, torch.bfloat16)
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
 _CHECKED_AT_ONCE = 1 << 20  # elements of a weight, 8 MiB of float64
 
 
@@ -41,12 +44,20 @@ class PackedLinear:
 
     Args:
         num_outputs: of the layer, if others that are 0 were added behind them.
+        memory: for the packed weight; its own by default.
     """
 
-    def __init__(self, linear: AnyLinear, kernels: Kernels, num_outputs: int | None = None) -> None:
+    def __init__(
+        self,
+        linear: AnyLinear,
+        kernels: Kernels,
+        num_outputs: int | None = None,
+        *,
+        memory: HugePages | None = None,
+    ) -> None:
         from nanovllm.kernels.packed_product import PackedProduct
 
-        self._product = PackedProduct([linear])
+        self._product = PackedProduct([linear], memory=memory)
         self._call = kernels.linear
         self._num_outputs = num_outputs or linear.out_features
 
@@ -68,8 +79,15 @@ class PackedHead(PackedLinear):
     They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
     """
 
-    def __init__(self, linear: AnyLinear, kernels: Kernels, num_outputs: int | None = None) -> None:
-        super().__init__(linear, kernels, num_outputs)
+    def __init__(
+        self,
+        linear: AnyLinear,
+        kernels: Kernels,
+        num_outputs: int | None = None,
+        *,
+        memory: HugePages | None = None,
+    ) -> None:
+        super().__init__(linear, kernels, num_outputs, memory=memory)
         self._call = kernels.linear_unrounded
         self._output = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -111,15 +129,42 @@ class OneDnnLinear:
         return True
 
 
+def memory_for_packing(model: nn.Module) -> HugePages | None:
+    """Memory for all packed weights beside the plain ones, which a thread begins to take.
+
+    None without kernels that pack them, or if both do not fit.
+    """
+    dtype = next(model.parameters()).dtype
+    if dtype not in _PACKED_DTYPES or (make := find_kernel("huge_pages", "HugePages")) is None:
+        return None
+    from nanovllm.kernels.packed_product import can_pack, packed_bytes
+
+    linears = [module for module in modules_of(model) if isinstance(module, AnyLinear)]
+    num_bytes = packed_bytes(linears)
+    if psutil.virtual_memory().available <= 2 * num_bytes:
+        return None
+    sure = [linear for linear in linears if can_pack([linear], dtype)]
+    memory: HugePages = make(num_bytes, num_taken=packed_bytes(sure, growth=1))
+    return memory
+
+
 def pack_linear_layers(
-    model: nn.Module, kernels: Kernels | None, *, unshared: Collection[nn.Linear], packed: Collection[AnyLinear]
+    model: nn.Module,
+    kernels: Kernels | None,
+    *,
+    unshared: Collection[nn.Linear],
+    packed: Collection[AnyLinear],
+    memory: HugePages | None = None,
 ) -> None:
     """Pack every linear layer, for our own products if there are kernels, else for oneDNN.
 
     Args:
         unshared: layers whose plain weights may be freed.
         packed: layers that others have packed already.
+        memory: for our own products.
     """
+    if memory is not None and not packed:
+        memory.forget_tensors()  # of layers that were to be fused, and were not
     one_dnn_is_right: dict[tuple[int, ...], bool] = {}  # by the shape of the weight
     linears: Iterable[Any] = modules_of(model)
     for linear in linears:
@@ -127,11 +172,10 @@ def pack_linear_layers(
             continue
         if kernels is not None and kernels.can_pack([whole := _with_whole_panels(linear)]):
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
-            vars(linear)["forward"] = (PackedHead if is_head else PackedLinear)(whole, kernels, linear.out_features)
+            form = PackedHead if is_head else PackedLinear
+            vars(linear)["forward"] = form(whole, kernels, linear.out_features, memory=memory)
         elif (
-            type(linear) is nn.Linear
-            and torch.backends.mkldnn.is_available()
-            and linear.weight.dtype in _ONE_DNN_DTYPES
+            type(linear) is nn.Linear and torch.backends.mkldnn.is_available() and linear.weight.dtype in _PACKED_DTYPES
         ):
             by_one_dnn, shape = OneDnnLinear(linear), tuple(linear.weight.shape)
             if shape not in one_dnn_is_right:

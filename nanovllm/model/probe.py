@@ -32,11 +32,29 @@ _HARMLESS = {
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a probe's pass computes, at positions 0, 1, 2 and so on."""
+
+    token_ids: list[int]
+    sample_rows: list[int]
+
+
+TWO_TOKENS = Batch([0, 0], [1])
+
+
 @dataclass(slots=True)
 class Probe:
-    """Records what each attention layer passes on in one forward pass, and refuses what is not implemented."""
+    """Records what each attention layer passes on in one forward pass, and refuses what is not implemented.
+
+    Attributes:
+        batch, states, logits: of the pass: its tokens, q, k and v as of a `StateProbe`, and logits of sampled rows.
+    """
 
     masks: MaskProbe = field(default_factory=MaskProbe)
+    batch: Batch = TWO_TOKENS
+    states: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
     layers: list[AttentionLayer] = field(default_factory=list)
     passes_keywords: bool = True  # whether the model's keyword arguments reach every attention layer
     _states: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each layer
@@ -74,6 +92,7 @@ class Probe:
             query.shape[1], key.shape[1], query.shape[3], value.shape[3], *sight, softcap or None, sinks is not None,
             self._shared_with(key, value),
         )  # fmt: skip
+        add_states(self.states, query, key, value)
         self._states.append((key, value))
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
 
@@ -95,8 +114,8 @@ class Probe:
         return None
 
 
-def probe_model(model: Any, probing: Probing) -> Probe:
-    """The attention layers of a causal language model; raises UnsupportedModelError."""
+def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] = lambda _: TWO_TOKENS) -> Probe:
+    """The attention layers of a causal language model, seen in a batch for it; raises UnsupportedModelError."""
     name = type(model).__name__
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1:
@@ -110,26 +129,31 @@ def probe_model(model: Any, probing: Probing) -> Probe:
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     failure: Exception | None = None
+    probe.batch = batch_for(model)
+    token_ids, sample_rows = (
+        torch.tensor(ids, device=devices[0]) for ids in (probe.batch.token_ids, probe.batch.sample_rows)
+    )
     with probing(probe):
         try:
-            model(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=devices[0]),
-                position_ids=torch.arange(2, device=devices[0])[None],
+            output = model(
+                input_ids=token_ids[None],
+                position_ids=torch.arange(len(token_ids), device=devices[0])[None],
                 use_cache=False,
-                logits_to_keep=torch.ones(1, dtype=torch.long, device=devices[0]),  # the last row, named as in steps
+                logits_to_keep=sample_rows,  # named as in steps
                 return_dict=True,
                 **({PROBE_ARGUMENT: None} if takes_any else {}),
             )
+            probe.logits = output.logits[0].clone()
         except UnsupportedModelError:
             raise
         except Exception as error:
             failure = error
     if len(probe.layers) != expected and (failure is None or not probe.layers):
-        failed = "" if failure is None else f", and the probe of two tokens ended with an error ({failure})"
+        failed = "" if failure is None else f", and a probe of {len(token_ids)} tokens failed ({failure})"
         seen = f"{len(probe.layers)} of {expected} layers reached the attention interface of `transformers`{failed}"
         raise unsupported("own attention", f"{name} cannot be served: a layer of it", seen)
     if failure is not None:
-        seen = f"could not run a probe of two tokens: {failure}"
+        seen = f"could not run a probe of {len(token_ids)} tokens: {failure}"
         raise unsupported("more inputs than tokens", name, seen) from failure
     refuse_cached_windows(name, text_config, probe.layers)
     return probe
@@ -173,9 +197,14 @@ class StateProbe:
     states: dict[str, Tensor] = field(default_factory=dict)
 
     def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> None:
-        layer = len(self.states) // 3
-        for name, tensor in (("queries", query), ("keys", key), ("values", value)):
-            self.states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
+        add_states(self.states, query, key, value)
+
+
+def add_states(states: dict[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Add those of the next layer."""
+    layer = len(states) // 3
+    for name, tensor in (("queries", query), ("keys", key), ("values", value)):
+        states[f"{name} of layer {layer}"] = tensor[0].transpose(0, 1).clone()
 
 
 AnyProbe = Probe | StateProbe

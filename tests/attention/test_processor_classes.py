@@ -140,6 +140,7 @@ def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_
     ("file", "right", "wrong", "what"),
     [
         ("tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)", "products of"),
+        ("tiles.h", "_tile_dpbssd(2, 5, 6)", "_tile_dpbssd(2, 4, 6)", "8 bits in runs of 192"),
         ("tiles.h", "_tile_loadd(5, rows + kTileRows * stride, stride)", "_tile_loadd(5, rows, stride)", "decodes"),
         ("decode_tiles.h", "_mm512_unpackhi_epi16(first, second)", "_mm512_unpackhi_epi16(first, first)", "decodes"),
     ],

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from nanovllm import LLM
+from nanovllm.kernels import huge_pages
 from nanovllm.kernels.huge_pages import HugePages
 from nanovllm.kernels.packed_product import PackedProduct, pack, packed_bytes
+from tests.support.tiny_models import save_tiny
 
 HUGE_PAGE = 2**21
 
@@ -47,3 +53,49 @@ def test_a_product_packs_into_the_memory_that_it_is_given(dtype):
     assert pointers[1] - pointers[0] == linears[0].weight.nbytes
     for linear, product in zip(linears, products, strict=True):
         torch.testing.assert_close(product._weight, pack(linear.weight.detach()), rtol=0, atol=0)
+
+
+def test_memory_that_a_thread_takes_is_whole_before_the_first_tensor_is_written(monkeypatch):
+    """The thread writes zeros, which nobody may find among weights."""
+    begun, goes_on = threading.Event(), threading.Event()
+    touch = huge_pages._touch
+
+    def late(*args: Any) -> None:
+        begun.set()
+        goes_on.wait(10)
+        touch(*args)
+
+    monkeypatch.setattr(huge_pages, "_touch", late)
+    memory = HugePages(2 * HUGE_PAGE, num_taken=2 * HUGE_PAGE)
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    tensor = memory.take([2 * HUGE_PAGE], torch.uint8).fill_(9)
+    assert goes_on.is_set()
+    assert tensor.eq(9).all()
+
+
+def test_memory_serves_others_when_its_tensors_are_forgotten():
+    memory = HugePages(HUGE_PAGE)
+    first = memory.take([HUGE_PAGE], torch.uint8)
+    memory.forget_tensors()
+    assert memory.take([HUGE_PAGE], torch.uint8).data_ptr() == first.data_ptr()
+
+
+def test_a_models_packed_weights_have_the_memory_that_was_taken_for_them(tmp_path, monkeypatch):
+    """Nothing is taken where they are not packed by our own kernels, and nothing beside it where they are."""
+    taken: list[int] = []
+    monkeypatch.setattr(huge_pages, "_touch", lambda pages, num_bytes: taken.append(num_bytes))
+    monkeypatch.setattr(huge_pages, "HUGE_PAGE_BYTES", 1)
+    folder = save_tiny(tmp_path / "model")
+    options = {"block_size": 16, "num_kv_blocks": 9, "max_model_len": 64}
+    for backend in ("sdpa", "cpp"):
+        with LLM(folder, attention_backend=backend, enforce_eager=backend == "sdpa", **options) as llm:
+            binding = llm._engine.model_runner.binding
+            assert binding.memory is None
+            products = [product for layer in binding._fused_layers for product in layer._keep[1:]]
+        assert bool(taken) == bool(products) == (backend == "cpp")
+    head = vars(binding.model.get_output_embeddings())["forward"]._product
+    weights = [product._weight for product in (*products, head)]
+    assert taken == [sum(weight.nbytes for weight in weights)]
+    first, end = min(w.data_ptr() for w in weights), max(w.data_ptr() + w.nbytes for w in weights)
+    assert end - first == taken[0]  # one behind another

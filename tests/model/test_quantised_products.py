@@ -19,6 +19,7 @@ from tests.support.quantised import random_blocks
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")
 NUM_ROWS = [1, 2, 3, 4, 5, 12, 33, 400]
 FEW_ROWS = 4  # that are multiplied as integers, in bfloat16
+SOME_ROWS = 16  # that are multiplied with each run's whole numbers, in bfloat16 in matrix tiles
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -46,9 +47,11 @@ def rows_of(num_rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
-    """Equal bit for bit in float32 and for many rows; int8 is not, since its scale is multiplied with the sums.
+    """Equal bit for bit in float32 and for many rows; int8 is not, since its scale is multiplied with the sums and its
+    rows are split (`test_int8_products.py`).
 
-    In bfloat16 few rows are multiplied as integers, closer to the exact product than bfloat16 weights are.
+    In bfloat16 few rows are multiplied as integers, and some with integers, closer to the exact product than bfloat16
+    weights are.
     """
     quantised = layer(kind, kernels.dtype)
     own, other = PackedHead(quantised, kernels), PackedHead(plain(quantised), kernels)
@@ -60,12 +63,19 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
             error = (own(rows).double() - expected).abs().max() / expected.abs().max()
             if kind == "int8" or kernels.dtype == torch.float32:
                 assert error < (3e-6 if kernels.dtype == torch.float32 else 2e-4)
-            elif num_rows <= FEW_ROWS:
-                assert error < 2e-4 or torch.equal(own(rows), other(rows))  # a processor without VNNI
+            elif num_rows <= SOME_ROWS:
+                assert error < 2e-4 or torch.equal(own(rows), other(rows))  # a processor without VNNI or matrix tiles
             else:
                 assert torch.equal(own(rows), other(rows)) and error < 0.02
             if kind != "int8" and kernels.dtype == torch.float32:
                 assert torch.equal(own(rows), other(rows))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_rows_are_no_product(kind, kernels):
+    """A step that samples nothing asks the head for none."""
+    for packed in (PackedHead, PackedLinear):
+        assert packed(layer(kind, kernels.dtype), kernels)(torch.empty(0, 512, dtype=kernels.dtype)).shape == (0, 160)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if form.elements <= 32])
@@ -79,7 +89,7 @@ def test_rows_of_a_single_block(kind, kernels):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_row_is_the_same_among_others_on_any_number_of_threads(kind, num_threads, kernels):
-    """In bfloat16 among few others, and among many others."""
+    """In bfloat16 among few others, among some, and among many."""
     quantised = layer(kind, kernels.dtype, bias=False)
     head, rows, before = PackedHead(quantised, kernels), rows_of(40, 512, kernels.dtype), torch.get_num_threads()
 
@@ -89,7 +99,8 @@ def test_a_row_is_the_same_among_others_on_any_number_of_threads(kind, num_threa
     try:
         torch.set_num_threads(num_threads)
         assert head(rows).dtype == torch.float32
-        assert torch.equal(by(40, rows), by(FEW_ROWS + 1, rows))
+        assert torch.equal(by(40, rows), by(SOME_ROWS + 4, rows))
+        assert torch.equal(by(10, rows), by(FEW_ROWS + 1, rows))
         assert torch.equal(by(FEW_ROWS, rows), by(1, rows))
         if kernels.dtype == torch.float32:
             assert torch.equal(by(40, rows), by(1, rows))

@@ -105,6 +105,7 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
 extern "C" void attention_outputs(const Layer* layer, const Element* attended, const Element* hidden, Element* output,
                                   Element* scratch, int64_t num_rows, int num_threads) {
   const int64_t hidden_size = layer->down.num_outputs;
+  const ProductRows heads = plain_rows(layer->attention_output, attended, num_rows);
   const ProductRows normed = rows_for(layer->gate_up, scratch, num_rows);
   const ProductRows inner = rows_for(layer->down, scratch + padded_rows(num_rows) * hidden_size, num_rows);
   const auto add_to = [=](const Element* residual) {
@@ -115,7 +116,6 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
   };
 #pragma omp parallel num_threads(num_threads)
   {
-    const ProductRows heads = {(Element*)attended, layer->attention_output.depth};
     multiply(layer->attention_output, heads, num_rows, num_threads, add_to(hidden));
     normalize_rows(layer->post_attention_norm, output, normed, num_rows);
     multiply(layer->gate_up, normed, num_rows, num_threads, [=](int64_t row, int64_t first, Floats gate, Floats up) {
@@ -176,8 +176,9 @@ namespace {
 
 template <class Output>
 void multiply_alone(const Product& product, const Element* rows, Output* output, int64_t num_rows, int num_threads) {
+  const ProductRows operand = plain_rows(product, rows, num_rows);
 #pragma omp parallel num_threads(num_threads)
-  multiply(product, {(Element*)rows, product.depth}, num_rows, num_threads,
+  multiply(product, operand, num_rows, num_threads,
            [&](int64_t row, int64_t first, Floats low, Floats high) {
              store(output + row * product.num_outputs + first, low, high);
            });

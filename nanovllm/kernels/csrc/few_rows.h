@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memory>
+#include <type_traits>
 
 #include "widening.h"
 
@@ -20,20 +21,45 @@ constexpr int kRunOfRows = 32;  // a row's depth is a multiple
 
 // Up to kFewRows rows as integers: 128 * high + low, times the row's scale.
 struct IntegerRow {
-  const int8_t *high, *low;                  // [depth]
-  const int8_t *high_in_turn, *low_in_turn;  // of each eight elements the even ones, then the odd ones
-  const float* sums;                         // [depth / 16], of as many neighbours
+  const int8_t *high, *low;   // [depth], in the order of panels
+  const int32_t* sums;        // [depth / 16], of as many neighbours
+  int32_t high_sum, low_sum;  // of all
   float scale;
 };
+
+constexpr int64_t kDeepestBytes = 65536;  // of sums in 32 bits, of bytes of 7 bits and unsigned ones of 8
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
+
+// Of a row, by its largest magnitude: scale is NaN if that is infinite or NaN.
+struct RowScale {
+  float scale, inverse;
+
+  explicit RowScale(float most) {
+    constexpr float kLargest = 127 * 128, kLeast = 0x1p-110f;  // below, the inverse would be infinite
+    most = most < kLeast ? kLeast : most;
+    scale = most / kLargest + most * 0.0f, inverse = kLargest / most;
+  }
+};
+
+// Sums with a panel of kBytes, which are integers: [plane][row][output], the high plane first.
+constexpr int kRowsOfSums = 16;  // as many as a matrix tile's
+
+// Sixteen of them, of one row, as floats.
+inline Floats joined_planes(const float* at) {
+  Ints high, low;
+  std::memcpy(&high, at, sizeof(high)), std::memcpy(&low, at + kRowsOfSums * kPanel, sizeof(low));
+  return __builtin_convertvector(high, Floats) * 128.0f + __builtin_convertvector(low, Floats);
+}
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 class IntegerRows {
  public:
   IntegerRow rows[kFewRows > 0 ? kFewRows : 1];
+  float scales[kFewRows > 0 ? kFewRows : 1];
 
   void fill(const Element* from, int count, int64_t depth) {
-    const int64_t plane = (depth + 63) / 64 * 64, num_bytes = plane * 4 + depth / 16 * (int64_t)sizeof(float);
+    const int64_t plane = (depth + 63) / 64 * 64, num_bytes = plane * 2 + depth / 16 * (int64_t)sizeof(int32_t);
     const int64_t stride = (num_bytes + 63) / 64 * 64;
     if (size_ < stride * count) {
       size_ = stride * count;
@@ -41,8 +67,9 @@ class IntegerRows {
     }
     for (int i = 0; i < count; ++i) {
       int8_t* at = memory_[0].bytes + i * stride;
-      rows[i] = {at, at + plane, at + 2 * plane, at + 3 * plane, (const float*)(at + 4 * plane), 0.0f};
-      fill_row(from + i * depth, depth, at, plane, rows[i].scale);
+      rows[i] = {at, at + plane, (const int32_t*)(at + 2 * plane), 0, 0, 0};
+      fill_row(from + i * depth, depth, at, plane, rows[i]);
+      scales[i] = rows[i].scale;
     }
   }
 
@@ -52,32 +79,33 @@ class IntegerRows {
   };
   using Eight = int8_t __attribute__((vector_size(16)));
 
-  static void fill_row(const Element* from, int64_t depth, int8_t* to, int64_t plane, float& scale) {
-    constexpr float kLargest = 127 * 128, kLeast = 0x1p-110f;  // below, the inverse would be infinite
+  static void fill_row(const Element* from, int64_t depth, int8_t* to, int64_t plane, IntegerRow& row) {
     Floats maximum = {}, nothing = {};
     for (int64_t at = 0; at < depth; at += kLanes) {
       const Floats values = load(from + at), magnitude = (Floats)((Words)values & 0x7fffffffu);
       maximum = magnitude > maximum ? magnitude : maximum;
       nothing += values * 0.0f;  // NaN if any value is not finite
     }
-    const float most = std::max(largest(maximum), kLeast);
-    scale = most / kLargest + sum(nothing);
-    const float inverse = kLargest / most;
-    float* sums = (float*)(to + 4 * plane);
+    const RowScale of_row(largest(maximum));
+    row.scale = of_row.scale + sum(nothing);
+    const __m512 inverse = _mm512_set1_ps(of_row.inverse);
+    int32_t* sums = (int32_t*)(to + 2 * plane);
+    Ints high_sums = {}, low_sums = {};
     for (int64_t at = 0; at < depth; at += kLanes) {
-      const Floats shifted = load(from + at) * inverse + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
+      const Floats shifted = (Floats)_mm512_fmadd_ps((__m512)load(from + at), inverse, _mm512_set1_ps(kRounding));
       const Ints whole = (Ints)shifted - 0x4b400000;
-      sums[at / kLanes] = sum(shifted - 12582912.0f);
+      sums[at / kLanes] = _mm512_reduce_add_epi32((__m512i)whole);
+      high_sums += whole >> 7, low_sums += whole & 127;
       const Eight high = __builtin_convertvector(whole >> 7, Eight), low = __builtin_convertvector(whole & 127, Eight);
-      store_both(high, to + at, to + 2 * plane + at);
-      store_both(low, to + plane + at, to + 3 * plane + at);
+      store_in_order(high, to + at), store_in_order(low, to + plane + at);
     }
+    row.high_sum = _mm512_reduce_add_epi32((__m512i)high_sums);
+    row.low_sum = _mm512_reduce_add_epi32((__m512i)low_sums);
   }
 
-  static void store_both(Eight values, int8_t* to, int8_t* to_in_turn) {
+  static void store_in_order(Eight values, int8_t* to) {
+    values = __builtin_shufflevector(values, values, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     std::memcpy(to, &values, sizeof(values));
-    values = __builtin_shufflevector(values, values, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    std::memcpy(to_in_turn, &values, sizeof(values));
   }
 
   std::unique_ptr<Line[]> memory_;
@@ -100,54 +128,84 @@ struct RunSums {
     low = _mm512_dpbusd_epi32(low, weights, four(lows));
   }
 
-  Floats whole() const { return __builtin_convertvector(((Ints)high << 7) + (Ints)low, Floats); }
+  Ints whole() const { return ((Ints)high << 7) + (Ints)low; }
 };
 
-// Brings the highest of five bits to where they are added: of each lane's word bit k + 2 * i + kOdd becomes bit 4 of byte
-// i of the lane.
-template <int kOdd>
+// A run's exact sum in a row's total; the same in all forms.
+inline Floats add_run(Floats total, Ints whole, Floats scale) {
+  return (Floats)_mm512_fmadd_ps((__m512)__builtin_convertvector(whole, Floats), (__m512)scale, (__m512)total);
+}
+
+// The highest bits of the elements k to k + 3 of each lane, where bytes have their fifth bit.
 inline __m512i highest_bits(__m512i words, int k) {
   alignas(64) static constexpr auto kShifts = [] {
     struct { uint8_t at[64]; } table = {};
-    for (int i = 0; i < 64; ++i) table.at[i] = (uint8_t)(i % 8 / 4 * 32 + i % 4 * 2 + kOdd - 4 + 64);
+    for (int i = 0; i < 64; ++i) table.at[i] = (uint8_t)(i % 8 / 4 * 32 + i % 4 / 2 * 16 + i % 2 - 4 + 64);
     return table;
   }();
-  const __m512i shifts = _mm512_add_epi8(_mm512_load_si512(kShifts.at), _mm512_set1_epi8((char)k));
+  const __m512i shifts = _mm512_add_epi8(_mm512_load_si512(kShifts.at), _mm512_set1_epi8((char)(k / 2)));
   return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, words), _mm512_set1_epi8(16));
 }
 
-template <class Scale, bool kFive, int kRows>
-void multiply_nibbles(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
-  constexpr int kRun = 32, kOfWord = 8;
-  constexpr int64_t kHighest = kFive ? kPanel * kRun / 8 : 0;
-  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2) + kHighest;
+// Eight neighbours of each of sixteen outputs, the first four, then the next, as bytes.
+struct EightBytes {
+  __m512i first, second;
+};
+
+// The values k to k + 7 of one half of a run.
+template <class Runs>
+inline EightBytes eight_bytes(const char* run, int k, int half) {
+  if constexpr (!Runs::kHasMinima) {
+    const char* from = run + Runs::kScales + k * kPanel + half * 64;
+    return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 4 * kPanel)};
+  } else {
+    const char* highest_at = run + Runs::kScales + half * 64;
+    const __m512i words = _mm512_loadu_si512(highest_at + Runs::kHighest + k / 2 * kPanel);
+    const __m512i lowest = _mm512_set1_epi8(15);
+    EightBytes bytes = {_mm512_and_si512(words, lowest), _mm512_and_si512(_mm512_srli_epi16(words, 4), lowest)};
+    if constexpr (Runs::kFive) {
+      const __m512i highest = _mm512_loadu_si512(highest_at);
+      bytes.first = _mm512_or_si512(bytes.first, highest_bits(highest, k));
+      bytes.second = _mm512_or_si512(bytes.second, highest_bits(highest, k + 4));
+    }
+    return bytes;
+  }
+}
+
+// Signed bytes are multiplied as unsigned ones that are 128 more. (A row that is not finite has any sum.)
+inline int32_t excess_of(int32_t sum_of_row) { return (int32_t)(128u * (uint32_t)sum_of_row); }
+
+template <class Runs, int kRows>
+void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
+  using Scale = typename Runs::Scale;
+  constexpr int kSums = Runs::kRun / kLanes;
   Floats totals[kRows][2] = {};
-  const __m512i lowest = _mm512_set1_epi8(15);
-  for (int64_t run = 0; run < depth / kRun; ++run) {
-    const Scale* scales = (const Scale*)(panel + run * kRunBytes);
-    const char* from = (const char*)(scales + 2 * kPanel) + kHighest;
-    fetch(scales, kRunBytes);
+  const __m512i sign = _mm512_set1_epi8(Runs::kHasMinima ? 0 : -128);
+  for (int64_t run = 0; run < depth / Runs::kRun; ++run, panel += Runs::kBytes) {
+    fetch(panel, Runs::kBytes);
     RunSums of_run[kRows][2];
-    for (int k = 0; k < kRun; k += kOfWord)
+    for (int k = 0; k < Runs::kRun; k += 8)
       for (int half = 0; half < 2; ++half) {
-        const __m512i words = _mm512_loadu_si512(from + k / 2 * kPanel + half * 64);
-        __m512i even = _mm512_and_si512(words, lowest), odd = _mm512_and_si512(_mm512_srli_epi16(words, 4), lowest);
-        if constexpr (kFive) {
-          const __m512i highest = _mm512_loadu_si512(from - kHighest + half * 64);
-          even = _mm512_or_si512(even, highest_bits<0>(highest, k));
-          odd = _mm512_or_si512(odd, highest_bits<1>(highest, k));
-        }
+        const auto [first, second] = eight_bytes<Runs>(panel, k, half);
         for (int i = 0; i < kRows; ++i) {
-          const int64_t at = run * kRun + k;
-          of_run[i][half].add(even, rows[i].high_in_turn + at, rows[i].low_in_turn + at);
-          of_run[i][half].add(odd, rows[i].high_in_turn + at + 4, rows[i].low_in_turn + at + 4);
+          const int8_t *high = rows[i].high + run * Runs::kRun + k, *low = rows[i].low + run * Runs::kRun + k;
+          of_run[i][half].add(_mm512_xor_si512(first, sign), high, low);
+          of_run[i][half].add(_mm512_xor_si512(second, sign), high + 4, low + 4);
         }
       }
+    const Scale* scales = (const Scale*)panel;
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load(scales + half * kLanes), minimum = load(scales + kPanel + half * kLanes);
+      const Floats scale = load(scales + half * kLanes);
       for (int i = 0; i < kRows; ++i) {
-        const float sum_of_row = rows[i].sums[2 * run] + rows[i].sums[2 * run + 1];
-        totals[i][half] += of_run[i][half].whole() * scale + sum_of_row * minimum;
+        int32_t sum_of_row = 0;
+        for (int part = 0; part < kSums; ++part) sum_of_row += rows[i].sums[run * kSums + part];
+        Floats& total = totals[i][half];
+        if constexpr (Runs::kHasMinima) {
+          total = add_run(total, of_run[i][half].whole(), scale);
+          total = add_run(total, Ints{} + sum_of_row, load(scales + kPanel + half * kLanes));
+        } else {
+          total = add_run(total, of_run[i][half].whole() - excess_of(sum_of_row), scale);
+        }
       }
     }
   }
@@ -155,69 +213,48 @@ void multiply_nibbles(const char* panel, int64_t depth, const IntegerRow* rows, 
     for (int half = 0; half < 2; ++half) store(sums + i * kPanel + half * kLanes, totals[i][half] * rows[i].scale);
 }
 
-// Signed bytes, as unsigned ones that are 128 more. Without scales, runs only bound the integers.
-template <class Scale, int kRun, bool kScaled, int kRows>
-void multiply_bytes(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
-  constexpr int64_t kScalesOfRun = kScaled ? kPanel * sizeof(Scale) : 0, kRunBytes = kScalesOfRun + kPanel * kRun;
-  alignas(64) static constexpr auto kInTurn = [] {
-    struct { uint8_t at[64]; } table = {};
-    for (int i = 0; i < 64; ++i) table.at[i] = (uint8_t)(i % 4 * kPanel + i / 4);
-    return table;
-  }();
-  Floats totals[kRows][2] = {};
-  const __m512i sign = _mm512_set1_epi8(-128), first = _mm512_load_si512(kInTurn.at);
-  const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi8(kLanes));
-  const char* from = panel + (kScaled ? 0 : kScaleBytes);
-  for (int64_t run = 0; run < depth / kRun; ++run, from += kRunBytes) {
-    fetch(from, kRunBytes);
-    RunSums of_run[kRows][2];
-    for (int k = 0; k < kRun; k += 4) {
-      const char* at = from + kScalesOfRun + k * kPanel;
-      const __m512i two = _mm512_xor_si512(_mm512_loadu_si512(at), sign);
-      const __m512i others = _mm512_xor_si512(_mm512_loadu_si512(at + 2 * kPanel), sign);
-      const __m512i weights[2] = {_mm512_permutex2var_epi8(two, first, others),
-                                  _mm512_permutex2var_epi8(two, second, others)};
-      for (int i = 0; i < kRows; ++i)
-        for (int half = 0; half < 2; ++half)
-          of_run[i][half].add(weights[half], rows[i].high + run * kRun + k, rows[i].low + run * kRun + k);
-    }
+// The same of the kind kBytes: sums are integers, as joined_planes() reads them.
+template <int kRows>
+void multiply_whole_bytes(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
+  RunSums of_row[kRows][2];
+  const __m512i sign = _mm512_set1_epi8(-128);
+  const char* from = panel + kScaleBytes;
+  for (int64_t k = 0; k < depth; k += 4, from += 4 * kPanel) {
+    fetch(from, 4 * kPanel);
     for (int half = 0; half < 2; ++half) {
-      Floats scale = Floats{} + 1.0f;
-      if (kScaled) scale = load((const Scale*)from + half * kLanes);
-      for (int i = 0; i < kRows; ++i) {
-        float sum_of_row = 0;
-        for (int part = 0; part < kRun / kLanes; ++part) sum_of_row += rows[i].sums[run * (kRun / kLanes) + part];
-        totals[i][half] += (of_run[i][half].whole() - 128 * sum_of_row) * scale;
-      }
+      const __m512i weights = _mm512_xor_si512(_mm512_loadu_si512(from + half * 64), sign);
+      for (int i = 0; i < kRows; ++i) of_row[i][half].add(weights, rows[i].high + k, rows[i].low + k);
     }
   }
-  for (int half = 0; half < 2; ++half) {
-    Floats scale = Floats{} + 1.0f;
-    if (!kScaled) scale = load((const float*)panel + half * kLanes);  // before the row's: a large one may overflow
-    for (int i = 0; i < kRows; ++i) store(sums + i * kPanel + half * kLanes, totals[i][half] * scale * rows[i].scale);
-  }
+  for (int i = 0; i < kRows; ++i)
+    for (int half = 0; half < 2; ++half) {
+      float* to = sums + i * kPanel + half * kLanes;
+      const __m512i high_excess = _mm512_set1_epi32(excess_of(rows[i].high_sum));
+      const __m512i low_excess = _mm512_set1_epi32(excess_of(rows[i].low_sum));
+      _mm512_storeu_si512(to, _mm512_sub_epi32(of_row[i][half].high, high_excess));
+      _mm512_storeu_si512(to + kRowsOfSums * kPanel, _mm512_sub_epi32(of_row[i][half].low, low_excess));
+    }
 }
 
-// sums[row][output of the panel] of up to kFewRows rows.
+// sums[row][output of the panel] of up to kFewRows rows; of the kind kBytes integers.
 template <int kRows = kFewRows>
 void multiply_few(int64_t kind, const char* panel, int64_t depth, const IntegerRow* rows, int count, float* sums) {
   if constexpr (kRows > 1)
     if (count < kRows) return multiply_few<kRows - 1>(kind, panel, depth, rows, count, sums);
-  if constexpr (kRows > 0) switch (kind) {
-      case kBytes: return multiply_bytes<float, 32, false, kRows>(panel, depth, rows, sums);
-      case kBytesHalfScales: return multiply_bytes<float16, 32, true, kRows>(panel, depth, rows, sums);
-      case kBytesOfSixteen: return multiply_bytes<float, 16, true, kRows>(panel, depth, rows, sums);
-      case kNibblesHalfScales: return multiply_nibbles<float16, false, kRows>(panel, depth, rows, sums);
-      case kNibblesFloatScales: return multiply_nibbles<float, false, kRows>(panel, depth, rows, sums);
-      case kFiveBitsHalfScales: return multiply_nibbles<float16, true, kRows>(panel, depth, rows, sums);
-      default: return multiply_nibbles<float, true, kRows>(panel, depth, rows, sums);
-    }
+  if constexpr (kRows > 0)
+    with_runs(kind, [&](auto runs) {
+      if constexpr (std::is_same_v<decltype(runs), PlainBytes>)
+        multiply_whole_bytes<kRows>(panel, depth, rows, sums);
+      else
+        multiply_few_runs<decltype(runs), kRows>(panel, depth, rows, sums);
+    });
 }
 
 #else
 
 struct IntegerRows {
   const IntegerRow* rows = nullptr;
+  const float* scales = nullptr;
   void fill(const Element*, int, int64_t) {}
 };
 
@@ -226,7 +263,7 @@ inline void multiply_few(int64_t, const char*, int64_t, const IntegerRow*, int, 
 #endif
 
 // The calling thread's, kept for its next product.
-inline IntegerRows& integer_rows() {
+inline IntegerRows& own_integer_rows() {
   static thread_local IntegerRows own;
   return own;
 }

@@ -5,11 +5,12 @@
 // stays in the second-level cache while up to 12 rows at a time pass over it, their 12 x 32 sums in registers;
 // meanwhile the next panel is fetched. So weights are read from memory once, which is all that counts with few rows,
 // and with many rows every load serves several products. Where the processor has matrix tiles, bfloat16 is multiplied
-// in these, 32 rows at a time.
+// in these, 32 rows at a time; int8 weights of most depths are multiplied as they are (byte_tiles.h), and other kinds
+// where no more than 16 rows share them (run_tiles.h).
 #pragma once
 
-#include "few_rows.h"
-#include "tiles.h"
+#include "byte_tiles.h"
+#include "run_tiles.h"
 
 namespace {
 
@@ -42,6 +43,7 @@ struct ProductRows {
   Element* at;
   int64_t depth;
   bool is_tiled = false;
+  PlaneMemory* planes = nullptr;  // where the product splits them, if it does
 
   // Of sixteen neighbours, the first of which is element k, a multiple of 16.
   Element* place(int64_t row, int64_t k) const {
@@ -57,14 +59,45 @@ struct ProductRows {
   }
 };
 
-// Whether a product multiplies its rows as integers.
-inline bool takes_integers(const Product& product, int64_t num_rows) {
-  return product.panels != nullptr && num_rows <= kFewRows && product.depth % kRunOfRows == 0;
+// How a panel multiplies its rows: in vectors or matrix tiles of ELEMENT, or as quantised: few_rows.h, run_tiles.h and
+// byte_tiles.h.
+enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes };
+
+inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
+  const bool fits = depth % kRunOfRows == 0 && (kind != kBytes || depth <= kDeepestBytes);
+  return kind != kPlain && num_rows <= kFewRows && fits;
 }
 
-// Rows that a product reads, in `memory` for whole tiles of rows, in the order that it reads fastest.
+inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
+  const bool suits = suits_tiles(rows.depth);
+  if (kind == kBytes && rows.planes != nullptr) return Form::kByPlanes;
+  if (takes_few_rows(kind, rows.depth, num_rows)) return Form::kByFewRows;
+  if (suits && num_rows <= kRowsOfRuns && takes_runs(kind)) return Form::kByRuns;
+  return suits ? Form::kByTiles : Form::kByVectors;
+}
+
+// Where a product with panels of bytes splits its rows; null if it reads them as they are. Called outside of the
+// parallel region. One row alone is as fast in vectors, where threads need not wait for one another.
+inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
+  static thread_local PlaneMemory own;
+  if (product.panels == nullptr || num_rows <= 1 || !takes_planes(product.depth)) return nullptr;
+  const Panel* end = product.panels + product.num_outputs / kPanel;
+  if (std::none_of(product.panels, end, [](const Panel& panel) { return panel.kind == kBytes; })) return nullptr;
+  own.reserve(num_rows, product.depth);
+  return &own;
+}
+
+// Rows that a product reads, one behind another.
+inline ProductRows plain_rows(const Product& product, const Element* rows, int64_t num_rows) {
+  return {(Element*)rows, product.depth, false, planes_for(product, num_rows)};
+}
+
+// The same in `memory` for whole tiles of rows, in the order that it reads fastest.
 inline ProductRows rows_for(const Product& product, Element* memory, int64_t num_rows) {
-  return {memory, product.depth, suits_tiles(product.depth) && !takes_integers(product, num_rows)};
+  ProductRows rows = plain_rows(product, memory, num_rows);
+  const bool takes_integers = product.panels != nullptr && (num_rows <= kFewRows || rows.planes != nullptr);
+  rows.is_tiled = suits_tiles(product.depth) && !takes_integers;
+  return rows;
 }
 
 // sums[row][output of the panel], for kRows rows. Meanwhile `next_panel` is fetched, unless it is null.
@@ -135,17 +168,41 @@ inline int64_t parts_of(int64_t num_rows, int64_t num_panels, int64_t num_thread
 
 // A block's sums, on their way to those who asked for them.
 struct Sums {
-  const float* at = nullptr;  // the next row's
+  const float* at = nullptr;          // the next row's
+  const float* row_scales = nullptr;  // of sums in two planes
   int64_t row = 0, end = 0, first_output = 0;
   Floats low_scale = {}, high_scale = {}, low_bias = {}, high_bias = {};
 
   // `take` gets the next rows, up to `count` of them.
   template <class Take>
   void hand_over(int64_t count, const Take& take) {
-    for (const int64_t until = std::min(end, row + count); row < until; ++row, at += kPanel)
-      take(row, first_output, load(at) * low_scale + low_bias, load(at + kLanes) * high_scale + high_bias);
+    for (const int64_t until = std::min(end, row + count); row < until; ++row, at += kPanel) {
+      const Floats low = (row_scales != nullptr ? joined_planes(at) : load(at)) * low_scale;
+      const Floats high = (row_scales != nullptr ? joined_planes(at + kLanes) : load(at + kLanes)) * high_scale;
+      const float row_scale = row_scales != nullptr ? row_scales[row] : 1.0f;  // last: a large one may overflow
+      take(row, first_output, low * row_scale + low_bias, high * row_scale + high_bias);
+    }
   }
 };
+
+// Those of a panel before its first block; row_scales: where sums are in two planes.
+inline Sums sums_of(const Product& product, int64_t number, const float* row_scales) {
+  const auto [offset, kind] = product.panel(number);
+  Sums own;
+  own.first_output = number * kPanel;
+  own.row_scales = row_scales;
+  own.low_scale = own.high_scale = Floats{} + 1.0f;
+  if (kind == kBytes) {
+    const float* scales = (const float*)(product.weight + offset);
+    own.low_scale = load(scales), own.high_scale = load(scales + kLanes);
+    if (row_scales == nullptr) own.low_scale /= unit_of(own.low_scale), own.high_scale /= unit_of(own.high_scale);
+  }
+  if (product.bias != nullptr) {
+    const Element* bias = product.bias + own.first_output;
+    own.low_bias = load(bias), own.high_bias = load(bias + kLanes);
+  }
+  return own;
+}
 
 // Shares a product among the threads of the enclosing parallel region, and waits for all of them. `take` gets each
 // row's 32 sums of a panel: take(row, first output, low half, high half), one block late: in tiles while the next block
@@ -153,10 +210,14 @@ struct Sums {
 template <class Take>
 void multiply(const Product& product, const ProductRows& rows, int64_t num_rows, int num_threads, const Take& take) {
   const int64_t num_panels = product.num_outputs / kPanel, depth = product.depth;
-  const bool suits = suits_tiles(depth), is_integer_product = takes_integers(product, num_rows);
-  const int64_t unit = suits ? kTileRows : 1, at_once = suits ? kRowsOfTiles : kRowsAtOnce;
+  const PlaneRows planes{rows.planes, num_rows, depth};
+  const bool has_planes = rows.planes != nullptr, suits = suits_tiles(depth);
+  const int64_t unit = has_planes ? planes.rows_of_tile() : suits ? kTileRows : 1;
+  const int64_t at_once = has_planes ? unit : suits ? kRowsOfTiles : kRowsAtOnce;
   const int64_t num_units = (num_rows + unit - 1) / unit;
-  if (is_integer_product) integer_rows().fill(rows.at, (int)num_rows, depth);
+  if (has_planes) planes.fill(rows.at);
+  IntegerRows* few_rows = nullptr;  // what the other quantised forms read of the rows, once it is needed
+  RunRows* run_rows = nullptr;
   Tiles tiles;
   alignas(64) float memory[2][kRowsOfTiles * kPanel];
   Sums sums;
@@ -169,37 +230,48 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       const int64_t begin = num_units * part / num_parts, count = num_units * (part + 1) / num_parts - begin;
       const auto [offset, kind] = product.panel(number);
       const char* packed = product.weight + offset;
-      const char* next = packed + depth * kPanel * (int64_t)sizeof(Element);  // that of the next product behind the last
-      const bool is_integer = is_integer_product && kind != kPlain;
-      const Element* panel =
-          kind == kPlain || is_integer ? (const Element*)packed : widened(kind, packed, depth);
-      Sums own;
-      own.first_output = number * kPanel;
-      own.low_scale = own.high_scale = Floats{} + 1.0f;
-      if (kind == kBytes && !is_integer) {
-        const Floats low = load((const float*)packed), high = load((const float*)packed + kLanes);
-        own.low_scale = low / unit_of(low), own.high_scale = high / unit_of(high);
-      }
-      if (product.bias != nullptr)
-        own.low_bias = load(product.bias + own.first_output),
-        own.high_bias = load(product.bias + own.first_output + kLanes);
+      const Form form = form_of(kind, rows, num_rows);
+      if (form == Form::kByFewRows && few_rows == nullptr)
+        (few_rows = &own_integer_rows())->fill(rows.at, (int)num_rows, depth);
+      if (form == Form::kByRuns && run_rows == nullptr)
+        (run_rows = &own_run_rows())->fill(rows.tiles(0), (int)num_rows, depth);
+      const bool widens = kind != kPlain && (form == Form::kByVectors || form == Form::kByTiles);
+      WidePanel wide(kind, packed, widens ? depth : 0);
+      const Element* panel = widens ? wide.elements() : (const Element*)packed;
+      wide.widen(form == Form::kByTiles ? kTileDepth : depth);
+      const float* row_scales = form == Form::kByPlanes ? planes.memory->scales()
+                                : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
+      Sums own = sums_of(product, number, row_scales);
       const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
+      // The next panel, that of the next product behind the last. Forms that read runs fetch these themselves.
+      const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
+      const char* next = packed + depth * kPanel * element_bytes + (kind == kBytes ? kScaleBytes : 0);
       constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles
-      const int64_t lines_of_step = kind == kPlain ? (kLines + num_blocks - 1) / num_blocks : 0;
+      const int64_t lines_of_step =
+          kind == kPlain || form == Form::kByPlanes ? (kLines + num_blocks - 1) / num_blocks : 0;
       for (int64_t block = 0; block < num_blocks; ++block) {
         own.row = (begin + count * block / num_blocks) * unit;
         own.end = std::min(num_rows, (begin + count * (block + 1) / num_blocks) * unit);
-        own.at = memory[turn ^= 1];
-        if (is_integer) {
-          multiply_few(kind, packed, depth, integer_rows().rows, (int)num_rows, memory[turn]);
-        } else if (suits) {
-          tiles.multiply((int)(own.end - own.row), rows.tiles(own.row), panel, depth / kStep, memory[turn], [&] {
-            for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-            sums.hand_over(rows_of_step, take);
-          });
-        } else {
-          multiply_rows((int)(own.end - own.row), {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
-                        block == 0 && kind == kPlain ? (const Element*)next : nullptr, memory[turn]);
+        float* to = memory[turn ^= 1];
+        own.at = to;
+        const int rows_of_block = (int)(own.end - own.row);
+        const auto meanwhile = [&] {
+          for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+          sums.hand_over(rows_of_step, take);
+          wide.widen(kTileDepth);  // for the next instructions
+        };
+        switch (form) {
+          case Form::kByFewRows: multiply_few(kind, packed, depth, few_rows->rows, (int)num_rows, to); break;
+          case Form::kByRuns: multiply_runs(kind, tiles, *run_rows, packed, to); break;
+          case Form::kByPlanes:
+            tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);
+            break;
+          case Form::kByTiles:
+            tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
+            break;
+          default:
+            multiply_rows(rows_of_block, {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
+                          block == 0 && kind == kPlain ? (const Element*)next : nullptr, to);
         }
         sums.hand_over(kRowsOfTiles, take);
         sums = own;

@@ -1,5 +1,6 @@
-// Products of bfloat16 in the matrix tiles (AMX) of Intel's Xeons since Sapphire Rapids: 16 rows times 16 outputs, 32
-// deep, in one instruction. A packed panel is read as it is: 16 of its steps, 128 bytes each, are two tiles side by side.
+// Products in the matrix tiles (AMX) of Intel's Xeons since Sapphire Rapids: 16 rows times 16 outputs in one
+// instruction, 32 deep in bfloat16, 64 in bytes. A packed panel is read as it is: 16 of its steps, 128 bytes each, are
+// two tiles side by side.
 //
 // The order in which a row's products are added depends on neither the other rows nor their number.
 #pragma once
@@ -7,6 +8,7 @@
 #include <cstdint>
 
 #if defined(__AMX_BF16__) && defined(__linux__)
+#define BF16_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,7 +26,7 @@ struct TileRows {
   int64_t next_row, next_depth, next_tile;
 };
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef BF16_TILES
 
 // Linux gives the tiles' registers to a process that asks, once, for all of its threads.
 inline bool ask_for_tiles() {
@@ -46,12 +48,12 @@ class Tiles {
   }
 
   // sums[row][output of the panel] of up to 32 rows; num_steps is a multiple of kTileSteps. `meanwhile` is called for
-  // each 32 of the depth: what it does is hidden behind the products.
+  // each 32 of the depth: what it does is hidden behind the products. It may write the panel's next 32.
   template <class Meanwhile>
   void multiply(int num_rows, const TileRows& rows, const void* panel, int64_t num_steps, float* sums,
                 const Meanwhile& meanwhile) {
     constexpr int64_t kPanelStride = 128;
-    if (num_rows != rows_) configure(num_rows);
+    if (num_rows != rows_) configure(num_rows, num_rows - kTileRows, num_rows);
     const char* first = (const char*)rows.at;
     const char* second = first + rows.next_tile;
     const char* at = (const char*)panel;
@@ -75,6 +77,7 @@ class Tiles {
       }
       at += kTileSteps * kPanelStride, first += rows.next_depth, second += rows.next_depth;
       meanwhile();
+      asm volatile("" ::: "memory");
     }
     constexpr int kSumsStride = 128;
     _tile_stored(0, sums, kSumsStride);
@@ -84,6 +87,63 @@ class Tiles {
       _tile_stored(2, sums, kSumsStride);
       _tile_stored(3, sums + 16, kSumsStride);
     }
+    asm volatile("" ::: "memory");
+  }
+
+  // Integer sums[plane][row][output of the panel] of up to 16 rows in two planes of bytes, with a panel of bytes
+  // [depth / 4][32][4]. Planes of so many rows lie one behind the other for each 64 of the depth; sums of a plane have
+  // room for 16 rows. `meanwhile` as above, for each 64 of the depth.
+#ifdef __AMX_INT8__
+  template <class Meanwhile>
+  void multiply_planes(int num_rows, const int8_t* planes, const void* panel, int64_t depth, float* sums,
+                       const Meanwhile& meanwhile) {
+    constexpr int64_t kPanelStride = 128, kByteDepth = 64;
+    if (kPlanes + num_rows != rows_) configure(num_rows, num_rows, kPlanes + num_rows);
+    const char* at = (const char*)panel;
+    const int64_t plane = num_rows * kByteDepth;
+    asm volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += kByteDepth) {
+      _tile_loadd(6, at, kPanelStride);
+      _tile_loadd(7, at + 64, kPanelStride);
+      _tile_stream_loadd(4, planes, kByteDepth);
+      _tile_stream_loadd(5, planes + plane, kByteDepth);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+      at += kTileSteps * kPanelStride, planes += 2 * plane;
+      meanwhile();
+    }
+    constexpr int kSumsStride = 128;
+    _tile_stored(0, sums, kSumsStride);
+    _tile_stored(1, sums + 16, kSumsStride);
+    sums += kTileRows * 32;
+    _tile_stored(2, sums, kSumsStride);
+    _tile_stored(3, sums + 16, kSumsStride);
+    asm volatile("" ::: "memory");
+  }
+#else
+  template <class Meanwhile>
+  void multiply_planes(int, const int8_t*, const void*, int64_t, float*, const Meanwhile&) {}
+#endif
+
+  // Up to 16 rows, which are `stride` bytes apart, 32 deep, times a packed tile of 16 outputs; end_run() stores the
+  // sums[row][output].
+  void begin_run(int num_rows, const void* rows, int64_t stride, const void* packed) {
+    if (num_rows != rows_) configure(num_rows, num_rows - kTileRows, num_rows);
+    asm volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_loadd(4, rows, stride);
+    _tile_loadd(6, packed, 64);
+    _tile_dpbf16ps(0, 4, 6);
+  }
+
+  void end_run(float* sums) {
+    _tile_stored(0, sums, 64);
     asm volatile("" ::: "memory");
   }
 
@@ -149,22 +209,25 @@ class Tiles {
   };
 
   void begin_whole_tiles() {
-    if (rows_ != 2 * kTileRows) configure(2 * kTileRows);
+    if (rows_ != 2 * kTileRows) configure(kTileRows, kTileRows, 2 * kTileRows);
     asm volatile("" ::: "memory");
   }
 
-  void configure(int num_rows) {
+  static constexpr int kPlanes = 100;  // in rows_, added to rows that have two planes
+
+  // Sums 0 and 1 and tile 4 have so many rows, sums 2 and 3 and tile 5 as many as `second`: one to 16.
+  void configure(int first, int second, int name) {
     alignas(64) Layout layout;
     for (int tile = 0; tile < 8; ++tile) {
       const bool is_second = tile == 2 || tile == 3 || tile == 5;
-      const int rows = tile >= 6 ? kTileRows : is_second ? num_rows - kTileRows : num_rows;
+      const int rows = tile >= 6 ? kTileRows : is_second ? second : first;
       layout.row_bytes[tile] = 64;
       layout.num_rows[tile] = (uint8_t)(rows < 1 ? 1 : rows > kTileRows ? kTileRows : rows);
     }
     // Some compilers think that it reads the first eight bytes alone, and might leave out the rest.
     asm volatile("" ::"r"(&layout) : "memory");
     _tile_loadconfig(&layout);
-    rows_ = num_rows;
+    rows_ = name;
   }
 
   int rows_ = 0;  // as configured
@@ -178,6 +241,8 @@ struct Tiles {
   void release() {}
   template <class Meanwhile>
   void multiply(int, const TileRows&, const void*, int64_t, float*, const Meanwhile&) {}
+  template <class Meanwhile>
+  void multiply_planes(int, const int8_t*, const void*, int64_t, float*, const Meanwhile&) {}
 };
 
 #endif

@@ -1,8 +1,8 @@
 // Quantised panels of a weight, widened to ELEMENT: the order in which `products.h` reads a panel.
 //
 // Quantised values are widened when their panel's turn comes, to memory of the thread's own that stays in its cache
-// while all rows pass over it. So less is read from memory, and sums are those of the dequantised weights, rounded to
-// ELEMENT, whatever the number of rows.
+// while all rows pass over it: in matrix tiles a step ahead of the first rows' products. So less is read from memory,
+// and sums are those of the dequantised weights, rounded to ELEMENT (int8 weights are not rounded at all).
 #pragma once
 
 #include <memory>
@@ -15,8 +15,9 @@ constexpr int kPanel = 2 * kLanes;                   // outputs
 constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;  // depth that is multiplied at once
 
 // Of a panel. Runs are of neighbours along the depth; each run begins with its 32 scales, and minima if it has them.
-// Bytes lie as [depth][32 outputs], nibbles as [depth / 8][32 outputs][4 bytes], the first in the lowest bits. Of five
-// bits the highest ones of a run lie before its nibbles, a word for each output, the first in the lowest bit.
+// Bytes lie as [depth / 4][32 outputs][4], nibbles as [depth / 8][32 outputs][4 bytes]: of eight neighbours the first
+// four in the lower halves of the bytes. Four lie in the order 0, 2, 1, 3, so that pairs are 16 bits apart. Of five
+// bits the highest ones of a run lie before its nibbles, a word for each output: of even elements, then of odd ones.
 enum Kind : int64_t {
   kPlain,                // ELEMENTs, as products.h describes
   kBytes,                // one run as deep as the panel: sums are multiplied with its float scales
@@ -52,18 +53,6 @@ inline Floats load(const float16* from) {
 #endif
 }
 
-using Bytes = int8_t __attribute__((vector_size(kLanes)));
-
-inline Floats load(const int8_t* from) {
-  Bytes values;
-  std::memcpy(&values, from, sizeof(values));
-#ifdef __AVX512F__
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)values));
-#else
-  return __builtin_convertvector(values, Floats);
-#endif
-}
-
 // The lowest four bits of each lane.
 inline Floats lowest_nibbles(Words words) {
 #ifdef __AVX512F__
@@ -89,6 +78,32 @@ inline void fetch(const void* from, int64_t size) {
   for (int64_t at = kAhead; at < kAhead + size; at += 64) __builtin_prefetch((const char*)from + at, 0, 2);
 }
 
+// Where element i of four lies, and which element lies at i.
+constexpr int place_of_four(int i) { return i == 1 || i == 2 ? 3 - i : i; }
+
+// Four neighbours of each of sixteen outputs, whose bytes lie together, each 2^24 times as large.
+struct FourBytes {
+  static constexpr float kUnit = 0x1p-24f;
+  Words words;
+
+  explicit FourBytes(const char* from) { std::memcpy(&words, from, sizeof(words)); }
+
+  Floats operator[](int element) const {
+#ifdef __AVX512BW__
+    alignas(64) static constexpr auto kPlaces = [] {
+      struct { uint8_t at[4][64]; } table = {};
+      for (int k = 0; k < 4; ++k)
+        for (int i = 0; i < 64; ++i) table.at[k][i] = (uint8_t)(i % 4 == 3 ? i % 16 - 3 + place_of_four(k) : 128);
+      return table;
+    }();
+    const __m512i places = _mm512_load_si512(kPlaces.at[element]);
+    return (Floats)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)words, places));
+#else
+    return __builtin_convertvector((Ints)(words << (24 - 8 * place_of_four(element)) & 0xff000000u), Floats);
+#endif
+  }
+};
+
 // The power of two below each scale of the kind kBytes, with which its bytes are widened: sums of whole bytes overflow
 // where those of the weights do not.
 inline Floats unit_of(Floats scale) {
@@ -96,89 +111,130 @@ inline Floats unit_of(Floats scale) {
   return (Floats)(exponent > least ? exponent : least);
 }
 
-void widen_bytes(const char* panel, int64_t depth, Element* to) {
-  const Floats units[2] = {unit_of(load((const float*)panel)), unit_of(load((const float*)panel + kLanes))};
-  const int8_t* from = (const int8_t*)(panel + kScaleBytes);
-  for (int64_t at = 0; at < depth; at += kStep, from += kStep * kPanel, to += kStep * kPanel) {
-    fetch(from, kStep * kPanel);
-    for (int half = 0; half < 2; ++half)
-      store_exact(to + half * kStep * kLanes, load(from + half * kLanes) * units[half],
-                  load(from + (kStep - 1) * kPanel + half * kLanes) * units[half]);
-  }
-}
+// Runs of the kinds, of kBytes bytes each; of the kind kBytes the four that lie together. `panel` is where they begin.
 
-template <class Scale, int kRun>
-void widen_scaled_bytes(const char* panel, int64_t depth, Element* to) {
-  constexpr int64_t kRunBytes = kPanel * (sizeof(Scale) + kRun);
-  for (int64_t run = 0; run < depth / kRun; ++run) {
-    const Scale* scales = (const Scale*)(panel + run * kRunBytes);
-    const int8_t* from = (const int8_t*)(scales + kPanel);
-    fetch(scales, kRunBytes);
+struct PlainBytes {
+  static constexpr int64_t kRun = 4, kBytes = kRun * kPanel;
+
+  static void widen(const char* panel, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load(scales + half * kLanes);
-      for (int k = 0; k < kRun; k += kStep) {
-        const int8_t* at = from + k * kPanel + half * kLanes;
-        store_step(to + k * kPanel + half * kStep * kLanes, load(at) * scale, load(at + (kStep - 1) * kPanel) * scale);
+      const Floats unit = unit_of(load((const float*)panel + half * kLanes));
+      const FourBytes values(run + half * 4 * kLanes);
+      for (int k = 0; k < kRun; k += kStep)
+        store_exact(to + k * kPanel + half * kStep * kLanes, values[k] * FourBytes::kUnit * unit,
+                    values[k + kStep - 1] * FourBytes::kUnit * unit);
+    }
+  }
+};
+
+template <class ScaleOfRun, int kLength>
+struct ScaledBytes {
+  using Scale = ScaleOfRun;
+  static constexpr int64_t kRun = kLength, kScales = kPanel * sizeof(Scale), kBytes = kScales + kPanel * kRun;
+  static constexpr bool kHasMinima = false;
+
+  static void widen(const char*, const char* run, Element* to) {
+    for (int half = 0; half < 2; ++half) {
+      const Floats scale = load((const Scale*)run + half * kLanes) * FourBytes::kUnit;
+      for (int k = 0; k < kRun; k += 4) {
+        const FourBytes values(run + kScales + k * kPanel + half * 4 * kLanes);
+        for (int i = 0; i < 4; i += kStep)
+          store_step(to + (k + i) * kPanel + half * kStep * kLanes, values[i] * scale, values[i + kStep - 1] * scale);
       }
     }
-    to += kRun * kPanel;
   }
-}
+};
 
 // The lowest four bits of each lane, and above them the lowest of `highest`.
 inline Floats lowest_five(Words words, Words highest) {
   return __builtin_convertvector((Ints)((words & 15u) | (highest & 1u) << 4), Floats);
 }
 
-template <class Scale, bool kFive>
-void widen_nibbles(const char* panel, int64_t depth, Element* to) {
-  constexpr int kRun = 32, kOfWord = 8;
-  constexpr int64_t kHighest = kFive ? kPanel * kRun / 8 : 0;
-  constexpr int64_t kRunBytes = kPanel * (2 * sizeof(Scale) + kRun / 2) + kHighest;
-  for (int64_t run = 0; run < depth / kRun; ++run) {
-    const Scale* scales = (const Scale*)(panel + run * kRunBytes);
-    const char* from = (const char*)(scales + 2 * kPanel) + kHighest;
-    fetch(scales, kRunBytes);
+template <class ScaleOfRun, bool kHasFive>
+struct Nibbles {
+  using Scale = ScaleOfRun;
+  static constexpr bool kHasMinima = true, kFive = kHasFive;
+  static constexpr int kOfWord = 8;
+  static constexpr int64_t kRun = 32, kScales = 2 * kPanel * sizeof(Scale), kHighest = kFive ? kPanel * kRun / 8 : 0;
+  static constexpr int64_t kBytes = kScales + kHighest + kPanel * kRun / 2;
+
+  static void widen(const char*, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load(scales + half * kLanes), minimum = load(scales + kPanel + half * kLanes);
+      const Floats scale = load((const Scale*)run + half * kLanes);
+      const Floats minimum = load((const Scale*)run + kPanel + half * kLanes);
       Words words, highest = {};
-      if (kFive) std::memcpy(&highest, from - kHighest + half * sizeof(highest), sizeof(highest));
-      const auto value = [&](int shift) {
-        if constexpr (kFive) return lowest_five(words >> 4 * shift, highest >> shift) * scale + minimum;
-        return lowest_nibbles(words >> 4 * shift) * scale + minimum;
+      if (kFive) std::memcpy(&highest, run + kScales + half * sizeof(highest), sizeof(highest));
+      const auto value = [&](int i) {  // of a word's eight
+        const Words nibble = words >> (place_of_four(i % 4) * 8 + i / 4 * 4);
+        const Floats number = kFive ? lowest_five(nibble, highest >> (i / 2 + i % 2 * 16)) : lowest_nibbles(nibble);
+        return number * scale + minimum;
       };
-      for (int k = 0; k < kRun; k += kOfWord) {
-        std::memcpy(&words, from + k / 2 * kPanel + half * sizeof(words), sizeof(words));
-        for (int i = 0; i < kOfWord; i += kStep, words >>= 4 * kStep, highest >>= kStep)
-          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(0), value(1));
+      for (int k = 0; k < kRun; k += kOfWord, highest >>= kOfWord / 2) {
+        std::memcpy(&words, run + kScales + kHighest + k / 2 * kPanel + half * sizeof(words), sizeof(words));
+        for (int i = 0; i < kOfWord; i += kStep)
+          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(i), value(i + kStep - 1));
       }
     }
-    to += kRun * kPanel;
+  }
+};
+
+// Calls `use` with a kind's runs.
+template <class Use>
+inline void with_runs(int64_t kind, const Use& use) {
+  switch (kind) {
+    case kBytes: return use(PlainBytes{});
+    case kBytesHalfScales: return use(ScaledBytes<float16, 32>{});
+    case kBytesOfSixteen: return use(ScaledBytes<float, 16>{});
+    case kNibblesHalfScales: return use(Nibbles<float16, false>{});
+    case kNibblesFloatScales: return use(Nibbles<float, false>{});
+    case kFiveBitsHalfScales: return use(Nibbles<float16, true>{});
+    default: return use(Nibbles<float, true>{});
   }
 }
 
-// A quantised panel of `depth`, in the thread's memory until its next call.
-const Element* widened(int64_t kind, const char* panel, int64_t depth) {
+// A quantised panel that is widened step by step, in memory that the thread's next one overwrites.
+class WidePanel {
+ public:
+  WidePanel(int64_t kind, const char* panel, int64_t depth) : kind_(kind), panel_(panel), from_(panel), left_(depth) {
+    if (depth == 0) return;
+    static thread_local std::unique_ptr<Line[]> memory;
+    static thread_local int64_t size = 0;
+    if (const int64_t needed = (depth + 3) / 4 * 4 * kPanel; size < needed) {  // whole runs
+      size = needed;
+      memory.reset(new Line[size * sizeof(Element) / sizeof(Line)]);
+    }
+    first_ = to_ = (Element*)memory.get();
+    if (kind == kBytes) from_ += kScaleBytes;
+  }
+
+  const Element* elements() const { return first_; }
+
+  // The next `depth` elements of each output, of whole runs, or those that are left.
+  void widen(int64_t depth) {
+    depth = std::min(depth, left_);
+    if (depth == 0) return;
+    left_ -= depth;
+    with_runs(kind_, [&](auto runs) { widen_runs<decltype(runs)>(depth); });
+  }
+
+ private:
   struct alignas(64) Line {
     Element elements[64 / sizeof(Element)];
   };
-  static thread_local std::unique_ptr<Line[]> memory;
-  static thread_local int64_t size = 0;
-  if (size < depth * kPanel) {
-    size = depth * kPanel;
-    memory.reset(new Line[size * sizeof(Element) / sizeof(Line)]);
+
+  // Not inline: the compiler would mix its registers with those of the tiles' loop.
+  template <class Runs>
+  __attribute__((noinline)) void widen_runs(int64_t depth) {
+    for (int64_t k = 0; k < depth; k += Runs::kRun, from_ += Runs::kBytes, to_ += Runs::kRun * kPanel) {
+      fetch(from_, Runs::kBytes);
+      Runs::widen(panel_, from_, to_);
+    }
   }
-  Element* to = memory[0].elements;
-  switch (kind) {
-    case kBytes: widen_bytes(panel, depth, to); break;
-    case kBytesHalfScales: widen_scaled_bytes<float16, 32>(panel, depth, to); break;
-    case kBytesOfSixteen: widen_scaled_bytes<float, 16>(panel, depth, to); break;
-    case kNibblesHalfScales: widen_nibbles<float16, false>(panel, depth, to); break;
-    case kNibblesFloatScales: widen_nibbles<float, false>(panel, depth, to); break;
-    case kFiveBitsHalfScales: widen_nibbles<float16, true>(panel, depth, to); break;
-    default: widen_nibbles<float, true>(panel, depth, to);
-  }
-  return to;
-}
+
+  int64_t kind_;
+  const char *panel_, *from_;
+  int64_t left_;
+  Element *first_ = nullptr, *to_ = nullptr;
+};
 
 }  // namespace
