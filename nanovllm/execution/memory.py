@@ -23,7 +23,9 @@ GPU_RESERVE_BYTES = 512 * 2**20
 def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that the cache may take by default; 0 where the user has set its size, on a GPU."""
     if binding.device.type == "cpu":
-        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, psutil.virtual_memory().available // 2)
+        # The packed weights take the place of plain ones, which are still there.
+        num_early = 0 if binding.memory is None else binding.memory.num_taken()
+        available = min(MAX_DEFAULT_CPU_CACHE_BYTES, (psutil.virtual_memory().available + num_early) // 2)
         return available // (config.data_parallel_size * config.tensor_parallel_size)
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return 0

@@ -31,11 +31,13 @@ class HugePages:
         self._pages: mmap.mmap | None = None
         self._used = 0
         self._taking: threading.Thread | None = None
+        self._num_taken = 0
         if num_bytes >= HUGE_PAGE_BYTES:
             with suppress(OSError):  # a limit of the process: then each tensor is of the allocator
                 self._pages = fresh_pages(num_bytes + _MARGIN)
                 use_huge_pages(self._pages)
                 if num_taken > 0:
+                    self._num_taken = min(num_taken, len(self._pages))
                     self._taking = threading.Thread(target=_touch, args=(self._pages, num_taken), daemon=True)
                     self._taking.start()
 
@@ -44,17 +46,25 @@ class HugePages:
         """Whether the thread is still at it."""
         return self._taking is not None and self._taking.is_alive()
 
+    def num_taken(self) -> int:
+        """Bytes that the thread has taken; waits for it."""
+        self._wait()
+        return self._num_taken
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor whose content is undefined; from the allocator if no room is left, or all would be small."""
-        if self._taking is not None:  # it writes
-            self._taking.join()
-            self._taking = None
+        self._wait()  # it writes
         count = math.prod(shape)
         if self._pages is None or self._used + count * dtype.itemsize > len(self._pages):
             return torch.empty(shape, dtype=dtype, device="cpu")
         tensor = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._used).view(shape)
         self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return tensor
+
+    def _wait(self) -> None:
+        if self._taking is not None:
+            self._taking.join()
+            self._taking = None
 
     def forget_tensors(self) -> None:
         """Begin anew: whoever took tensors has dropped them."""

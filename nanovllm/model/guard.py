@@ -64,7 +64,7 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
 
     Args:
         probe: that has run `RowBatches`.
-        hiding: in force in a pass, which is compared with the probe's.
+        hiding: in force in a pass as steps make it, which is compared with the probe's.
 
     Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
     UnsupportedModelError with the difference seen.
@@ -80,11 +80,11 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
 
     # The same by us; the model by itself; and most of these rows backwards, behind others at the last positions.
     ours = _Observation(probe.states, probe.logits)
-    with hiding():
-        own = run(token_ids, None, None)
+    own = run(token_ids, None, None)
     moved_to = near[::-1]
     others = batches.others + token_ids[: len(kept)][::-1], far[len(kept) :] + kept[::-1]
-    moved = run(*others, [moved_to[row] for row in sampled])
+    with hiding():
+        moved = run(*others, [moved_to[row] for row in sampled])
 
     seen = _first_difference(own.states, ours.states, tolerance)
     if seen is not None:

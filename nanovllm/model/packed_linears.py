@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -132,10 +133,12 @@ class OneDnnLinear:
 def memory_for_packing(model: nn.Module) -> HugePages | None:
     """Memory for all packed weights beside the plain ones, which a thread begins to take.
 
-    None without kernels that pack them, or if both do not fit.
+    None without kernels that pack them or a compiler of theirs, or if both do not fit.
     """
-    dtype = next(model.parameters()).dtype
+    dtype, compiler = next(model.parameters()).dtype, find_kernel("cpp", "cpp_compiler")
     if dtype not in _PACKED_DTYPES or (make := find_kernel("huge_pages", "HugePages")) is None:
+        return None
+    if compiler is None or shutil.which(compiler()) is None:
         return None
     from nanovllm.kernels.packed_product import can_pack, packed_bytes
 

@@ -20,7 +20,7 @@ def stored_files(source: str) -> dict[str, tuple[int, int]]:
         files = sorted({file for pattern in patterns for file in path.glob(pattern)})
     else:
         files = parts_of(path) if is_gguf(path) else []
-    states = ((file.name, file.stat()) for file in files)
+    states = ((file.name, file.stat()) for file in files if not file.name.startswith(".") and file.exists())
     return {name: (state.st_size, state.st_mtime_ns) for name, state in states}
 
 

@@ -115,7 +115,10 @@ class StackedLayers:
         def call(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             before: Any = args[0] if args else kwargs.get("hidden_states")
             plain = before._plain if isinstance(before, _ForNextLayer) else before
-            args, kwargs = ((plain, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": plain})
+            if args:
+                args = plain, *args[1:]
+            elif "hidden_states" in kwargs:
+                kwargs["hidden_states"] = plain
             expected = module._call_impl(*args, **kwargs)
             try:
                 embeddings = kwargs["position_embeddings"]

@@ -114,11 +114,11 @@ class Fleet:
         Requests go on from one replica to another: with two models an answer would be half of each.
         """
         found = stored_files(self._source)
-        changed = sorted(name for name in self._files | found if self._files.get(name) != found.get(name))
+        changed = sorted(name for name, state in self._files.items() if found.get(name) != state)
         if changed:
             raise ModelLoadError(
-                f"{changed[0]} in {self._source} has changed since the others were started. Put it back, or start all "
-                "replicas anew."
+                f"{changed[0]} in {self._source} has changed since the others were started, by its size or time. "
+                "Put it back with its time, or start all replicas anew."
             )
 
     def drop(self, replica: Replica) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
+from nanovllm.build import _free_threads
+from nanovllm.config import EngineConfig
+from nanovllm.execution.memory import memory_for_cache
 from nanovllm.kernels import huge_pages
 from nanovllm.kernels.huge_pages import HugePages
 from nanovllm.kernels.packed_product import PackedProduct, pack, packed_bytes
@@ -99,3 +103,19 @@ def test_a_models_packed_weights_have_the_memory_that_was_taken_for_them(tmp_pat
     assert taken == [sum(weight.nbytes for weight in weights)]
     first, end = min(w.data_ptr() for w in weights), max(w.data_ptr() + w.nbytes for w in weights)
     assert end - first == taken[0]  # one behind another
+
+
+def test_the_cache_counts_what_packed_weights_took_early_and_passes_leave_the_thread_a_core(monkeypatch):
+    """Plain weights, whose place the packed ones take, are still there when the cache's size is chosen."""
+    memory = HugePages(1 << 22, num_taken=1 << 22)
+    binding = SimpleNamespace(device=torch.device("cpu"), memory=memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    config = EngineConfig()
+    assert memory_for_cache(binding, config, None) == ((1 << 30) + (1 << 22)) // 2
+    binding.memory = None
+    assert memory_for_cache(binding, config, None) == 1 << 29
+    assert not memory.is_taking
+    assert _free_threads(SimpleNamespace(memory=memory)) is None
+    assert _free_threads(SimpleNamespace(memory=None)) is None
+    monkeypatch.setattr(HugePages, "is_taking", True)
+    assert _free_threads(SimpleNamespace(memory=memory)) == max(1, torch.get_num_threads() - 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from nanovllm import LLM
@@ -150,6 +151,26 @@ def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_free
         weight = llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight
         assert (weight.numel() == 0) == is_freed
         assert tokens(llm) == by_transformers(tiny_model())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU")
+def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, monkeypatch):
+    """Steps name the rows of their logits; the model's own pass does not."""
+
+    def forward(self: Any, input_ids: torch.Tensor, logits_to_keep: Any = 0, **inputs: Any) -> CausalLMOutputWithPast:
+        states = self.model(input_ids=input_ids, **inputs).last_hidden_state
+        if isinstance(logits_to_keep, torch.Tensor):
+            return CausalLMOutputWithPast(logits=F.linear(states[:, logits_to_keep], self.lm_head.weight))
+        return CausalLMOutputWithPast(logits=self.lm_head(states))
+
+    folder, expected = save_tiny(tmp_path / "model", tie_word_embeddings=False), None
+    with LLM(folder, **OPTIONS) as llm:
+        expected = tokens(llm)
+        assert llm._engine.model_runner.binding.model.lm_head.weight.numel() == 0
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaForCausalLM.forward", forward)
+    with LLM(folder, **OPTIONS) as llm:
+        assert llm._engine.model_runner.binding.model.lm_head.weight.numel() > 0
+        assert tokens(llm) == expected
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_keeps_it():

@@ -16,6 +16,7 @@ import pytest
 
 from nanovllm import LLM, EngineDeadError, SamplingParams
 from nanovllm.errors import EngineClosedError
+from nanovllm.model.source import stored_files
 from nanovllm.outputs import OutputKind
 from nanovllm.replicas import fleet, keeper, opening, pool, replica
 from nanovllm.replicas.pool_request import PoolRequest
@@ -34,7 +35,7 @@ from tests.support.replicas import (
     tiny_folder,
     wait_until,
 )
-from tests.support.tiny_models import random_prompts
+from tests.support.tiny_models import random_prompts, save_tiny
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
@@ -246,7 +247,7 @@ def test_closing_ends_every_process_and_every_call(monkeypatch):
     next(stream)
     llm.close()
     assert not any(map(is_alive, ids))
-    for call in (lambda: next(stream), lambda: llm.generate([1], use_tqdm=False)):
+    for call in (lambda: list(stream), lambda: llm.generate([1], use_tqdm=False)):
         with pytest.raises(EngineClosedError):
             call()
     llm.close()
@@ -283,6 +284,15 @@ def test_a_replica_that_dies_while_nobody_calls_is_started_again(llm):
     assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
 
 
+def test_only_files_that_are_there_and_shown_are_a_models(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    names = set(stored_files(folder))
+    (Path(folder) / "gone.json").symlink_to(tmp_path / "nothing")
+    (Path(folder) / ".editor.json").write_text("{}")
+    assert {"config.json", "model.safetensors"} <= names == set(stored_files(folder))
+    assert stored_files("someone/some-model") == {}
+
+
 def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, caplog):
     """Answers move between replicas; the others go on with the model that they have."""
     weights = Path(tiny_folder()) / "model.safetensors"
@@ -291,7 +301,10 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
     try:
         kill(llm, 0)
         wait_until(lambda: "model.safetensors" in caplog.text)
-        assert f"in {tiny_folder()} has changed since the others were started. Put it back" in caplog.text
+        assert (
+            f"in {tiny_folder()} has changed since the others were started, by its size or time. Put it back"
+            in caplog.text
+        )
         assert llm.replicas()[0].state == "restarting"
         assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
     finally:

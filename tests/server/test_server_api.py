@@ -295,6 +295,7 @@ def test_text_becomes_tokens_and_text_again(running):
         ("tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only messages"),
         ("tokenize", {"prompt": "x", "continue_final_message": True, "add_generation_prompt": False},
          "continue_final_message", "only messages"),
+        ("tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt", "only messages"),
         ("tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "from the chat template"),
         ("tokenize", {"messages": HELLO, "continue_final_message": True}, "continue_final_message", "to false"),
         ("tokenize", {"prompt": "x", "model": "gpt"}, "model", "'gpt' does not exist"),

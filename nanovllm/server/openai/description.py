@@ -128,7 +128,8 @@ def _require_prompt_or_messages(tokenize: Schema) -> None:
     """Require exactly one of prompt and messages, and what goes through the chat template only with messages."""
     none = {"type": "null"}
     of_prompt: Schema = {"tools": {"enum": [None, []]}, "chat_template_kwargs": {"enum": [None, {}]}}
-    of_prompt |= {"continue_final_message": {"const": False}, "prompt": {"type": "string"}, "messages": none}
+    of_prompt |= {"continue_final_message": {"const": False}, "add_generation_prompt": {"const": True}}
+    of_prompt |= {"prompt": {"type": "string"}, "messages": none}
     of_messages: Schema = {"prompt": none, "messages": {"type": "array"}, "add_special_tokens": {"enum": [None, False]}}
     tokenize["oneOf"] = [
         {"required": ["prompt"], "properties": of_prompt},

@@ -245,6 +245,8 @@ class TokenizeRequest(TemplateFields):
             for name in ("tools", "chat_template_kwargs", "continue_final_message"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is given, but only messages go through the chat template. Leave it out.")
+            if not self.add_generation_prompt:
+                raise ValueError("add_generation_prompt is false, but only messages have one. Leave it out.")
         elif self.add_special_tokens:
             raise ValueError(
                 "add_special_tokens is true, but messages get theirs from the chat template. Leave it out."
