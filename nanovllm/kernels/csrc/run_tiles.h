@@ -138,7 +138,7 @@ __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const 
   // Tiles read, and give to read, only what has left the processor's queue of stores.
   constexpr int64_t kRunsAhead = 2, kRunsBehind = 2, kRing = 4;
   const int64_t num_runs = rows.num_runs;
-  // The next panel is fetched evenly: half of it now, a share with each run.
+  // The next panel is fetched evenly: half of it in each call, a share with each run.
   constexpr int64_t kShare = (Runs::kBytes + 127) / 128;  // lines
   const char* next = panel + num_runs * Runs::kBytes + half * num_runs * kShare * 64;
   alignas(64) __m512i numbers[kRing][16];
@@ -151,8 +151,8 @@ __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const 
     if (run < num_runs) {
       for (int line = 0; line < kShare; ++line, next += 64) __builtin_prefetch(next, 0, 2);
       tiles.begin_run(rows.num_rows, rows.of_run(run), rows.tiles.next_row, numbers[run % kRing]);
-      if (const int64_t next = run + kRunsAhead; next < num_runs)
-        WholeNumbers<Runs>::convert(panel + next * Runs::kBytes, half, numbers[next % kRing]);
+      if (const int64_t ahead = run + kRunsAhead; ahead < num_runs)
+        WholeNumbers<Runs>::convert(panel + ahead * Runs::kBytes, half, numbers[ahead % kRing]);
     }
     if (const int64_t last = run - kRunsBehind; last >= 0) {
       const Scale* at = (const Scale*)(panel + last * Runs::kBytes) + half * kLanes;
