@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -245,3 +246,21 @@ async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
 
 def test_a_gpu_has_nothing_to_take():
     assert not KVCaches([], torch.device("cuda")).take_some_memory()
+
+
+ENDS = """
+import sys, time
+from nanovllm.streaming.idle_thread import take_memory_when_idle
+class Engine:
+    wake, has_unfinished = None, False
+    def num_output_tokens(self): return 0
+    def use_idle_time(self, *, captures): time.sleep(0.2); return True
+    def __del__(self): print("gone", "late" if sys.is_finalizing() else "in time")
+take_memory_when_idle(Engine())
+"""
+
+
+def test_an_engine_goes_before_the_interpreter_ends():
+    """A daemon thread that lets go of tensors later aborts the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
+    assert done.stdout == "gone in time\n"
