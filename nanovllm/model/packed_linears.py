@@ -48,6 +48,8 @@ class PackedLinear:
         memory: for the packed weight; its own by default.
     """
 
+    _function = "linear"
+
     def __init__(
         self,
         linear: AnyLinear,
@@ -59,7 +61,7 @@ class PackedLinear:
         from nanovllm.kernels.packed_product import PackedProduct
 
         self._product = PackedProduct([linear], memory=memory)
-        self._call = kernels.linear
+        self._call = getattr(kernels, self._function)
         self._num_outputs = num_outputs or linear.out_features
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -78,19 +80,11 @@ class PackedHead(PackedLinear):
     """The same for a model's output embedding: gives float32 logits, so that rounding makes no ties among them.
 
     They are valid until the next call: fresh memory would be cleared by the system, page by page, in every step.
+    Those of a padded weight are a copy.
     """
 
-    def __init__(
-        self,
-        linear: AnyLinear,
-        kernels: Kernels,
-        num_outputs: int | None = None,
-        *,
-        memory: HugePages | None = None,
-    ) -> None:
-        super().__init__(linear, kernels, num_outputs, memory=memory)
-        self._call = kernels.linear_unrounded
-        self._output = torch.empty(0, dtype=torch.float32, device="cpu")
+    _function = "linear_unrounded"
+    _output = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def __call__(self, states: Tensor) -> Tensor:
         shape = (*states.shape[:-1], self._product.num_outputs)

@@ -23,7 +23,8 @@ class RunRows {
   TileRows tiles;
   int num_rows;
   int64_t num_runs;
-  alignas(64) float sums_of_tiles[4][kTileRows * kLanes] = {};  // those of the last four runs
+  static constexpr int64_t kRing = 4;
+  alignas(64) float sums_of_tiles[kRing][kTileRows * kLanes] = {};  // those of the last runs
 
   void fill(const TileRows& rows, int count, int64_t depth) {
     tiles = rows, num_rows = count, num_runs = depth / kTileDepth;
@@ -136,7 +137,7 @@ template <class Runs>
 __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const char* panel, int half, float* totals) {
   using Scale = typename Runs::Scale;
   // Tiles read, and give to read, only what has left the processor's queue of stores.
-  constexpr int64_t kRunsAhead = 2, kRunsBehind = 2, kRing = 4;
+  constexpr int64_t kRunsAhead = 2, kRunsBehind = 2, kRing = RunRows::kRing;
   const int64_t num_runs = rows.num_runs;
   // The next panel is fetched evenly: half of it in each call, a share with each run.
   constexpr int64_t kShare = (Runs::kBytes + 127) / 128;  // lines
