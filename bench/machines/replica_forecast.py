@@ -4,6 +4,7 @@
 
 Calibrates one engine, measures how many requests a second the replicas finish when all come at once, then serves the
 same requests with Poisson arrivals at 0.6 of that rate, and simulates these. Random weights in the shape of Qwen3-0.6B.
+On a CPU set OMP_NUM_THREADS to a replica's share of the cores, since the calibrated engine has as many threads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from random_models import SHAPES, NoText, checkpoint  # beside this file
+from random_models import SHAPES, NoText, checkpoint  # beside this file, as is the next
+from replicas import one_behind_a_front
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -123,10 +125,11 @@ async def compare(
 
 
 def open_replicas(model: str, count: int, options: dict[str, Any]) -> AsyncLLM:
-    """As a server opens them: they capture CUDA graphs while they are idle."""
-    return AsyncLLM(
-        model, tokenizer=NoText(), data_parallel_size=count, prepares_when_idle=True, record_itl=True, **options
-    )
+    """As a server opens them: they capture CUDA graphs while idle. A single one has its own process too."""
+    with one_behind_a_front():
+        return AsyncLLM(
+            model, tokenizer=NoText(), data_parallel_size=count, prepares_when_idle=True, record_itl=True, **options
+        )
 
 
 def calibrated(model: str, options: dict[str, Any], repeats: int) -> Calibration:

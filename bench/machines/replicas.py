@@ -4,14 +4,15 @@
     python bench/machines/replicas.py --model tiny             a model so small that messages are most of a step
     python bench/machines/replicas.py --parts served kill --rounds 5
     python bench/machines/replicas.py --model 0.6b --requests 256 --tokens 256      random weights, on GPUs
+    python bench/machines/replicas.py --model 0.6b --share-gpu --parts start kill   two replicas on one GPU
 
 offline, served: tokens per second of the same requests, by one engine in this process and by one behind the front, in
     turn; the ratio of medians. CPU seconds are of this process, the front's alone in the second case. Of several GPUs
     the one behind the front has the last, so that both are there at once.
 start: seconds until `LLM(...)` returns, each in a new process: one engine, and two replicas at once.
 hits: prompt tokens found in prefix caches by conversations, with one engine and with two replicas.
-kill: kill -9 of one of two replicas while all requests stream; seconds from then to the next token of each stream that
-    moves, with what it recomputes.
+kill: kill -9 of one of the replicas while all requests stream; seconds from then to the next token of each stream that
+    moves, with what they recompute.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,10 +39,13 @@ import nanovllm.async_llm
 import nanovllm.llm
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
+from nanovllm.replicas import opening
 from nanovllm.replicas.opening import open_pool
+from nanovllm.replicas.replica import Share
 
 PARTS = ("offline", "served", "start", "kill", "hits")
 PROMPT_TOKENS = 100
+GPU_CACHE_BYTES = 16 * 2**30  # of each engine: two may be on one GPU
 
 
 def model_folder(name: str) -> str:
@@ -81,10 +86,21 @@ def one_behind_a_front() -> Iterator[None]:
             door.open_engine = function  # type: ignore[attr-defined]
 
 
+def share_one_gpu() -> None:
+    """Put every replica on the first GPU, where there is no second one: starts and pauses count, rates do not."""
+
+    def shares(config: Any, **_: Any) -> list[Share]:
+        return [Share(frozenset(os.sched_getaffinity(0)), {})] * config.data_parallel_size
+
+    opening.shares_of_host = shares
+
+
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """A GPU takes the checkpoint's dtype; a CPU computes in float32."""
     own: dict[str, Any] = {"dtype": "auto" if torch.cuda.is_available() else "float32"}
     own["max_model_len"] = 4096 if torch.cuda.is_available() else 1024
+    if torch.cuda.is_available():
+        own["kv_cache_memory_bytes"] = GPU_CACHE_BYTES
     if options.shape is not None:
         own["tokenizer"] = NoText()
     return own
@@ -148,7 +164,15 @@ START = """
 import sys, time
 begin = time.perf_counter()
 from nanovllm import LLM
-with LLM(sys.argv[1], max_model_len=1024, data_parallel_size=int(sys.argv[2])):
+model, count, cache_bytes, is_shared = sys.argv[1:]
+if int(is_shared) and int(count) > 1:  # as share_one_gpu
+    import os
+    from nanovllm.replicas import opening
+    from nanovllm.replicas.replica import Share
+    share = Share(frozenset(os.sched_getaffinity(0)), {})
+    opening.shares_of_host = lambda config, **_: [share] * config.data_parallel_size
+options = {"kv_cache_memory_bytes": int(cache_bytes)} if int(cache_bytes) else {}
+with LLM(model, max_model_len=1024, data_parallel_size=int(count), **options):
     print(time.perf_counter() - begin)
 """
 
@@ -159,58 +183,71 @@ def start(options: argparse.Namespace) -> None:
         from tests.support.tiny_models import tiny_tokenizer
 
         tiny_tokenizer().save_pretrained(options.model)
-    for _ in range(options.rounds):
+    cache_bytes = GPU_CACHE_BYTES if torch.cuda.is_available() else 0
+    rest = [str(cache_bytes), str(int(options.share_gpu))]
+    for turn in range(-1, options.rounds):
         for count, each in took.items():
-            command = [sys.executable, "-c", START, options.model, str(count)]
-            each.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
+            command = [sys.executable, "-c", START, options.model, str(count), *rest]
+            seconds = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+            print(f"start: {count} up after {seconds:.2f} s" + (", not counted" if turn < 0 else ""), flush=True)
+            if turn >= 0:  # the first round compiles what later ones find
+                each.append(seconds)
     one, two = (statistics.median(each) for each in took.values())
     print(
-        f"start: one engine {one:.1f} s, two replicas {two:.1f} s, ratio {two / one:.2f}; imports included. "
-        f"{[round(each, 2) for each in took[1]]}, {[round(each, 2) for each in took[2]]}",
+        f"start: one engine {one:.1f} s, two replicas {two:.1f} s, ratio {two / one:.2f}; imports included",
         flush=True,
     )
+
+
+async def kill_one(llm: AsyncLLM, num_requests: int, *, victim: int = 0, seed: int = 5) -> list[float]:
+    """Seconds from a kill -9 of a replica to the next token of each stream that moves; readers keep up."""
+    shown: Counter[str] = Counter()
+    gaps: dict[str, float] = {}
+    killed_at = 0.0
+
+    async def read(request_id: str, prompt: list[int]) -> None:
+        long = SamplingParams(seed=1, max_tokens=1024 - 200, ignore_eos=True)
+        async for output in llm.generate(prompt, long, request_id=request_id, output_kind="delta"):
+            shown[request_id] += 1
+            if killed_at and output.metrics.num_preemptions:  # its first token in the other replica
+                gaps.setdefault(request_id, time.monotonic() - killed_at)
+
+    names = {f"kill-{seed}-{number}": each for number, each in enumerate(prompts(num_requests, seed, 200))}
+    tasks = [asyncio.create_task(read(*each)) for each in names.items()]
+    while len(shown) < num_requests or min(shown.values()) < 8:
+        await asyncio.sleep(0.005)
+    moved = await llm.inspect(
+        lambda pool: {
+            request.new.request_id: len(request.new.prompt_token_ids) + len(request.samples[0].token_ids)
+            for request in pool.replicas[victim].requests.values()
+        }
+    )
+    killed_at = time.monotonic()
+    os.kill(llm.replicas()[victim].process_id or 0, signal.SIGKILL)
+    while not gaps.keys() >= moved.keys() and time.monotonic() < killed_at + 30.0:
+        await asyncio.sleep(0.005)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    found = sorted(gaps.values())
+    print(
+        f"kill: {len(found)} of {len(moved)} moved streams, seconds to their next token: median "
+        f"{statistics.median(found):.3f}, p99 {found[int(0.99 * (len(found) - 1))]:.3f}; {sum(moved.values())} tokens "
+        "to recompute",
+        flush=True,
+    )
+    return found
 
 
 def kill(options: argparse.Namespace) -> None:
-    gaps: list[float] = []
-    recomputed: list[int] = []
-    own, count = engine_options(options), options.replicas
-    with LLM(options.model, data_parallel_size=count, **own) as llm:
-        for turn in range(options.rounds):
-            while any(replica.state != "up" for replica in llm.replicas()):
-                llm._engine.step()
-            # Replicas run ahead of a slow reader.
-            long = SamplingParams(seed=1, max_tokens=own["max_model_len"] - PROMPT_TOKENS - 24, ignore_eos=True)
-            streams = [llm.stream(prompt, long) for prompt in prompts(options.requests, turn)]
-            shown = {id(stream): next(stream) for stream in streams}
-            for _ in range(options.tokens):
-                for stream in streams:
-                    shown[id(stream)] = next(stream)
-            victim = turn % count
-            moved = {
-                request.new.request_id: PROMPT_TOKENS + len(request.samples[0].token_ids)
-                for request in llm._engine.replicas[victim].requests.values()  # type: ignore[attr-defined]
-            }
-            recomputed += moved.values()
-            os.kill(llm.replicas()[victim].process_id or 0, signal.SIGKILL)
-            begin = time.perf_counter()
-            waiting = {stream for stream in streams if shown[id(stream)].request_id in moved}
-            while waiting:
-                for stream in list(waiting):
-                    output = next(stream)
-                    if output.metrics.num_preemptions:  # its first token in the other replica
-                        gaps.append(time.perf_counter() - begin)
-                        waiting.discard(stream)
-            for stream in streams:
-                stream.close()
-    gaps.sort()
-    worst = gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
-    print(
-        f"kill: {len(gaps)} moved streams, seconds to their next token: median {statistics.median(gaps):.3f}, p99 "
-        f"{worst:.3f}, for {statistics.mean(recomputed):.0f} tokens each to recompute, "
-        f"{sum(recomputed) // options.rounds} a kill",
-        flush=True,
-    )
+    async def kill_each_in_turn() -> None:
+        async with AsyncLLM(options.model, data_parallel_size=options.replicas, **engine_options(options)) as llm:
+            for turn in range(options.rounds):
+                while any(replica.state != "up" for replica in llm.replicas()):
+                    await asyncio.sleep(0.1)
+                await kill_one(llm, options.requests, victim=turn % options.replicas, seed=turn)
+
+    asyncio.run(kill_each_in_turn())
 
 
 def hit_rate(llm: LLM, options: argparse.Namespace) -> float:
@@ -250,7 +287,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=2, help="for kill and hits")
+    parser.add_argument("--share-gpu", action="store_true", help="all replicas on the first GPU")
     options = parser.parse_args()
+    if options.share_gpu:
+        share_one_gpu()
     options.shape = options.model if options.model in SHAPES and options.model != "tiny" else None
     options.model = model_folder(options.model)
     if "offline" in options.parts:

@@ -19,14 +19,12 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,47 +114,6 @@ async def hit_rate(llm: AsyncLLM, num_conversations: int) -> float:
     )
 
 
-async def kill_one(llm: AsyncLLM, num_requests: int) -> list[float]:
-    """Seconds from a kill -9 of the first replica to the next token of each stream that moves."""
-    shown: Counter[str] = Counter()
-    gaps: dict[str, float] = {}
-    moved: dict[str, int] = {}
-    killed_at = 0.0
-
-    async def read(request_id: str, prompt: list[int]) -> None:
-        params = SamplingParams(seed=1, max_tokens=1024, ignore_eos=True)
-        async for output in llm.generate(prompt, params, request_id=request_id, output_kind="delta"):
-            shown[request_id] += 1
-            if killed_at and output.metrics.num_preemptions:  # its first token in the other replica
-                gaps.setdefault(request_id, time.monotonic() - killed_at)
-
-    prompts = replica_bench.prompts(num_requests, 5, 200)
-    tasks = [asyncio.create_task(read(f"kill-{number}", prompt)) for number, prompt in enumerate(prompts)]
-    while len(shown) < num_requests or min(shown.values()) < 8:
-        await asyncio.sleep(0.005)
-    moved |= await llm.inspect(
-        lambda pool: {
-            request.new.request_id: len(request.new.prompt_token_ids) + len(request.samples[0].token_ids)
-            for request in pool.replicas[0].requests.values()
-        }
-    )
-    killed_at = time.monotonic()
-    os.kill(llm.replicas()[0].process_id or 0, signal.SIGKILL)
-    while not gaps.keys() >= moved.keys() and time.monotonic() < killed_at + 30.0:
-        await asyncio.sleep(0.005)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    found = sorted(gaps.values())
-    print(
-        f"kill: {len(found)} of {len(moved)} moved streams, seconds to their next token: median "
-        f"{statistics.median(found):.3f}, p99 {found[int(0.99 * (len(found) - 1))]:.3f}; {sum(moved.values())} tokens "
-        "to recompute",
-        flush=True,
-    )
-    return found
-
-
 async def measure_size(count: int, options: argparse.Namespace, wait_for_calibration: Any) -> dict[str, Any]:
     """Everything about so many replicas, which are opened once."""
     limits = {"max_model_len": 2048, "max_num_seqs": 256}
@@ -189,7 +146,7 @@ async def measure_size(count: int, options: argparse.Namespace, wait_for_calibra
                 llm, calibration, count, workload, limits, tuple(options.kinds)
             )
         if "kill" in options.parts and count > 1:
-            row["kill"] = await kill_one(llm, 32 * count)
+            row["kill"] = await replica_bench.kill_one(llm, 32 * count)
     return row
 
 

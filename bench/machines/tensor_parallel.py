@@ -1,6 +1,7 @@
 """Tensor parallelism on a pair of GPUs: collectives, the same tokens as on one, an end by a dead rank, and speed.
 
     PYTHONPATH=. python bench/machines/tensor_parallel.py collectives equality death speed
+    PYTHONPATH=. python bench/machines/tensor_parallel.py equality death        both ranks on one GPU, if there is one
 
 Each stage prints its figures as it goes. Speed is that of Qwen3-8B's shape on one GPU and on two: one request, 64
 requests and W1. Its weights are drawn on the GPUs themselves, since writing and reading 16 GB takes minutes.
@@ -65,11 +66,11 @@ def draw_weights(source: str, config: Any, ranks: Ranks | None = None) -> Loaded
 def draw_weights_everywhere() -> None:
     here = Path(__file__)
     loader.load_weights = draw_weights
-    workers.ENTRY = (
+    patch = (
         f"import sys; sys.path.insert(0, {str(here.parent)!r}); import tensor_parallel as t; "
-        "t.loader.load_weights = t.draw_weights; from nanovllm.build import run_worker; "
-        "run_worker(int(sys.argv[1]), int(sys.argv[2]))"
+        "t.loader.load_weights = t.draw_weights\n"
     )
+    workers.ENTRY = patch + workers.ENTRY.removeprefix(patch)
 
 
 def folder_of(shape: str) -> str:
@@ -262,6 +263,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="of W1")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
+    if torch.cuda.device_count() == 1 and set(options.stages) <= {"equality", "death"}:
+        import pytest
+
+        from tests.support.shared_gpu import share_one_gpu
+
+        share_one_gpu(pytest.MonkeyPatch())
     for stage in options.stages:
         note(stage)
         if stage.startswith("speed"):

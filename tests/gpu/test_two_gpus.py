@@ -1,4 +1,7 @@
-"""A model on two GPUs: the tokens of `transformers`, with CUDA graphs and without, and an end by a rank that ends."""
+"""A model on two GPUs: the tokens of `transformers`, with CUDA graphs and without, and an end by a rank that ends.
+
+Where there is one GPU, both ranks are on it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import torch
 
 from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
 from tests.support.equality import model, prompts, reference
+from tests.support.shared_gpu import share_one_gpu
 from tests.support.tiny_models import save_tiny
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SMALL = {
     "tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512,
     "num_kv_blocks": 80, "block_size": 64,
@@ -20,6 +23,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 def generate(llm, params):
     return [output.outputs[0].token_ids for output in llm.generate(prompts()[:12], params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpus():
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.device_count() == 1:
+            share_one_gpu(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

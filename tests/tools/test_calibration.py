@@ -14,6 +14,7 @@ from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.build import build_engine
 from nanovllm.cli.main import main
 from nanovllm.execution.buckets import RowSizes
+from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Scheduler
 from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepLog, calibrate, residuals, scenarios
 from nanovllm.tools.simulate.calibration import Calibration
@@ -256,6 +257,21 @@ def test_rows_that_are_rounded_up_count_and_memory_is_taken_first(monkeypatch):
     assert {sample.work.num_tokens for sample in samples} <= {*sizes.decodes, *sizes.mixed_rows}
     assert any(sample.work.num_tokens > sample.work.num_sequences > 2 for sample in samples)
     assert {8, 16, 64} <= {size for size, _ in intakes} and min(seconds for _, seconds in intakes) > 0.0
+
+
+def test_shapes_of_a_device_of_its_own_are_captured_before_it_is_measured(monkeypatch):
+    events, left = [], [True, True, False]
+    monkeypatch.setattr("nanovllm.tools.simulate.calibrate._launch_blocks", lambda engine: False)
+    monkeypatch.setattr(ModelRunner, "capture_ahead", lambda runner: events.append("capture") or left.pop(0))
+    monkeypatch.setattr(
+        "nanovllm.tools.simulate.calibrate._run",
+        lambda engine, scenario, *, seed: events.append((scenario, seed)) or _run(engine, scenario, seed=seed),
+    )
+    calibration = calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    plan = [scenario for scenario, seed in events[: events.index("capture")]]
+    measured = [(scenario, 1) for scenario in plan]
+    assert events == [*((scenario, 0) for scenario in plan), *["capture"] * 3, *measured] and len(plan) > 4
+    assert calibration.cost_model.launch_blocks is False
 
 
 def test_taking_memory_leaves_zeros():

@@ -1,0 +1,39 @@
+"""The ranks of an engine on one GPU, for a machine without a second one; to NCCL each of them is a host of its own.
+
+Everything but NVLink runs so: NCCL's collectives over sockets, our all-reduces in memory that both processes map. Speed
+means nothing, since the ranks take turns on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+
+import nanovllm.build
+import nanovllm.execution.workers as workers
+
+_ENTRY = "from tests.support.shared_gpu import take_first_gpu; take_first_gpu()\n"
+_SETTINGS = {"NCCL_HOSTID": "rank-0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def share_one_gpu(patch: MonkeyPatch, *, size: int = 2) -> None:
+    """Let `tensor_parallel_size` be up to `size` where there is one GPU, until the patch is undone."""
+    for name, value in _SETTINGS.items():
+        patch.setenv(name, value)
+    cuda = SimpleNamespace(**vars(torch.cuda) | {"device_count": lambda: size})
+    patch.setattr(nanovllm.build, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
+    patch.setattr(workers, "ENTRY", _ENTRY + workers.ENTRY)
+
+
+def take_first_gpu() -> None:
+    """In the process of another rank, before it has a device: its GPU is the first one too."""
+    os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"
+
+    def device(kind: Any, *_: Any) -> torch.device:
+        return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+    workers.torch = SimpleNamespace(**vars(torch) | {"device": device})  # type: ignore[assignment]
