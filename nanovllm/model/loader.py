@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -160,8 +161,16 @@ def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) 
     else:
         module = _load_module(source, config, device, options)
     head = None if ranks is None else shard_model(module, ranks)
-    identity = source if config.quantization is None else f"{source}:{config.quantization}"
+    identity = ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
     return LoadedModel(module.to(device).eval(), None, is_live=False, identity=identity, head=head)
+
+
+def _commit_of(source: str, config: EngineConfig) -> str | None:
+    """The commit of a hub model that was just loaded; None for a local one."""
+    if os.path.exists(source):
+        return None
+    path = try_to_load_from_cache(source, "config.json", revision=config.revision)
+    return os.path.basename(os.path.dirname(path)) if isinstance(path, str) else None
 
 
 def _load_module(source: str, config: EngineConfig, device: torch.device, options: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import selectors
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ class Fleet:
     def __init__(self, replicas: Sequence[Replica], source: str) -> None:
         self.replicas = replicas
         self._source, self._files = source, stored_files(source)
+        self._hash_seed = ""  # of the first that was ready
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -74,6 +76,9 @@ class Fleet:
             for data in channel.receive() if events & selectors.EVENT_READ else ():
                 message = decode_from_engine(data)
                 replica.silence = 0.0
+                if isinstance(message, Ready) and (error := self._other_model(message)) is not None:
+                    replica.kill()
+                    message = LoadFailed(pickle.dumps(error), str(error))
                 if isinstance(message, Ready):
                     replica.came_up(time.monotonic(), message.config["max_num_seqs"], message.worker_ids)
                 elif isinstance(message, LoadFailed | Died):
@@ -120,6 +125,16 @@ class Fleet:
                 f"{changed[0]} in {self._source} has changed since the others were started, by its size or time. "
                 "Put it back with its time, or start all replicas anew."
             )
+
+    def _other_model(self, ready: Ready) -> ModelLoadError | None:
+        """The error if a replica has loaded another model than the first that was ready, such as a newer revision."""
+        self._hash_seed = self._hash_seed or ready.hash_seed
+        if ready.hash_seed == self._hash_seed:
+            return None
+        return ModelLoadError(
+            f"it has loaded {ready.hash_seed!r}, and the others {self._hash_seed!r} (model, revision, dtype). Name the "
+            "revision, or start all replicas anew."
+        )
 
     def drop(self, replica: Replica) -> None:
         """Listen to a replica no longer: it is about to be buried."""

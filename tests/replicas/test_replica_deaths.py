@@ -23,6 +23,7 @@ from nanovllm.replicas.pool_request import PoolRequest
 from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
+    REPLICAS,
     all_up,
     busiest,
     completions,
@@ -35,7 +36,7 @@ from tests.support.replicas import (
     tiny_folder,
     wait_until,
 )
-from tests.support.tiny_models import random_prompts, save_tiny
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
@@ -311,6 +312,28 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
         os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
     wait_until(lambda: all_up(llm))
     assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+
+
+def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monkeypatch, caplog):
+    """The hub's `main` moves between two starts."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    old, new = "0" * 40, "1" * 40
+    main = tmp_path / "models--own--tiny" / "refs" / "main"
+    main.parent.mkdir(parents=True)
+    for revision in (new, old):
+        save_tiny(main.parent.parent / "snapshots" / revision)
+        main.write_text(revision)
+    with LLM("own/tiny", tokenizer=tiny_tokenizer(), **REPLICAS) as llm:
+        (first,) = llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)
+        main.write_text(new)
+        kill(llm, 0)
+        wait_until(
+            lambda: f"it has loaded 'own/tiny:{new}:torch.float32', and the others 'own/tiny:{old}" in caplog.text
+        )
+        assert completions(llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)) == completions([first])
+        main.write_text(old)
+        wait_until(lambda: all_up(llm))
 
 
 def test_a_forgotten_pool_is_looked_after_no_longer():
