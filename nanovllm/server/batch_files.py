@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ def _request(line: str) -> BatchRequest:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}.") from None
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        raise ValueError(f"its arrays and objects are nested deeper than {limit} or so, which is not read.") from None
     if not isinstance(value, dict):
         raise ValueError(f"it is not an object with {', '.join(FIELDS)}.")
     missing = [name for name in FIELDS if name not in value]

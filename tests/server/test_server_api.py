@@ -209,6 +209,38 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(client, stream):
     assert [part.top_logprobs[-1] for part in parts][-1].keys() >= {tokens[-1]}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_index_the_text_though_characters_span_tokens(client, stream):
+    prompt = "日本 größe the"
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, temperature=0, max_tokens=12, echo=True, logprobs=1, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    text = "".join(choice.text for choice in choices)
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens, offsets = ([value for part in parts for value in getattr(part, name)] for name in ("tokens", "text_offset"))
+    assert text.startswith(prompt) and len(tokens) > len(prompt) and offsets == sorted(offsets)
+    whole = [number for number, token in enumerate(tokens) if "\ufffd" not in token and not token.startswith("<|")]
+    assert len(whole) > 8 and all(text.startswith(tokens[number], offsets[number]) for number in whole)
+    assert offsets[:6] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_streamed_choice_ends_once_however_long_the_others_last(client, chat):
+    options: dict[str, Any] = {"n": 4, "max_tokens": 24, "seed": 3, "stop": ["e"], "temperature": 1.0, "model": MODEL}
+    if chat:
+        both = [client.chat.completions.create(messages=HELLO, stream=s, **options) for s in (False, True)]
+    else:
+        both = [client.completions.create(prompt="The fox", stream=s, **options) for s in (False, True)]
+    whole, chunks = both[0], list(both[1])
+    given = [choice for chunk in chunks for choice in chunk.choices]
+    ended = [choice.index for choice in given if choice.finish_reason]
+    assert sorted(ended) == [0, 1, 2, 3] and len({len(choice.model_dump_json()) for choice in whole.choices}) > 1
+    for choice in whole.choices:
+        reasons = [each.finish_reason for each in given if each.index == choice.index]
+        assert reasons == [*[None] * (len(reasons) - 1), choice.finish_reason]
+
+
 def test_echo_without_new_tokens_scores_the_prompt(client):
     answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer.choices

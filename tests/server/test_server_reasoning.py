@@ -44,6 +44,9 @@ ANSWERS = [
     ("harmony", False, "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary "
                        "to=functions.weather <|constrain|>json<|message|>{}<|call|>", "So.", "", ["weather"]),
     ("harmony", False, "<|channel|>analysis<|message|>It never ends", "It never ends", "", []),
+    ("harmony", False, "assistant is a role in chats.", "", "assistant is a role in chats.", []),
+    ("harmony", False, "<|start|>assistant", "", "", []),
+    ("harmony", False, " to=functions.weather", "", "", []),
     ("none", False, "<think>So.</think>Four.", "", "<think>So.</think>Four.", []),
 ]  # fmt: skip
 
@@ -65,12 +68,10 @@ def split(name: str, is_open: bool, parts: list[str]) -> tuple[str, str, list[st
 def test_thought_content_and_calls_are_separated_wherever_an_answer_is_cut(
     name, is_open, text, thought, content, names
 ):
-    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []
-    body = text.removesuffix("<|eot|>")
-    cuts = [[body], *([body[:at], body[at:]] for at in range(len(body) + 1))]
-    cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
+    cuts = [[text], *([text[:at], text[at:]] for at in range(len(text) + 1))]  # special tokens too: stop strings do so
+    cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7)]
     for parts in cuts:
-        assert split(name, is_open, [*parts, *whole]) == (thought, content, names), parts
+        assert split(name, is_open, parts) == (thought, content, names), parts
 
 
 def test_thought_is_shown_as_it_comes():

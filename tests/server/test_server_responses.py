@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from nanovllm import SamplingParams
 from nanovllm.errors import EngineDeadError
 from tests.support.scripted import END, ending_model, says, thinking_tokenizer
 from tests.support.serving import MODEL, serving
@@ -49,6 +50,15 @@ def test_an_answer_has_items_of_thought_message_and_call(running, client, monkey
     assert usage.output_tokens == len(running.engine.tokenizer(ANSWER)["input_ids"]) + 1
     assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_what_a_request_leaves_out_is_told_as_it_was_used(running, client, monkeypatch):
+    says(running, monkeypatch, "One.")
+    defaults = SamplingParams(temperature=0.25, top_p=0.5)
+    monkeypatch.setattr(running.engine, "default_sampling_params", defaults)
+    answer = client.responses.create(model=MODEL, input="Hello")
+    assert (answer.temperature, answer.top_p) == (0.25, 0.5)
+    assert client.responses.create(model=MODEL, input="Hello", top_p=0.75).top_p == 0.75
 
 
 def test_a_stream_has_the_events_of_the_whole_answer(running, client, monkeypatch):

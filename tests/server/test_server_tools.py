@@ -116,12 +116,10 @@ def test_tool_calls_and_content_are_separated_in_a_whole_answer(form, text, cont
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS)
 def test_an_answer_is_parsed_the_same_wherever_its_chunks_are_cut(form, text, content, calls):
-    whole = ["<|eot|>"] if text.endswith("<|eot|>") else []  # a special token is one delta
-    body = text.removesuffix("<|eot|>")
-    cuts = [[body[:at], body[at:]] for at in range(len(body) + 1)]
-    cuts += [[body[at : at + size] for at in range(0, len(body), size)] for size in (1, 2, 3, 7)]
+    cuts = [[text[:at], text[at:]] for at in range(len(text) + 1)]  # special tokens too: stop strings do so
+    cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7)]
     for parts in cuts:
-        assert read(form, [*parts, *whole]) == (content, calls), parts
+        assert read(form, parts) == (content, calls), parts
 
 
 def test_a_stream_gives_a_tool_call_when_it_has_ended_and_text_behind_it_at_once():
@@ -158,6 +156,12 @@ def test_a_delta_of_text_around_a_call_keeps_their_order_in_every_protocol(form,
     )
     events = b"".join(writer.add(None, completion, tally)).decode()
     assert re.findall('"content_block":{"type":"([a-z_]+)"', events) == ["text", "tool_use", "text"]
+
+
+def test_space_at_the_end_is_content_once():
+    stream = ToolStream(FORMATS["hermes"], TOOL_SCHEMAS)
+    assert stream.add("Hello.\n\n", is_last=True) == ["Hello.", "\n\n"]
+    assert stream.add("", is_last=True) == []
 
 
 def test_text_that_cannot_become_a_marker_is_shown_at_once():

@@ -152,6 +152,7 @@ def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monk
     ("lines", "named"),
     [
         ([GOOD[0], "{not json"], ["line 2", "not JSON"]),
+        ([GOOD[0], "[" * 100_000], ["line 2", "nested deeper than"]),
         ([GOOD[0], "[]"], ["line 2", "custom_id, method, url, body"]),
         ([GOOD[0], GOOD[0]], ["line 2", "'chat' as in line 1"]),
         ([{"custom_id": "a", "method": "POST", "url": CHAT}], ["line 1", "'body' is missing"]),

@@ -67,7 +67,7 @@ class AnswerStream:
     """Separates thought, content and tool calls of one answer while it streams; calls within thought are thought.
 
     Args:
-        dropped: special tokens that are kept for the parser alone; each comes whole in one text.
+        dropped: special tokens that are kept for the parser alone. A stop string, which holds text back, may cut one.
     """
 
     def __init__(
@@ -75,6 +75,9 @@ class AnswerStream:
     ) -> None:
         self._reasoning, self._tools = reasoning, tools
         self._dropped = any_of(frozenset(dropped)) if dropped else None
+        self._beginnings = beginnings_of(frozenset(dropped))
+        self._longest = max(map(len, self._beginnings), default=0)
+        self._held = ""  # may begin a dropped token
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +91,9 @@ class AnswerStream:
     def add(self, text: str, *, is_last: bool) -> AnswerDelta:
         """Add text; returns what is new."""
         if self._dropped is not None:
-            text = self._dropped.sub("", text)
+            text = self._dropped.sub("", self._held + text)
+            kept = 0 if is_last else self._num_held(text)
+            text, self._held = text[: len(text) - kept], text[len(text) - kept :]
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.add(text, is_last=is_last)
@@ -98,6 +103,16 @@ class AnswerStream:
         else:
             delta.add_text(text)
         return delta
+
+    def _num_held(self, text: str) -> int:
+        longest = min(len(text), self._longest)
+        return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)
+
+
+@functools.cache
+def beginnings_of(texts: frozenset[str]) -> frozenset[str]:
+    """Whatever some text begins with, without being it."""
+    return frozenset(text[:size] for text in texts for size in range(1, len(text)))
 
 
 @functools.cache

@@ -91,9 +91,12 @@ class HarmonyStream:
     def _read_bare_text(self, delta: AnswerDelta, *, is_last: bool) -> bool:
         """Text outside of any message: a header to come, or an answer of a model that leaves the format."""
         begin = self._text.lstrip()
-        is_header = not begin or begin.startswith((CHANNEL, START, "to=", "assistant"))
-        may_be = any(marker.startswith(begin) for marker in (CHANNEL, START, "to=", "assistant"))
-        if is_header or (may_be and not is_last):
+        if is_last:  # of a header that was cut off, nothing is shown
+            is_header = not begin or CHANNEL in begin or begin.startswith((START, "to=functions."))
+        else:
+            starts = (CHANNEL, START, "to=", "assistant")
+            is_header = begin.startswith(starts) or any(start.startswith(begin) for start in starts)
+        if is_header:
             return False
         self._header, self._in_body = "", True
         return True

@@ -234,6 +234,7 @@ class ToolStream:
                 parts.append(self._take_content(found[1]))
         if is_last and not self.num_calls:
             parts.append(self._space)
+            self._space = ""
         return [part for part in parts if part]
 
     def _take_content(self, end: int) -> str:

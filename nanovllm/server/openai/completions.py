@@ -113,17 +113,27 @@ class CompletionJob:
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
 
     def _echoed_logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
-        if output.prompt_logprobs is None:
+        if output.prompt_logprobs is None or self.body.logprobs is None:
             return None
-        return self._format_logprobs(choice, output.prompt_token_ids, output.prompt_logprobs)
+        text, tokenizer = self._echo(output), self._state.engine.tokenizer
+        has_special = tokenizer is not None and text == tokenizer.decode(output.prompt_token_ids)
+        legacy = CompletionLogprobs(self._state.token_text, tokenizer, skips_special_tokens=not has_special)
+        self._logprobs[choice] = self._answer_logprobs(offset=len(text))
+        return legacy.report(output.prompt_token_ids, output.prompt_logprobs)
 
     def _format_logprobs(
-        self, choice: int, token_ids: list[int], reports: list[TokenLogprobs] | list[TokenLogprobs | None] | None
+        self, choice: int, token_ids: list[int], reports: list[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
         if reports is None or self.body.logprobs is None:
             return None
-        legacy = self._logprobs.setdefault(choice, CompletionLogprobs(self._state.token_text))
-        return legacy.report(token_ids, reports)
+        if choice not in self._logprobs:
+            self._logprobs[choice] = self._answer_logprobs(offset=0)
+        return self._logprobs[choice].report(token_ids, reports)
+
+    def _answer_logprobs(self, *, offset: int) -> CompletionLogprobs:
+        skips = self._params.skip_special_tokens
+        tokenizer = self._state.engine.tokenizer
+        return CompletionLogprobs(self._state.token_text, tokenizer, offset=offset, skips_special_tokens=skips)
 
 
 @router.post("/v1/completions", responses=ANSWERS, summary="Complete prompts")

@@ -271,11 +271,16 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
         return event(f"{head}{compact(choices)}{shown}}}")
 
     opened: set[int] = set()
+    ended: set[int] = set()  # choices that stay in the outputs of those that have not
     with state.admission.open_answer():
         async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
             yield b""  # admitted
             async for output in outputs:
                 for choice, completion in choices_of(job, output, tally):
+                    if choice in ended:
+                        continue
+                    if completion.finish_reason is not None:
+                        ended.add(choice)
                     if choice not in opened:
                         opened.add(choice)
                         if (opening := job.opening(choice, output)) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.outputs import TokenLogprobs
+from nanovllm.requests.detokenizer import IncrementalDetokenizer
 from nanovllm.server.token_text import TokenText
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot encode
@@ -29,19 +30,29 @@ def format_chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Logprobs of /v1/completions for one choice; text_offset continues over the chunks of a stream."""
+    """Logprobs of /v1/completions for one choice, or for its echoed prompt; text_offset goes on over a stream's chunks.
 
-    def __init__(self, token_text: TokenText) -> None:
+    Tokens of one character have its offset.
+
+    Args:
+        tokenizer: None where each token's text is its id.
+        offset: characters of the choice's text before the first token.
+        skips_special_tokens: whether the text is without them.
+    """
+
+    def __init__(
+        self, token_text: TokenText, tokenizer: Any, *, offset: int = 0, skips_special_tokens: bool = True
+    ) -> None:
         self._token_text = token_text
-        self._offset = 0
+        self._offset = offset
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skips_special_tokens)
 
     def report(self, token_ids: list[int], reports: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """Format the logprobs of the next tokens."""
         tokens = [self._token_text.text(token_id) for token_id in token_ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
+        offsets = [self._offset_of(token_id, token) for token_id, token in zip(token_ids, tokens, strict=True)]
         return {
             "tokens": tokens,
             "token_logprobs": [
@@ -51,6 +62,19 @@ class CompletionLogprobs:
             "top_logprobs": [None if report is None else self._top(report) for report in reports],
             "text_offset": offsets,
         }
+
+    def _offset_of(self, token_id: int, token: str) -> int:
+        """Where the next token begins."""
+        begin = self._offset
+        if self._detokenizer is None:
+            self._offset += len(token)
+            return begin
+        num_before = len(self._detokenizer.text)
+        self._detokenizer.add(token_id)
+        added = self._detokenizer.text[num_before:]
+        self._offset += len(added)
+        # Bytes that this token shows to be no character come into the text with it.
+        return self._offset - len(token) if token and added.endswith(token) else begin
 
     def _top(self, report: TokenLogprobs) -> dict[str, float]:
         """Map text to log-probability: the sampled token, then the most probable; the first of equal texts counts."""

@@ -59,7 +59,7 @@ class ResponsesJob:
 
     def response(self, status: str = "in_progress") -> dict[str, Any]:
         """The response so far, with the request's options."""
-        given = self._given
+        given, defaults = self._given, self._state.engine.default_sampling_params
         dumped = given.model_dump(
             include={"instructions", "max_output_tokens", "metadata", "prompt_cache_key", "safety_identifier", "user"},
         )
@@ -74,8 +74,8 @@ class ResponsesJob:
             "error": None,
             "incomplete_details": None,
             "metadata": given.metadata or {},
-            "temperature": 1.0 if given.temperature is None else given.temperature,
-            "top_p": 1.0 if given.top_p is None else given.top_p,
+            "temperature": defaults.temperature if given.temperature is None else given.temperature,
+            "top_p": defaults.top_p if given.top_p is None else given.top_p,
             "parallel_tool_calls": given.parallel_tool_calls is not False,
             "tools": [
                 {"parameters": None, "strict": None} | t.model_dump(exclude_none=True) for t in given.tools or ()

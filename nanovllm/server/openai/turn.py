@@ -41,6 +41,8 @@ class ChatTurn:
         state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
         self._template_options = template_options(body, state.template_variables, state.answer_format)
         self._form = state.answer_format
+        if body.skip_special_tokens is False:
+            self._form = replace(self._form, special_tokens=frozenset())  # none is kept for the parser alone
         if body.must_call and self._form.tools is None:  # the grammar alone makes the calls: any format will do
             self._form = replace(self._form, tools=FORMATS["hermes"])
         self._demand = demand_of(body, self.tools)
