@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.frozen_dict import FrozenDict
 
+MAX_INTEGER = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
 
 
@@ -26,11 +27,12 @@ def real(name: str, value: Any, low: float, high: float) -> float:
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A whole number; without `high` of 63 bits, so that it can be sent to another process."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, not {value!r}.")
     number = int(value)
-    if number < low or (high is not None and number > high):
-        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+    if not low <= number <= (MAX_INTEGER if high is None else high):
+        allowed = f"at least {low}" if high is None and number < low else f"between {low} and {high or MAX_INTEGER}"
         raise ValueError(f"{name} is {number}; it must be {allowed}.")
     return number
 

@@ -147,7 +147,7 @@ class WorkerProcesses:
         pairs = [socket.socketpair() for _ in range(2)]  # orders, lifeline
         theirs = [pair[1].fileno() for pair in pairs]
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str)),
             "TQDM_DISABLE": "1",
         }
         process = subprocess.Popen(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,31 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     Args:
         layers: the decoder layers of `model`, all of one kind.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VERSIONS)
     if next(model.parameters()).device.type == "cpu":
         warn_of_dequantising(model)
-        compiled = torch.compile(own_code(_call), fullgraph=True, dynamic=True)
+        compiled = _compiled(fullgraph=True, dynamic=True)
         return {layer: partial(compiled, layer) for layer in layers}
-    few = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_few)
-    many = torch.compile(own_code(_call), fullgraph=True, dynamic=False, backend=_compile_for_many)
+    few = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_few)
+    many = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_many)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
     for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
-        calls[module] = partial(torch.compile(own_code(_call), dynamic=True), module)
+        calls[module] = partial(_compiled(dynamic=True), module)
     return calls
+
+
+def _compiled(**options: Any) -> Callable[..., Any]:
+    """`_call`, compiled in up to MOST_VERSIONS by whichever thread calls it."""
+    compiler: Any = torch.compile
+    if "recompile_limit" in inspect.signature(compiler).parameters:
+        return cast(Callable[..., Any], compiler(own_code(_call), recompile_limit=MOST_VERSIONS, **options))
+    compiled = compiler(own_code(_call), **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config  # what is set there may hold for one thread alone
+        config.recompile_limit = max(config.recompile_limit, MOST_VERSIONS)
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def _compile_for_few(module: GraphModule, inputs: Any) -> Any:

@@ -109,7 +109,7 @@ class Stage:
         }
 
     def _sampling_params(self, row: dict[str, Any]) -> SamplingParams:
-        options = self._params | _without_nulls(row.get(PARAMS) or {})
+        options = self._params | _own_options(row.get(PARAMS) or {})
         if options.get("n", 1) != 1:
             raise ValueError(f"n is {options['n']}; a row has one text. Repeat the row under another id.")
         if self._id_column is not None:
@@ -226,6 +226,26 @@ _STAGE_OPTIONS = ("tokenizer", "sampling_params", "id_column", "seed", "raise_er
 def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
     """Arrow gives every struct of a column all fields of any of them."""
     return {name: value for name, value in struct.items() if value is not None}
+
+
+def _own_options(struct: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's sampling options, those that are structs themselves without the fields of other rows.
+
+    Raises TypeError for a JSON schema as a struct: its nulls may be other rows' fields, or its own.
+    """
+    options = _without_nulls(struct)
+    for name in ("logit_bias", "structured_output"):
+        if isinstance(own := options.get(name), Mapping):
+            options[name] = _without_nulls(own)
+            if not options[name]:
+                del options[name]
+    form = options.get("structured_output")
+    if isinstance(form, Mapping) and isinstance(form.get("json_schema"), Mapping):
+        raise TypeError(
+            "json_schema of a row is a struct, to which Arrow adds the fields of other rows' schemas. Give it as JSON "
+            "text (json.dumps), or once for all rows as sampling_params of the stage."
+        )
+    return options
 
 
 def _check_cpus(num_needed: float) -> None:

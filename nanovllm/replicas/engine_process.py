@@ -70,6 +70,7 @@ class Reporter(Observer):
             BlockEvents.follow(engine.block_manager, engine.observers, self._block_events.extend)
         engine.observers.append(self)
         self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, of requests whose output is final
+        self._unreported: set[str] = set()  # that tell once of a token, and of no more until they end
         self._num_prompt_logprobs: dict[str, int] = {}
         self._answers: dict[str, AnswerLogits] = {}  # of the requests that have one
         self._last_report = self._last_progress = 0.0
@@ -84,8 +85,12 @@ class Reporter(Observer):
             self.placements[new.request_id] = request.placement
             if (answer := AnswerLogits.of(new.params)) is not None:
                 self._answers[new.request_id] = answer
+            if new.output_kind is not OutputKind.FINAL:
+                continue
             # A prompt's log-probabilities come with the final output alone, so such a request begins anew.
-            if new.output_kind is OutputKind.FINAL and new.params.prompt_logprobs is None:
+            if new.params.prompt_logprobs is not None:
+                self._unreported.add(new.request_id)
+            else:
                 counts = [0] * new.params.n
                 if new.resumed is not None:
                     counts = [len(sample.token_ids) for sample in new.resumed.samples]
@@ -146,7 +151,9 @@ class Reporter(Observer):
         """The new tokens of the requests whose output is final."""
         requests = self._engine.requests
         found = [self._progress_of(requests[request_id], sent) for request_id, sent in self._num_sent.items()]
-        return [output for output in found if output is not None]
+        begun = [request for name in self._unreported if (request := requests[name]).has_token]
+        self._unreported -= {request.request_id for request in begun}
+        return [output for output in found if output is not None] + [self._sent_progress(each, []) for each in begun]
 
     def _progress_of(self, request: Request, num_sent: list[int]) -> SentOutput | None:
         completions = []
@@ -159,6 +166,9 @@ class Reporter(Observer):
             completions.append(SentCompletion(sequence.index, "", token_ids, reason, stop, logprobs))
         if not any(completion.token_ids for completion in completions):
             return None
+        return self._sent_progress(request, completions)
+
+    def _sent_progress(self, request: Request, completions: list[SentCompletion]) -> SentOutput:
         placement, num_cached = self.placements[request.request_id], request.sequences[0].num_cached_tokens
         values = metric_values(request.metrics())
         return SentOutput(placement, request.request_id, completions, False, num_cached, values)
@@ -166,6 +176,7 @@ class Reporter(Observer):
     def _forget(self, request_id: str) -> None:
         del self.placements[request_id]
         self._num_sent.pop(request_id, None)
+        self._unreported.discard(request_id)
         self._num_prompt_logprobs.pop(request_id, None)
         self._answers.pop(request_id, None)
 

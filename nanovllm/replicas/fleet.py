@@ -60,9 +60,13 @@ class Fleet:
         """Make `listen` return; any thread may call it."""
         os.eventfd_write(self._wake, 1)
 
-    def listen(self, timeout: float | None) -> Iterator[tuple[Replica, FromEngine | None]]:
-        """Wait for messages at most so long; yields each with its sender, and None last of one that died."""
-        for key, events in self._selector.select(timeout):
+    def wait(self, timeout: float | None) -> None:
+        """Wait for messages, or for a wake-up, at most so long; nothing is taken."""
+        self._selector.select(timeout)
+
+    def listen(self) -> Iterator[tuple[Replica, FromEngine | None]]:
+        """Each message that has come with its sender, and None last of one that died."""
+        for key, events in self._selector.select(0):
             replica: Replica | None = key.data
             if replica is None:
                 os.eventfd_read(self._wake)

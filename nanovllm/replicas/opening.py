@@ -101,6 +101,8 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
         refuse("a GPU by its number as device", REPLICAS)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         num_gpus = torch.cuda.device_count()
+        if not num_gpus:
+            raise ValueError(f"device is {config.device!r}, but PyTorch sees no GPU. Use device='cpu' or 'auto'.")
         if gpus_each > num_gpus:
             raise ValueError(
                 f"tensor_parallel_size is {gpus_each}, and there are {num_gpus} GPUs. Set it to at most that, or make "
@@ -156,7 +158,8 @@ def _wait_until_up(fleet: Fleet) -> list[Ready]:
     """What each says when it is ready; raises the error of the first that fails."""
     ready: dict[int, Ready] = {}
     while len(ready) < len(fleet.replicas):
-        for replica, message in fleet.listen(None):
+        fleet.wait(None)
+        for replica, message in fleet.listen():
             if isinstance(message, LoadFailed):
                 raise pickle.loads(message.error) if message.error else EngineDeadError(message.message)
             if isinstance(message, Ready):

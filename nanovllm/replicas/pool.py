@@ -6,7 +6,7 @@
                 ╰───▶ replica 1 ──▶ outputs ─┴─▶ step: take what has come
                         died: its requests go on in replica 0, with the tokens that they have
 
-Invariant: an unfinished request is placed in exactly one replica that is up, or waits in `_homeless`; an output counts
+Invariant: an unfinished request is placed in exactly one replica that is up, or waits in `_waiting`; an output counts
 only if it comes from that placement. So every token reaches its reader exactly once.
 """
 
@@ -31,11 +31,12 @@ from nanovllm.features import refuse
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.replicas.fleet import Fleet
-from nanovllm.replicas.messages import Abort, Add, Ready, Report, ResetCache, SentOutput, SentRequest, check_params
+from nanovllm.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.pool_stats import PoolStats
 from nanovllm.replicas.replica import Replica
 from nanovllm.replicas.routing import Route
+from nanovllm.replicas.waiting import WaitingRequests
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.seeds import sample_seeds
 from nanovllm.sequence import NewRequest
@@ -47,8 +48,6 @@ logger = logging.getLogger("nanovllm")
 WAIT_SECONDS = 0.1
 # A replica ends its overdue requests itself; the front does it after this, since a replica may be stopped or slow.
 GRACE_SECONDS = 0.5
-# Replicas that may die with a request which got no token from them, until the request itself is suspected.
-MAX_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class ReplicaPool:
         self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
         self._fleet, self._parts, self._route = fleet, parts, route
         self._expects_prefixes = sends_block_events(self.config)
-        self._homeless: deque[PoolRequest] = deque()  # while no replica is up
+        self._waiting = WaitingRequests()  # for a replica
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._num_unfinished = 0  # samples
         self._numbers, self._placements, self._step_ids = itertools.count(), itertools.count(), itertools.count(1)
@@ -151,13 +150,10 @@ class ReplicaPool:
         return replace(new, params=replace(new.params, seed=seed))
 
     def _place(self, requests: Sequence[PoolRequest]) -> None:
-        """Send requests to replicas; without one that is up they wait."""
+        """Send those requests to replicas that need not wait, and those that need no longer."""
         up = self._fleet.up
-        if not up:
-            self._homeless.extend(requests)
-            return
         sent: dict[Replica, list[SentRequest]] = {}
-        for request in requests:
+        for request in self._waiting.admit(requests, has_replica=bool(up)):
             new, placement = request.new, next(self._placements)
             hashes = PromptHashes(
                 new.prompt_token_ids,
@@ -180,8 +176,7 @@ class ReplicaPool:
         if request.replica is not None:
             replica = self.replicas[request.replica]
             self._fleet.send(replica, Abort(request.new.request_id, request.placement))
-        elif request in self._homeless:
-            self._homeless.remove(request)
+        self._waiting.discard(request)
         self._forget(request)
         return request.end(
             reason,
@@ -194,6 +189,7 @@ class ReplicaPool:
 
     def _forget(self, request: PoolRequest) -> None:
         del self.requests[request.new.request_id]
+        request.is_ended = True
         self._num_unfinished -= request.new.params.n
         if request.deadline is not None:
             self._deadlines.remove((request.deadline, request.new.request_id))
@@ -213,7 +209,8 @@ class ReplicaPool:
         """
         self.check_alive()
         with self._lock:
-            self._advance(0.0 if self.outputs else WAIT_SECONDS)
+            self._fleet.wait(0.0 if self.outputs else WAIT_SECONDS)
+            self._advance()
         records, self._records = self._records, []
         for record in records:
             record = replace(record, step_id=next(self._step_ids))  # those of several replicas would repeat
@@ -227,26 +224,32 @@ class ReplicaPool:
             if self._is_closed or self.is_dead:
                 return False
             if not self.requests:
-                self._advance(0.0)
+                self._advance()
         except EngineDeadError:  # which the next call raises
             return False
         finally:
             self._lock.release()
         return True
 
-    def _advance(self, timeout: float) -> None:
-        for replica, message in self._fleet.listen(timeout):
-            if isinstance(message, Report):
-                self._take(replica, message)
-            elif isinstance(message, Ready):
-                homeless, self._homeless = list(self._homeless), deque()
-                self._place(homeless)
-            elif message is None:
+    def _advance(self) -> None:
+        try:
+            for replica, message in self._fleet.listen():
+                if isinstance(message, Report):
+                    self._take(replica, message)
+                elif message is None:
+                    self._bury(replica)
+            self._end_overdue()
+            for replica in self._fleet.stalled():
                 self._bury(replica)
-        self._end_overdue()
-        for replica in self._fleet.stalled():
-            self._bury(replica)
-        self._fleet.restart()
+            self._fleet.restart()
+            if self._waiting.may_admit:
+                self._place(())
+        except BaseException as error:  # such as a second Ctrl-C: what was received is lost in part
+            self._death = self._death or RuntimeError(f"a step was cut off by {error!r}")
+            raise
+        if self._fleet.has_failed:
+            self._death = RuntimeError(f"all {len(self.replicas)} replicas died again and again")
+            self.check_alive()
 
     def use_idle_time(self, *, captures: bool) -> bool:
         """Watch the replicas for a moment while there are no requests; there is always more to watch."""
@@ -283,17 +286,12 @@ class ReplicaPool:
         orphans = replica.bury(self.clock())
         fate = "given up" if replica.state == "failed" else "started again"
         logger.error("replica %d has died with %d requests; it is %s", replica.index, len(orphans), fate)
-        if self._fleet.has_failed:
-            self._death = RuntimeError(f"all {len(self.replicas)} replicas died again and again")
-            self.check_alive()
         moved = []
         for request in orphans:
-            request.num_deaths += 1
-            if request.num_deaths < MAX_DEATHS:
+            if (error := request.note_death()) is None:
                 moved.append(request)
-                continue
-            error = f"request {request.new.request_id!r}: {MAX_DEATHS} replicas died before they gave it a token"
-            self.outputs.append(self._end(request, "error", error))
+            else:
+                self.outputs.append(self._end(request, "error", error))
         self._place(moved)
 
     # ---------------------------------------------------------------------------------------------------- state
@@ -345,6 +343,6 @@ class ReplicaPool:
             return
         with self._lock:
             self._is_closed = True
-            for books in (self.requests, self._homeless, self._deadlines, self.outputs):
+            for books in (self.requests, self._waiting, self._deadlines, self.outputs):
                 books.clear()
             self._fleet.close()

@@ -18,6 +18,9 @@ from nanovllm.requests.scores import AnswerLogits
 from nanovllm.resumed import Resumed, ResumedSample
 from nanovllm.sequence import NewRequest
 
+# Replicas that may die with a request which got no token from them, until the request itself is what killed them.
+MAX_DEATHS = 3
+
 
 @dataclass(slots=True)
 class PoolSample:
@@ -47,6 +50,7 @@ class PoolRequest:
         self.placement = -1
         self.replica: int | None = None
         self.num_deaths = 0
+        self.is_ended = False
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout
         reports = new.params.logprobs is not None
         self.samples = [PoolSample(logprobs=[] if reports else None) for _ in range(new.params.n)]
@@ -57,6 +61,18 @@ class PoolRequest:
         self._answer = AnswerLogits.of(new.params)
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
+
+    def note_death(self) -> str | None:
+        """Note that its replica has died; returns the error that ends it, if there were too many."""
+        self.num_deaths += 1
+        if self.num_deaths < MAX_DEATHS:
+            return None
+        return f"request {self.new.request_id!r}: {MAX_DEATHS} replicas died with it before they gave it a token"
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether one more death would end it."""
+        return self.num_deaths == MAX_DEATHS - 1
 
     def take(self, sent: SentOutput) -> RequestOutput | None:
         """Take an output; returns what the reader gets, or None for the progress of one whose output is final."""

@@ -114,9 +114,10 @@ class Replica:
         """Start its process; returns the channel to it."""
         channel, other = Channel.pair()
         share, descriptor = self._share, other.fileno()
+        paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over others
         # Not by multiprocessing, which would import the caller's main module again.
         program = (
-            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {sys.path}\n"
+            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {paths}\n"
             "from nanovllm.gc_control import collector_paused\n"
             "from nanovllm.import_index import import_index_kept\n"
             "with collector_paused(), import_index_kept():\n"

@@ -82,9 +82,10 @@ class Sampler:
             changes_in_place = logits.dtype == torch.float32 and any(s.params.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
         mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)
-        if early:
-            self._suppress_stop_tokens(logits, sequences, early)
+        self._suppress_stop_tokens(logits, sequences, early)
         logits = self._change_logits(logits, sequences, positions, latest, report.errors)
+        changed = [row for row in early if sequences[row].params.logits_processors]  # which may have raised them again
+        self._suppress_stop_tokens(logits, sequences, changed)
         token_ids = self._draw(logits, sequences, positions)
         mark_emptied(token_ids)
         if raw is not None:
@@ -100,12 +101,9 @@ class Sampler:
 
     @staticmethod
     def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], early: list[int]) -> None:
-        rows, columns = [], []
-        for row in early:
-            rows += [row] * len(sequences[row].stop_token_ids)
-            columns += list(sequences[row].stop_token_ids)
-        if rows:
-            places = to_device(rows, logits.device), to_device(columns, logits.device)
+        found = [(row, token_id) for row in early for token_id in sequences[row].stop_token_ids]
+        if found:
+            places = to_device(found, logits.device).unbind(1)
             logits.index_put_(places, logits.new_full((), -torch.inf))  # assigned a Python number, it waits for a GPU
 
 

@@ -28,6 +28,8 @@ from tests.support.tiny_models import VOCAB_SIZE
         ({"top_k": -2}, "at least -1"),
         ({"max_tokens": 0}, "at least 1"),
         ({"max_tokens": -5}, "at least 1"),
+        ({"max_tokens": 2**63}, "between 1 and 9223372036854775807"),
+        ({"top_k": 2**64}, "between -1 and 9223372036854775807"),
         ({"min_tokens": -1}, "at least 0"),
         ({"min_tokens": 9, "max_tokens": 8}, "max_tokens (8)"),
         ({"stop_token_ids": [-1]}, "at least 0"),

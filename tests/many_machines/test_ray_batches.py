@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,30 @@ def test_a_bad_row_is_told_in_its_row(model):
     assert [row["finish_reason"] for row in found] == [None, "length", "length", None, None]
     assert [row["error"] is None for row in found] == [False, True, True, False, False]
     assert "empty" in found[0]["error"] and "top_p is 7" in found[3]["error"] and "one of the two" in found[4]["error"]
+
+
+def test_options_that_are_structs_are_without_the_fields_of_other_rows(model):
+    schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    given: list[dict[str, Any]] = [
+        {"logit_bias": {"5": 100.0}, "max_tokens": 2},
+        {"logit_bias": {"7": 100.0}, "max_tokens": 2},
+        {"structured_output": {"regex": "[0-9]{3}"}},
+        {"structured_output": {"json_object": True}, "max_tokens": 2},
+        {"structured_output": {"json_schema": json.dumps(schema)}, "max_tokens": 40},
+        {"structured_output": {"json_schema": schema}},
+    ]
+
+    async def generate(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = [{"id": n, "prompt": "Once", "sampling_params": each} for n, each in enumerate(given)]
+        stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
+        return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
+
+    found = asyncio.run(generate(given[:5]))
+    assert [row["error"] for row in found] == [None] * 5
+    assert (found[0]["token_ids"], found[1]["token_ids"]) == ([5, 5], [7, 7])
+    assert re.fullmatch("[0-9]{3}", found[2]["text"]) and set(json.loads(found[4]["text"])) == {"x"}
+    (found,) = asyncio.run(generate(given[5:]))
+    assert "json_schema of a row is a struct" in found["error"]
 
 
 @pytest.mark.parametrize(("rows", "options", "says"), [

@@ -1,13 +1,16 @@
-"""Graph rewrites of a layer before it is compiled for few rows."""
+"""Versions of a compiled layer; graph rewrites before it is compiled for few rows."""
 
 from __future__ import annotations
 
+import functools
 import operator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
+from nanovllm.model.compiled_layers import compile_calls
 from nanovllm.model.joined_sums import join_last_sum
 
 ops = torch.ops.nanovllm
@@ -75,3 +78,25 @@ def test_a_product_that_somebody_else_reads_stays():
 def test_a_residual_unlike_the_product_is_refused(residual):
     with pytest.raises(ValueError, match="as the product is"):
         ops.linear_and_add(torch.zeros(1, ROWS, DEPTH), torch.zeros(OUTPUTS, DEPTH), residual)
+
+
+class Shifted(torch.nn.Module):
+    def forward(self, hidden_states, name):
+        return hidden_states + len(name)
+
+
+@pytest.mark.parametrize("takes_limit", [True, False], ids=["own limit", "limit of a thread"])
+def test_a_layer_has_more_versions_than_pytorch_allows_in_another_thread(monkeypatch, takes_limit):
+    """Such as an engine's, which is not the one that built it."""
+    compiler = functools.partial(torch.compile, backend="eager")
+    if not takes_limit:  # as earlier releases
+        monkeypatch.setattr(torch, "compile", lambda f, *, fullgraph=False, dynamic=None: compiler(
+            f, fullgraph=fullgraph, dynamic=dynamic))  # fmt: skip
+    else:
+        monkeypatch.setattr(torch, "compile", compiler)
+    layer = Shifted()
+    model = torch.nn.ModuleList([layer, torch.nn.Linear(1, 1)])
+    call, x = compile_calls(model, [layer])[layer], torch.zeros(1, 4, 8)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(lambda: [float(call(x, "x" * number).max()) for number in range(12)]).result()
+    assert found == [float(number) for number in range(12)]

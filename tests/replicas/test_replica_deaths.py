@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, EngineDeadError, SamplingParams
-from nanovllm.errors import EngineClosedError
+from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.model.source import stored_files
 from nanovllm.outputs import OutputKind
-from nanovllm.replicas import fleet, keeper, opening, pool, replica
+from nanovllm.replicas import fleet, keeper, opening, pool, pool_request, replica
 from nanovllm.replicas.pool_request import PoolRequest
 from tests.support.replicas import (
     ENDLESS,
@@ -54,6 +54,14 @@ def llm():
     for each in llm._engine.replicas:
         each._num_deaths = 0
     return llm
+
+
+def refuse_start(fleet):
+    raise ModelLoadError("another model")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def whole(prompts, params):
@@ -195,7 +203,7 @@ def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, 
 
 
 def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restart(llm, monkeypatch):
-    monkeypatch.setattr(pool, "MAX_DEATHS", 2)
+    monkeypatch.setattr(pool_request, "MAX_DEATHS", 2)
     prompts = random_prompts(2, seed=27)
     engine, stream = llm._engine, llm.stream(prompts[0], PARAMS[0])
     outputs = [next(stream) for _ in range(5)]
@@ -212,6 +220,28 @@ def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restar
     assert completions(outputs[-1:]) == whole(prompts[:1], PARAMS[0])
 
 
+def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
+    """All of them are in the replicas that die, before any has a token."""
+    engine, prompts = llm._engine, random_prompts(6, seed=37)
+    params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0)
+    engine.add(
+        engine.input_processor.process_one("poison", prompts[0], params),
+        *(engine.input_processor.process_one(f"good {n}", prompt, params) for n, prompt in enumerate(prompts)),
+    )
+    found, last, begin = {}, -1, time.monotonic()
+    while engine.requests and time.monotonic() < begin + 60.0:
+        request = engine.requests.get("poison")
+        if request is not None and request.replica is not None and request.placement != last:
+            last = request.placement
+            for index in {each.replica for each in engine.requests.values()} - {None}:
+                kill(llm, index)
+        engine.step()
+        found |= {output.request_id: output for output in engine.outputs}
+        engine.outputs.clear()
+    assert found.pop("poison").error.endswith("3 replicas died with it before they gave it a token")
+    assert completions([found[f"good {n}"] for n in range(6)]) == whole(prompts, params)
+
+
 def test_the_output_of_such_a_request_says_why(llm):
     new = llm._engine.input_processor.process_one("poison", [1, 2], PARAMS[0])
     output = PoolRequest(new).end(
@@ -225,8 +255,12 @@ def test_the_output_of_such_a_request_says_why(llm):
     assert output.finished and output.outputs[0].token_ids == []
 
 
-def test_replicas_that_die_again_and_again_are_given_up(monkeypatch):
-    monkeypatch.setattr(replica, "BACKOFF_SECONDS", ())
+@pytest.mark.parametrize("is_refused", [False, True], ids=["deaths", "refused starts"])
+def test_replicas_that_die_again_and_again_are_given_up(monkeypatch, is_refused):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("nowhere")])  # scripts have such entries
+    monkeypatch.setattr(replica, "BACKOFF_SECONDS", (0.0,) if is_refused else ())
+    if is_refused:
+        monkeypatch.setattr(fleet.Fleet, "_check_files", refuse_start)
     monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
     with LLM(tiny_folder(), **OPTIONS) as llm:
         prompt, ids = random_prompts(1, seed=28)[0], process_ids(llm)
@@ -334,6 +368,17 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
         assert completions(llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)) == completions([first])
         main.write_text(old)
         wait_until(lambda: all_up(llm))
+
+
+def test_an_error_while_messages_are_taken_ends_the_pool(monkeypatch):
+    """A second Ctrl-C, which comes through at once: what was received is lost in part."""
+    monkeypatch.setattr("nanovllm.llm.open_engine", opening.open_pool)
+    with LLM(tiny_folder(), **OPTIONS) as llm:
+        monkeypatch.setattr(pool.ReplicaPool, "_take", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="these replicas are dead"):
+            llm.generate([[1, 2]], use_tqdm=False)
 
 
 def test_a_forgotten_pool_is_looked_after_no_longer():

@@ -182,6 +182,12 @@ def test_an_error_of_a_replica_is_raised_as_one_engine_raises_it():
         opening.open_pool(tiny_folder(), None, None, {"max_model_len": 9999})
 
 
+def test_a_gpu_that_is_not_there_is_refused_as_one_engine_refuses_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="but PyTorch sees no GPU"):
+        opening.shares_of_host(EngineConfig(device="cuda", data_parallel_size=2))
+
+
 def test_gpus_are_shared_one_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

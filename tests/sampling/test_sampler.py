@@ -435,6 +435,17 @@ def test_stop_tokens_are_suppressed_until_min_tokens_are_there(temperature):
     assert draw_after(3) in (1, 2)
 
 
+def test_a_function_cannot_raise_a_stop_token_before_min_tokens():
+    logits = torch.zeros(1, 4)
+    own = {"logits_processors": [lambda ids, row: torch.tensor([0.0, 9.0, 8.0, 1.0])], "temperature": 0.0}
+
+    def draw_after(num_output_tokens):
+        options = own | {"min_tokens": 3, "stop_token_ids": [2], "num_output_tokens": num_output_tokens}
+        return draw(logits, [request(eos=(1,), **options)], [1 + num_output_tokens])
+
+    assert [draw_after(2), draw_after(3)] == [[3], [1]]
+
+
 def test_min_tokens_of_one_request_suppresses_nothing_for_its_neighbour():
     logits = torch.zeros(2, 4)
     logits[:, 1] = 20.0

@@ -1,0 +1,50 @@
+"""Requests of a pool without a replica: all while none is up, and those that may be what kills replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from nanovllm.replicas.pool_request import PoolRequest
+
+
+class WaitingRequests:
+    """Admits requests to replicas, suspects one after the other.
+
+    A request that kills its replica takes along what waits behind it, and all of these move together. Before its last
+    death each is tried alone, without the other suspects, so that a harmless one never ends for another's fault.
+    """
+
+    def __init__(self) -> None:
+        self._requests: deque[PoolRequest] = deque()
+        self._on_trial: PoolRequest | None = None
+
+    def admit(self, requests: Iterable[PoolRequest], *, has_replica: bool) -> list[PoolRequest]:
+        """Those of the waiting and these requests that may be placed now; the others wait."""
+        candidates = [*self._requests, *requests]
+        self._requests.clear()
+        admitted = []
+        for request in candidates:
+            if not has_replica or (request.is_suspect and not self._is_trial_over):
+                self._requests.append(request)
+                continue
+            if request.is_suspect:
+                self._on_trial = request
+            admitted.append(request)
+        return admitted
+
+    @property
+    def may_admit(self) -> bool:
+        return bool(self._requests) and self._is_trial_over
+
+    @property
+    def _is_trial_over(self) -> bool:
+        request = self._on_trial
+        return request is None or request.is_ended or not request.is_suspect
+
+    def discard(self, request: PoolRequest) -> None:
+        if request in self._requests:
+            self._requests.remove(request)
+
+    def clear(self) -> None:
+        self._requests.clear()
