@@ -20,7 +20,7 @@ import nanovllm.ray
 from nanovllm import LLM, SamplingParams
 from nanovllm.ray.batches import Stage, row_seed
 from tests.support.ray_clusters import ENGINE, NODE_CPUS, comes_true, die, join
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 NUM_FILES, ROWS_PER_FILE = 4, 15
@@ -95,7 +95,8 @@ def test_a_bad_row_is_told_in_its_row(model):
     assert "empty" in found[0]["error"] and "top_p is 7" in found[3]["error"] and "one of the two" in found[4]["error"]
 
 
-def test_options_that_are_structs_are_without_the_fields_of_other_rows(model):
+def test_options_that_are_structs_are_without_the_fields_of_other_rows(tmp_path):
+    model = save_tiny(tmp_path, eos_token_id=tiny_tokenizer().convert_tokens_to_ids("<|end|>"))
     schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
     given: list[dict[str, Any]] = [
         {"logit_bias": {"5": 100.0}, "max_tokens": 2},
