@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.grammar.matcher import Matcher, shortened
+from nanovllm.grammar.vocabulary import makes_markers, read_vocabulary
 from nanovllm.structured_output import GrammarError, StructuredOutput, with_white_space
 
 MAX_CACHED = 256  # compiled grammars of one tokenizer
@@ -25,15 +26,6 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-# Sets of tokens, each those that its expression matches and none before it does. Where a grammar allows all texts of an
-# expression, its tokens are allowed at once, and the others are tried one by one: long tokens and those with quotes and
-# line breaks took most of the time of free text. The first three and the fifth are llguidance's own.
-SLICES = [
-    r"[\x20\x0A\x0D\x09]+",
-    *(rf'[^"\\\x00-\x1F\x7F]{times}' for times in ("{1,10}", "{1,30}", "{1,128}", "+")),
-    r"(?s:.){1,30}",
-    r"(?s:.){1,128}",
-]
 
 
 class GrammarCompiler:
@@ -59,11 +51,11 @@ class GrammarCompiler:
         Raises ValueError that names the field and what is wrong with it, or why this model cannot have any.
         """
         with self._lock:
-            vocabulary, found = self.vocabulary, self._compiled.get(form)
+            vocabulary, is_forced, found = self.vocabulary, self._is_forced, self._compiled.get(form)
             if found is not None:
                 self._compiled.move_to_end(form)
                 return found
-        found = _compile(form, vocabulary)  # without the lock, which a large one would hold too long
+        found = _compile(form, vocabulary, is_forced)  # without the lock, which a large one would hold too long
         with self._lock:
             self._compiled[form] = found
             if len(self._compiled) > MAX_CACHED:
@@ -73,8 +65,6 @@ class GrammarCompiler:
     @cached_property
     def vocabulary(self) -> Any:
         """llguidance's `LLTokenizer`."""
-        from llguidance.hf import from_tokenizer
-
         if not self._eos_token_ids:
             raise ValueError(
                 "structured_output needs an end-of-sequence token, by which an output ends, and the model names none. "
@@ -82,21 +72,27 @@ class GrammarCompiler:
             )
         num_tokens = max(self._num_logits, len(self._tokenizer))
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=num_tokens, eos_token=self._eos_token_ids, slices=SLICES)
+            return read_vocabulary(self._tokenizer, num_tokens, self._eos_token_ids)
         except Exception as error:
             raise ValueError(
                 f"structured_output needs a tokenizer that llguidance can read, one of the tokenizers library; of this "
                 f"{type(self._tokenizer).__name__} it says: {shortened(str(error))}"
             ) from error
 
+    @cached_property
+    def _is_forced(self) -> bool:
+        """Whether text without alternatives comes in the tokenizer's own tokens, and not in any that spell it."""
+        return not makes_markers(self.vocabulary, self._tokenizer)
 
-def _compile(form: StructuredOutput, vocabulary: Any) -> Matcher:
+
+def _compile(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Matcher:
     from llguidance import LLMatcher, LLParserLimits
 
     name = f"structured_output.{form.kind}"
     try:
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        state = LLMatcher(vocabulary, _grammar(form), log_level=0, limits=limits)
+        grammar = _grammar(form) if is_forced else _unforced(_grammar(form))
+        state = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     except Exception as error:  # its constructors promise none but for JSON that is none
         raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
     if state.is_error():
@@ -146,6 +142,15 @@ def _grammar(form: StructuredOutput) -> str:
         return str(LLMatcher.grammar_from_regex("|".join(map(_escaped, form.choice))))
     schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
     return str(LLMatcher.grammar_from_json_schema(json.dumps(with_white_space(schema), ensure_ascii=False)))
+
+
+def _unforced(grammar: str) -> str:
+    """The grammar, which allows every token that fits where its text is without alternatives."""
+    option = '%llguidance {"no_forcing": true}\n'
+    if not grammar.lstrip().startswith("{"):
+        return option + grammar
+    first, *others = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": f"{option}start: @form"}, first | {"name": "form"}, *others]})
 
 
 def _escaped(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from nanovllm.grammar.vocabulary import is_marker
 from nanovllm.server.answers.thought_count import marker_id
 
 _META = re.compile(r"[\\^$.|?*+()\[\]{}/]")
@@ -42,8 +43,7 @@ class Rules:
         """Id of a marker that is a token to llguidance, which free text does not hold; None for one that is text."""
         token_id = marker_id(self._tokenizer, marker)
         added = (getattr(self._tokenizer, "added_tokens_decoder", None) or {}).get(token_id)
-        is_token = added is not None and (added.special or (marker.startswith("<") and marker.endswith(">")))
-        return token_id if is_token else None
+        return token_id if added is not None and is_marker(marker, added.special) else None
 
     def marker(self, marker: str) -> str:
         token_id = self.token_id(marker)
