@@ -124,6 +124,13 @@ def check_form(form: StructuredOutput) -> None:
         raise problem
 
 
+def lark_regex(regex: str) -> str:
+    """A regular expression as Lark has it between slashes; its classes are of ASCII, as in JSON Schema."""
+    from llguidance import regex_to_lark
+
+    return str(regex_to_lark(regex, "dw"))
+
+
 def _problem(name: str, grammar: str) -> ValueError | None:
     from llguidance import LLMatcher, LLParserLimits
 

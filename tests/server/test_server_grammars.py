@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from typing import Any
 
 import jsonschema
 import llguidance
-import llguidance.hf
 import pytest
 
 from nanovllm.grammar.compiler import GrammarCompiler
-from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import Demand, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
-from nanovllm.server.answers.tool_calls import FORMATS
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.forms import named_by
 from nanovllm.structured_output import StructuredOutput
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.answer_grammars import setting_of
 
 WEATHER = {
     "type": "object",
@@ -64,73 +60,6 @@ CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": AR
         "glm": GLM, "harmony": HARMONY}  # fmt: skip
 
 
-@functools.cache
-def setting_of(tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> Setting:
-    return Setting(tools, reasoning, as_tokens=as_tokens)
-
-
-class Setting:
-    """A tokenizer with the markers of a format, as tokens or as text, and llguidance's view of it."""
-
-    def __init__(self, tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> None:
-        self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
-        if as_tokens:
-            plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷"]  # fmt: skip
-            special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
-                       "<|return|>"]  # fmt: skip
-            if tools == "mistral_args":
-                special += ["[ARGS]", "[CALL_ID]"]
-            self.tokenizer.add_tokens(plain)
-            self.tokenizer.add_special_tokens({"additional_special_tokens": special})
-        self.form = AnswerFormat(
-            REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])
-        )
-        self.closing = self.tokenizer({"seed": "</parameter>", "glm": "</arg_value>"}.get(tools, ""))["input_ids"]
-        self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
-        self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
-
-    def matcher(self, demand: Demand, is_open: bool) -> llguidance.LLMatcher:
-        built = build_form(demand, self.form, self.tokenizer, is_open=is_open)
-        grammar = built.grammar or f"start: %json {built.json_schema}"
-        matcher = llguidance.LLMatcher(self.guide, grammar)
-        assert not matcher.is_error(), (matcher.get_error(), grammar)
-        return matcher
-
-    def accepts(self, demand: Demand, text: str, *, is_open: bool = False) -> bool:
-        matcher = self.matcher(demand, is_open)
-        ids = self.tokenizer(text)["input_ids"]
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    def generate(
-        self, demand: Demand, chance: random.Random, *, is_open: bool = False, limit: int = 2000
-    ) -> str | None:
-        """A random text of the grammar; None if it has not ended within the limit."""
-        matcher, ids = self.matcher(demand, is_open), []
-        hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
-        while len(ids) < limit:
-            # The end of a free text, which chance would hardly spell.
-            if self.closing and chance.random() < 0.03 and matcher.validate_tokens(self.closing) == len(self.closing):
-                assert matcher.consume_tokens(self.closing)
-                ids += self.closing
-                continue
-            allowed = [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
-            if self.end_id in allowed and chance.random() < 0.9:
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-            likely = [token_id for token_id in allowed if token_id in hasty]
-            chosen = chance.choice(likely if likely and chance.random() < 0.4 else allowed)
-            if chosen == self.end_id:
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-            assert matcher.consume_token(chosen)
-            ids.append(chosen)
-            if matcher.is_stopped():
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-        return None
-
-    def read(self, text: str, *, is_open: bool = False) -> Any:
-        return self.form.stream(SCHEMAS, is_open=is_open).add(text, is_last=True)
-
-
 @pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
 def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
     setting = setting_of(name, as_tokens=as_tokens)
@@ -139,7 +68,7 @@ def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
     for wrong in ("Hello", CALL[name].replace("weather", "whether"), CALL[name].replace("city", "town"),
                   CALL[name].replace("C", "K"), "Hello" + CALL[name], CALL[name][:-4], ""):  # fmt: skip
         assert not setting.accepts(demand, wrong), wrong
-    (call,) = setting.read(CALL[name]).calls
+    (call,) = setting.read(CALL[name], SCHEMAS).calls
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
 
 
@@ -150,7 +79,7 @@ def test_whatever_is_generated_is_a_valid_call(name, as_tokens):
         text = setting.generate(Demand(tools=TOOLS, must_call=True), chance)
         if text is None:
             continue
-        found = setting.read(text)
+        found = setting.read(text, SCHEMAS)
         assert found.calls and not found.content, text
         for call in found.calls:
             jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
@@ -187,7 +116,7 @@ def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
     setting = setting_of(name)
     for must_call in (True, False):
         assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
-    (call,) = setting.read(text).calls
+    (call,) = setting.read(text, SCHEMAS).calls
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
 
 
@@ -195,7 +124,7 @@ def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
 def test_several_calls_may_stand_on_one_line(name):
     setting, text = setting_of(name), CALL[name] + CALL[name]
     assert setting.accepts(Demand(tools=TOOLS, must_call=True), text)
-    assert len(setting.read(text).calls) == 2
+    assert len(setting.read(text, SCHEMAS).calls) == 2
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "mistral_args", "qwen_xml", "seed", "glm"])
@@ -203,7 +132,7 @@ def test_several_calls_unless_they_are_not_wanted(name):
     setting = setting_of(name)
     two = {"llama": f"{LLAMA}; {LLAMA}", "mistral": MISTRAL[:-1] + ", " + MISTRAL[len("[TOOL_CALLS][") :]}
     text = two.get(name, CALL[name] + CALL[name] if name == "mistral_args" else f"{CALL[name]}\n{CALL[name]}")
-    assert len(setting.read(text).calls) == 2
+    assert len(setting.read(text, SCHEMAS).calls) == 2
     for must_call in (True, False):
         assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
         if (name, must_call) != ("mistral", False):  # a list in one marker

@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 
 from nanovllm.outputs import CompletionOutput
@@ -156,6 +157,73 @@ def test_a_delta_of_text_around_a_call_keeps_their_order_in_every_protocol(form,
     )
     events = b"".join(writer.add(None, completion, tally)).decode()
     assert re.findall('"content_block":{"type":"([a-z_]+)"', events) == ["text", "tool_use", "text"]
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as Pydantic writes it
+ROOT = {"$defs": {"zip": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]}}}
+VALUES: list[tuple[Any, str, Any]] = [
+    (OPTIONAL, "02139", "02139"),
+    (OPTIONAL, "5551234", "5551234"),
+    (OPTIONAL, "1e5", "1e5"),
+    (OPTIONAL, "true", "true"),
+    (OPTIONAL, "False", "False"),
+    (OPTIONAL, '{"a": [1]}', '{"a": [1]}'),
+    (OPTIONAL, "null", None),
+    (OPTIONAL, "None", None),
+    (OPTIONAL, '"5551234"', "5551234"),  # as a constrained answer has it
+    ({"type": ["string", "null"]}, "5551234", "5551234"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["null", "string"], "enum": ["1", "2", None]}, "1", "1"),
+    ({"enum": ["1", "2", None]}, "2", "2"),
+    ({"enum": [1, "2"]}, "2", "2"),
+    ({"const": "1"}, "1", "1"),
+    ({"oneOf": [{"const": "1"}, {"type": "boolean"}]}, "1", "1"),
+    ({"oneOf": [{"const": "1"}, {"type": "boolean"}]}, "true", True),
+    ({"$ref": "#/$defs/zip"}, "12345", "12345"),
+    ({"anyOf": [{"$ref": "#/$defs/zip"}, {"type": "null"}]}, "12345", "12345"),
+    ({"allOf": [{"$ref": "#/$defs/zip"}]}, "12345", "12345"),
+    ({"type": ["string", "boolean"]}, "1", "1"),
+    ({"type": ["string", "integer"]}, "1", 1),
+    ({"type": ["string", "integer"]}, "1.5", "1.5"),
+    ({"type": ["string", "number"]}, "1.5", 1.5),
+    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+    ({"type": "integer"}, "1", 1),
+    ({}, "1", 1),
+    ({"$ref": "#/$defs/loop"}, "1", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen_xml", "<function=f>\n<parameter=x>\n%s\n</parameter>\n</function>"),
+        ("seed", "<seed:tool_call>\n<function=f>\n<parameter=x>%s</parameter>\n</function>\n</seed:tool_call>"),
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"),
+    ],
+)
+def test_what_looks_like_json_stays_a_string_where_the_schema_allows_no_other(form, text):
+    for schema, written, value in VALUES:
+        root = {"type": "object", "properties": {"x": schema}, **ROOT}
+        (call,) = ToolStream(FORMATS[form], {"f": root}).add(text % written, is_last=True)
+        arguments = json.loads(call["function"]["arguments"])
+        assert repr(arguments) == repr({"x": value}), (schema, written)
+        if schema != {"$ref": "#/$defs/loop"}:
+            jsonschema.validate(arguments, root)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5}, {"type": ["text", 5]}, {"enum": 5}, {"anyOf": 5}, {"anyOf": [5, "x"]}, {"$ref": 5},
+        {"$ref": "#/$defs/none"}, {"$ref": "#/$defs/zip/" + "9" * 5000}, {"$ref": "other.json"}, 5, True,
+    ],
+    ids=lambda schema: str(schema)[:30],
+)  # fmt: skip
+def test_a_parameter_whose_schema_says_nothing_is_read_as_json(schema):
+    root = {"properties": {"x": schema}, **ROOT}
+    text = "<function=f>\n<parameter=x>\n12\n</parameter>\n</function>"
+    (call,) = ToolStream(FORMATS["qwen_xml"], {"f": root}).add(text, is_last=True)
+    assert json.loads(call["function"]["arguments"]) == {"x": 12}
 
 
 def test_space_at_the_end_is_content_once():

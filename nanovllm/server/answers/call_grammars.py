@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.server.answers import harmony
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.tagged_calls import is_text
+from nanovllm.server.answers.text_values import text_value
 
 Tool = dict[str, Any]  # in OpenAI's form
 
@@ -186,22 +187,17 @@ def _arguments(rules: Rules, tool: Tool, opening: Callable[[str], str] | None, c
                 f"{rules.marker('<arg_key>')} {rules.literal(key)} {rules.marker('</arg_key>')} "
                 f"{_LINE_BREAK} {rules.marker('<arg_value>')}"
             )
-        part = f"{head} {_value(rules, own, shared, closing)}"
+        if is_text(own):  # as it stands; anything else as JSON
+            owner = f"the string {key!r} of {function['name']!r}"
+            guided = own | {"x-guidance": schema["x-guidance"]}
+            value = text_value(rules, guided, closing, owner, is_strict=bool(function.get("strict")))
+        else:
+            value = f"{rules.json((own if isinstance(own, dict) else {}) | shared)} {rules.marker(closing)}"
+        part = f"{head} {value}"
         if opening is None:
             part += f" {_LINE_BREAK}"
         parts.append(part if key in required else f"({part})?")
     return " ".join(parts) or '""'
-
-
-def _value(rules: Rules, schema: Any, shared: dict[str, Any], closing: str) -> str:
-    """A value with the tag behind it: a string as it stands, anything else as JSON."""
-    if not is_text(schema):
-        own = schema if isinstance(schema, dict) else {}
-        return f"{rules.json(own | shared)} {rules.marker(closing)}"
-    if "const" in schema or "enum" in schema:
-        texts = [schema["const"]] if "const" in schema else schema["enum"]
-        return f"{rules.add(' | '.join(map(rules.literal, texts)))} {rules.marker(closing)}"
-    return rules.until(closing)
 
 
 def calls_to_channels(rules: Rules, tools: Sequence[Tool]) -> str:

@@ -19,15 +19,21 @@ class Rules:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._rules: dict[str, str] = {}  # name by its definition
+        self._terminals: dict[str, str] = {}  # likewise
 
     def add(self, body: str, options: str = "") -> str:
         """Add a rule unless it is there; returns its name."""
         definition = f"[{options}]: {body}" if options else f": {body}"
         return self._rules.setdefault(definition, f"r{len(self._rules)}")
 
+    def terminal(self, body: str) -> str:
+        """Add a terminal unless it is there; returns its name. Only terminals have `&` and `~`."""
+        return self._terminals.setdefault(f": {body}", f"T{len(self._terminals)}")
+
     def text(self, start: str) -> str:
         """The grammar."""
-        return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in self._rules.items())]) + "\n"
+        named = [*self._rules.items(), *self._terminals.items()]
+        return "\n".join([f"start: {start}", *(f"{name}{body}" for body, name in named)]) + "\n"
 
     def json(self, schema: Any) -> str:
         return self.add(f"%json {json.dumps(schema, ensure_ascii=False)}")
@@ -49,10 +55,12 @@ class Rules:
         token_id = self.token_id(marker)
         return self.literal(marker) if token_id is None else f"<[{token_id}]>"
 
-    def until(self, marker: str) -> str:
-        """Free text up to a marker, which it includes."""
+    def until(self, marker: str, terminal: str | None = None) -> str:
+        """Text up to a marker, which it includes: free text, or that of a terminal."""
         token_id = self.token_id(marker)
         if token_id is not None:
-            return f"{self.free_text()} <[{token_id}]>"
+            return f"{terminal or self.free_text()} <[{token_id}]>"
+        if terminal is not None:
+            return self.add(f"{terminal} {self.literal(marker)}", "lazy")
         escaped = _META.sub(r"\\\g<0>", marker).replace("\n", r"\n")
         return self.add(rf"/(.|\n)*{escaped}/", "lazy")

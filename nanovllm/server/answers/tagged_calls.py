@@ -10,7 +10,8 @@
     </function>
     </tool_call>
 
-A value is a string as it stands, or JSON: the tool's schema says which.
+A value is a string as it stands, or JSON: the tool's schema says which. If it allows both, what is JSON of a type that
+it allows is read as such.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 Call = tuple[str, Any]  # function name, arguments
 Tools = Mapping[str, Any]  # JSON Schema of the parameters by the tool's name; None or {} for any
 NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised for text that is not a call
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "boolean": (bool,), "null": (type(None),), "array": (list,), "object": (dict,),
+    "number": (int, float), "integer": (int,),
+}  # fmt: skip
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -111,7 +117,7 @@ def _typed(found: list[tuple[str, str]], schema: Any, *, trims: bool = True) -> 
         if trims:
             value = value.removeprefix("\n").removesuffix("\n")
         own = properties.get(key.strip()) if isinstance(properties, dict) else None
-        arguments[key.strip()] = _value(value, own)
+        arguments[key.strip()] = _value(value, own, schema)
     return arguments
 
 
@@ -120,17 +126,79 @@ def is_text(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     if "type" not in schema and "enum" in schema:
-        return all(isinstance(value, str) for value in schema["enum"])
+        listed = schema["enum"]
+        return isinstance(listed, list) and all(isinstance(value, str) for value in listed)
     return bool(schema.get("type") == "string")
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: Any, root: Any) -> Any:
     if is_text(schema):
         return text
     stripped = text.strip()
-    if stripped in _PYTHON:
-        return _PYTHON[stripped]
     try:
-        return json.loads(text)
+        value = _PYTHON[stripped] if stripped in _PYTHON else json.loads(text)
+        allowed = AllowedValues(root)
+        return text if allowed.has(text, schema) and not allowed.has(value, schema) else value
     except (ValueError, RecursionError):
         return text  # unquoted, as these formats write strings
+
+
+class AllowedValues:
+    """Tells whether a schema's types and values allow a value; other keywords, and what is no schema, allow any.
+
+    Args:
+        root: schema of all arguments, in which a `$ref` is found.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._followed: dict[tuple[str, int], bool] = {}  # by reference and value; once, so that none goes round
+
+    def has(self, value: Any, schema: Any) -> bool:
+        if not isinstance(schema, dict):
+            return schema is not False
+        types = schema.get("type")
+        if isinstance(types, str):
+            types = [types]
+        if isinstance(types, list) and not any(_is_of(value, name) for name in types):
+            return False
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and not any(type(own) is type(value) and own == value for own in values):
+            return False
+        for key, decide in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            inner = schema.get(key)
+            if isinstance(inner, list) and not decide([self.has(value, own) for own in inner]):
+                return False
+        return self._is_referred(value, schema.get("$ref"))
+
+    def _is_referred(self, value: Any, reference: Any) -> bool:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return True
+        key = (reference, id(value))
+        if key not in self._followed:
+            self._followed[key] = True  # if it comes back to itself
+            self._followed[key] = self.has(value, self._found(reference))
+        return self._followed[key]
+
+    def _found(self, reference: str) -> Any:
+        """What a JSON pointer shows; None if it leads nowhere."""
+        found = self._root
+        for part in filter(None, unquote(reference[1:]).split("/")):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and len(name) < 7 and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+
+def _is_of(value: Any, name: Any) -> bool:
+    """Whether a value is of a type of JSON Schema."""
+    types = _TYPES.get(name) if isinstance(name, str) else None
+    if types is None:
+        return True
+    if isinstance(value, bool):
+        return bool in types
+    if name == "integer" and isinstance(value, float):
+        return bool(value.is_integer())
+    return isinstance(value, types)

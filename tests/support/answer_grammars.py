@@ -1,0 +1,83 @@
+"""Grammars of whole answers under llguidance itself: what they accept, random texts of them, what is read in these."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import llguidance
+import llguidance.hf
+
+from nanovllm.server.answers.answer_format import AnswerFormat
+from nanovllm.server.answers.grammar import Demand, build_form
+from nanovllm.server.answers.reasoning import REASONING_FORMATS
+from nanovllm.server.answers.tool_calls import FORMATS
+from tests.support.tiny_models import tiny_tokenizer
+
+
+@functools.cache
+def setting_of(tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> Setting:
+    return Setting(tools, reasoning, as_tokens=as_tokens)
+
+
+class Setting:
+    """A tokenizer with the markers of a format, as tokens or as text, and llguidance's view of it."""
+
+    def __init__(self, tools: str, reasoning: str = "none", *, as_tokens: bool = True) -> None:
+        self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
+        if as_tokens:
+            plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷"]  # fmt: skip
+            special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
+                       "<|return|>"]  # fmt: skip
+            if tools == "mistral_args":
+                special += ["[ARGS]", "[CALL_ID]"]
+            self.tokenizer.add_tokens(plain)
+            self.tokenizer.add_special_tokens({"additional_special_tokens": special})
+        self.form = AnswerFormat(
+            REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])
+        )
+        self.closing = self.tokenizer({"seed": "</parameter>", "glm": "</arg_value>"}.get(tools, ""))["input_ids"]
+        self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
+        self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
+
+    def matcher(self, demand: Demand, is_open: bool) -> llguidance.LLMatcher:
+        built = build_form(demand, self.form, self.tokenizer, is_open=is_open)
+        grammar = built.grammar or f"start: %json {built.json_schema}"
+        matcher = llguidance.LLMatcher(self.guide, grammar)
+        assert not matcher.is_error(), (matcher.get_error(), grammar)
+        return matcher
+
+    def accepts(self, demand: Demand, text: str, *, is_open: bool = False) -> bool:
+        matcher = self.matcher(demand, is_open)
+        ids = self.tokenizer(text)["input_ids"]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def generate(
+        self, demand: Demand, chance: random.Random, *, is_open: bool = False, limit: int = 2000
+    ) -> str | None:
+        """A random text of the grammar; None if it has not ended within the limit."""
+        matcher, ids = self.matcher(demand, is_open), []
+        hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
+        while len(ids) < limit:
+            # The end of a free text, which chance would hardly spell.
+            if self.closing and chance.random() < 0.03 and matcher.validate_tokens(self.closing) == len(self.closing):
+                assert matcher.consume_tokens(self.closing)
+                ids += self.closing
+                continue
+            allowed = [token_id for token_id, bias in enumerate(matcher.compute_logit_bias()) if bias]
+            if self.end_id in allowed and chance.random() < 0.9:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            likely = [token_id for token_id in allowed if token_id in hasty]
+            chosen = chance.choice(likely if likely and chance.random() < 0.4 else allowed)
+            if chosen == self.end_id:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            assert matcher.consume_token(chosen)
+            ids.append(chosen)
+            if matcher.is_stopped():
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return None
+
+    def read(self, text: str, schemas: dict[str, Any], *, is_open: bool = False) -> Any:
+        return self.form.stream(schemas, is_open=is_open).add(text, is_last=True)
