@@ -23,7 +23,7 @@ def read_vocabulary(tokenizer: Any, num_tokens: int, eos_token_ids: Collection[i
 
     llguidance has the tokenizer split the text that a grammar forces, and a tokenizer finds its markers there: of the
     text `</s>` it makes one token, which stands for no text. Here no text holds a marker; other added tokens keep
-    their text.
+    their text, but for those that are decoded to another one, which are markers here.
 
     Args:
         num_tokens: ids of the vocabulary; those that the tokenizer lacks are never allowed.
@@ -40,12 +40,21 @@ def read_vocabulary(tokenizer: Any, num_tokens: int, eos_token_ids: Collection[i
         "normalizers": [*filter(None, [found["normalizer"]]), {"type": "Prepend", "prepend": uuid.uuid4().hex}],
     }
     for token in found["added_tokens"]:
-        token["special"] |= token["id"] in eos_token_ids
+        token["special"] |= token["id"] in eos_token_ids or not _is_text(token, tokenizer)
         token["normalized"] = is_marker(token["content"], token["special"])
         token["lstrip"] = token["rstrip"] = False  # white space beside it is text
     found["truncation"] = found["padding"] = None
     text = json.dumps(found)[:-1] + separator + model
     return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos_token_ids), slices=SLICES)
+
+
+def _is_text(token: dict[str, Any], tokenizer: Any) -> bool:
+    """Whether an added token's text stands behind other text as it is: a decoder may put a space between."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    before, content = tokenizer.encode("a", add_special_tokens=False), token["content"]
+    decoded = tokenizer.decode([*before, token["id"]], **options)
+    beginning = tokenizer.decode(before, **options)
+    return decoded in (beginning + content, beginning + content.replace("▁", " "))  # SentencePiece's space
 
 
 def is_marker(content: str, special: bool) -> bool:

@@ -36,7 +36,7 @@ from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.pool_stats import PoolStats
 from nanovllm.replicas.replica import Replica
 from nanovllm.replicas.routing import Route
-from nanovllm.replicas.waiting import WaitingRequests
+from nanovllm.replicas.waiting import WaitingRequests, may_have_run
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.seeds import sample_seeds
 from nanovllm.sequence import NewRequest
@@ -286,9 +286,10 @@ class ReplicaPool:
         orphans = replica.bury(self.clock())
         fate = "given up" if replica.state == "failed" else "started again"
         logger.error("replica %d has died with %d requests; it is %s", replica.index, len(orphans), fate)
-        moved = []
+        ages = bool(self.config.priority_ageing_s)
+        suspects, moved = set(may_have_run(orphans, replica.max_num_seqs, ages=ages)), []
         for request in orphans:
-            if (error := request.note_death()) is None:
+            if request not in suspects or (error := request.note_death()) is None:
                 moved.append(request)
             else:
                 self.outputs.append(self._end(request, "error", error))

@@ -42,7 +42,8 @@ class PoolRequest:
     placement: changes with each replica that it is sent to.
     replica: index of the one that runs it; None while it waits for one.
     samples, metrics: as last reported.
-    num_deaths: replicas that died with it, since it last got a token.
+    num_deaths: replicas that died while they may have run it, since it last got a token that it had not had before.
+    has_begun: whether it has a token in its present replica.
     """
 
     def __init__(self, new: NewRequest) -> None:
@@ -50,7 +51,7 @@ class PoolRequest:
         self.placement = -1
         self.replica: int | None = None
         self.num_deaths = 0
-        self.is_ended = False
+        self.is_ended = self.has_begun = False
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout
         reports = new.params.logprobs is not None
         self.samples = [PoolSample(logprobs=[] if reports else None) for _ in range(new.params.n)]
@@ -87,7 +88,9 @@ class PoolRequest:
             self._answer.logits = sent.answer_logits
         if is_final and sent.finished:
             return self._output([completion.to_output() for completion in sent.completions], is_finished=True)
-        self.num_deaths = 0
+        self.has_begun = True
+        if any(completion.token_ids for completion in sent.completions):  # else it begins anew in each replica
+            self.num_deaths = 0
         for completion in sent.completions:
             sample = self.samples[completion.index]
             sample.text += completion.text

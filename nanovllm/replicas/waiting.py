@@ -8,10 +8,28 @@ from collections.abc import Iterable
 from nanovllm.replicas.pool_request import PoolRequest
 
 
+def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bool) -> list[PoolRequest]:
+    """Those of a replica's requests that its scheduler may have run; the others waited behind them.
+
+    Args:
+        ages: requests that wait overtake others, so that their order is not known here.
+    """
+    ordered = sorted(requests, key=lambda request: (request.new.priority, request.placement))
+    if ages:
+        return ordered
+    found, num_samples = [], 0
+    for request in ordered:
+        if num_samples >= max_num_seqs:
+            break
+        found.append(request)
+        num_samples += request.new.params.n
+    return found
+
+
 class WaitingRequests:
     """Admits requests to replicas, suspects one after the other.
 
-    A request that kills its replica takes along what waits behind it, and all of these move together. Before its last
+    A request that kills its replica takes along what runs beside it, and all of these move together. Before its last
     death each is tried alone, without the other suspects, so that a harmless one never ends for another's fault.
     """
 
@@ -21,8 +39,12 @@ class WaitingRequests:
 
     def admit(self, requests: Iterable[PoolRequest], *, has_replica: bool) -> list[PoolRequest]:
         """Those of the waiting and these requests that may be placed now; the others wait."""
-        candidates = [*self._requests, *requests]
-        self._requests.clear()
+        candidates = list(requests)
+        if self._on_trial in candidates:  # its replica has died, of something else
+            self._on_trial = None
+        if has_replica and self._is_trial_over:
+            candidates[:0] = self._requests
+            self._requests.clear()
         admitted = []
         for request in candidates:
             if not has_replica or (request.is_suspect and not self._is_trial_over):
@@ -30,6 +52,7 @@ class WaitingRequests:
                 continue
             if request.is_suspect:
                 self._on_trial = request
+                request.has_begun = False
             admitted.append(request)
         return admitted
 
@@ -40,7 +63,9 @@ class WaitingRequests:
     @property
     def _is_trial_over(self) -> bool:
         request = self._on_trial
-        return request is None or request.is_ended or not request.is_suspect
+        if request is not None and (request.is_ended or request.has_begun or not request.is_suspect):
+            self._on_trial = request = None
+        return request is None
 
     def discard(self, request: PoolRequest) -> None:
         if request in self._requests:
@@ -48,3 +73,4 @@ class WaitingRequests:
 
     def clear(self) -> None:
         self._requests.clear()
+        self._on_trial = None

@@ -171,6 +171,28 @@ def test_an_added_word_stays_one_token_and_blanks_beside_it_are_kept():
     assert VOCAB_SIZE in found and own.decode(found) == "a  [word] b"
 
 
+def test_an_added_word_that_is_decoded_with_a_space_is_spelled():
+    """As of Llama 2's kind of tokenizer, whose normalizer and decoder have spaces of their own."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    own = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    own.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    own.add_special_tokens([AddedToken(text, normalized=False) for text in pieces[:3]])
+    own.add_tokens([AddedToken("[word]", normalized=True)])
+    own = PreTrainedTokenizerFast(tokenizer_object=own, clean_up_tokenization_spaces=False)
+    assert own.decode([*own.encode("a"), len(pieces)]) == "a [word]"
+    compiler = GrammarCompiler(own, len(own), [2])
+    for text in ("a[word]b", "x= [word];"):
+        matcher, found = compiler.matcher(StructuredOutput(choice=(text,))).copy(), []
+        while (token_id := allowed(matcher)[0]) != 2:
+            matcher.consume(token_id)
+            found.append(token_id)
+        assert own.decode(found) == text
+
+
 def test_an_end_of_sequence_that_is_an_added_word_is_no_text():
     own = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str().replace('"</s>"', '"[END]"'))
     own = json.loads(own.to_str())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -13,7 +14,9 @@ import pytest
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput
+from nanovllm.server.openai.completions import CompletionJob
 from nanovllm.server.openai.generation import finish_reasons
+from nanovllm.server.token_text import TokenText
 from tests.support.async_llms import bounded, offline
 from tests.support.serving import MODEL, Serving, serving
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -223,6 +226,25 @@ def test_offsets_index_the_text_though_characters_span_tokens(client, stream):
     whole = [number for number, token in enumerate(tokens) if "\ufffd" not in token and not token.startswith("<|")]
     assert len(whole) > 8 and all(text.startswith(tokens[number], offsets[number]) for number in whole)
     assert offsets[:6] == [0, 0, 0, 1, 1, 1]
+
+
+def test_offsets_of_an_echo_skip_what_the_tokenizer_adds_and_count_special_tokens_of_the_text():
+    tokenizer, prompt = tiny_tokenizer(), "<|user|>hi<|end|>the fox"
+    own = tokenizer.encode(prompt)
+    state = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), token_text=TokenText(tokenizer))
+    body = SimpleNamespace(logprobs=0, truncate_prompt_tokens=None)
+    for added in (0, 2):
+        token_ids = own[:1] * added + own
+        job = CompletionJob.__new__(CompletionJob)
+        job._state, job.body, job._params, job._logprobs, job._echoes = state, body, SamplingParams(), {}, {}
+        output = SimpleNamespace(
+            request_id="a", prompt=prompt, prompt_token_ids=token_ids, prompt_logprobs=[None] * len(token_ids)
+        )
+        report = job._echoed_logprobs(0, output)
+        assert report["text_offset"][:added] == [0] * added
+        for token, offset in zip(report["tokens"][added:], report["text_offset"][added:], strict=True):
+            assert prompt.startswith(token, offset)
+        assert job._echoed_logprobs(1, output) == report
 
 
 @pytest.mark.parametrize("chat", [False, True])

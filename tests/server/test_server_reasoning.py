@@ -46,6 +46,7 @@ ANSWERS = [
     ("harmony", False, "<|channel|>analysis<|message|>It never ends", "It never ends", "", []),
     ("harmony", False, "assistant is a role in chats.", "", "assistant is a role in chats.", []),
     ("harmony", False, "<|start|>assistant", "", "", []),
+    ("harmony", False, "Hi. Use the <|channel|> marker.", "", "Hi. Use the <|channel|> marker.", []),
     ("harmony", False, " to=functions.weather", "", "", []),
     ("none", False, "<think>So.</think>Four.", "", "<think>So.</think>Four.", []),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 MARKERS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_CUT_HEADER = re.compile(r"<\|start\|>|(assistant\s*)?(to=\S+\s*)?<\|channel\|>|to=functions\.")
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -92,7 +93,7 @@ class HarmonyStream:
         """Text outside of any message: a header to come, or an answer of a model that leaves the format."""
         begin = self._text.lstrip()
         if is_last:  # of a header that was cut off, nothing is shown
-            is_header = not begin or CHANNEL in begin or begin.startswith((START, "to=functions."))
+            is_header = not begin or _CUT_HEADER.match(begin) is not None
         else:
             starts = (CHANNEL, START, "to=", "assistant")
             is_header = begin.startswith(starts) or any(start.startswith(begin) for start in starts)

@@ -52,6 +52,7 @@ class CompletionJob:
         )
         self._options = engine_options(state, request, body)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
+        self._echoes: dict[str, dict[str, Any]] = {}  # logprobs of prompts, by request id
 
     async def start(self, kind: OutputKind) -> OutputStream:
         shape = self.body.shape
@@ -115,11 +116,20 @@ class CompletionJob:
     def _echoed_logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         if output.prompt_logprobs is None or self.body.logprobs is None:
             return None
-        text, tokenizer = self._echo(output), self._state.engine.tokenizer
-        has_special = tokenizer is not None and text == tokenizer.decode(output.prompt_token_ids)
-        legacy = CompletionLogprobs(self._state.token_text, tokenizer, skips_special_tokens=not has_special)
+        text = self._echo(output)
         self._logprobs[choice] = self._answer_logprobs(offset=len(text))
-        return legacy.report(output.prompt_token_ids, output.prompt_logprobs)
+        if output.request_id not in self._echoes:  # the same for each of its samples
+            self._echoes[output.request_id] = self._prompt_logprobs(text, output)
+        return self._echoes[output.request_id]
+
+    def _prompt_logprobs(self, text: str, output: RequestOutput) -> dict[str, Any]:
+        """Logprobs of an echoed prompt, whose tokens may have more text at the ends: what the tokenizer adds."""
+        token_text, tokenizer, begin = self._state.token_text, self._state.engine.tokenizer, -1
+        if tokenizer is not None:
+            begin = tokenizer.decode(output.prompt_token_ids).find(text)
+        legacy = CompletionLogprobs(token_text, tokenizer, offset=-max(0, begin), skips_special_tokens=begin < 0)
+        report = legacy.report(output.prompt_token_ids, output.prompt_logprobs or [])
+        return report | {"text_offset": [min(max(0, offset), len(text)) for offset in report["text_offset"]]}
 
     def _format_logprobs(
         self, choice: int, token_ids: list[int], reports: list[TokenLogprobs] | None
