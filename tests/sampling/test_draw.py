@@ -16,7 +16,7 @@ from nanovllm.sequence import NewRequest, Sequence
 
 CPU = torch.device("cpu")
 WAYS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"temperature": 0.001}, {"top_k": 1}, {"top_k": 10}, {"top_k": 10**30}, {"top_p": 0.5},
+    {}, {"temperature": 0.0}, {"temperature": 0.001}, {"top_k": 1}, {"top_k": 10}, {"top_k": 2**63 - 1}, {"top_p": 0.5},
     {"top_p": 0.9999}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.05, "temperature": 1.8},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.02}, {"temperature": 0.0, "top_k": 3, "top_p": 0.2},
     {"temperature": 1e300, "top_k": 7},
