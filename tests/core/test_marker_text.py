@@ -7,7 +7,6 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.grammar.compiler import GrammarCompiler
 from nanovllm.grammar.vocabulary import makes_markers
-from tests.support.structured import EOS, LARK, REGEX, SCHEMA, model
+from tests.support.structured import EOS, LARK, REGEX, SCHEMA, allowed, assert_equal_masks, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 NAMES = {"<|system|>": "<s>", "<|user|>": "<think>", "<|end|>": "</s>"}  # a common start, text of a thought, end
@@ -111,12 +110,6 @@ def test_a_stream_spells_it_too(name):
     assert last.outputs[0].finish_reason == "stop" and has_form(last.outputs[0].text)
 
 
-def allowed(matcher: Any) -> list[int]:
-    mask = np.zeros(matcher.num_words, np.int32)
-    matcher.fill(mask)
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-
-
 def with_words(own: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The tokenizer with added tokens that are text, looked for behind a normalizer."""
     found = Tokenizer.from_str(own.backend_tokenizer.to_str())
@@ -141,23 +134,13 @@ def test_masks_of_other_forms_are_those_of_llguidances_own_reading(form, words):
     ours, plain = (GrammarCompiler(own, VOCAB_SIZE, [EOS]) for _ in range(2))
     plain.__dict__["vocabulary"] = from_tokenizer(own, n_vocab=max(VOCAB_SIZE, len(own)), eos_token=[EOS])
     plain.__dict__["_is_forced"] = True
-    chance = np.random.default_rng(0)
-    for _ in range(4):
-        matchers = [compiler.matcher(StructuredOutput(**form)).copy() for compiler in (ours, plain)]
-        for _ in range(60):
-            one, other = map(allowed, matchers)
-            assert one == other
-            if one == [EOS]:
-                break
-            token_id = int(chance.choice([token_id for token_id in one if token_id != EOS]))
-            for matcher in matchers:
-                matcher.consume(token_id)
+    assert_equal_masks((ours, plain), StructuredOutput(**form), num_texts=4, most=60)
 
 
-def spelled(compiler: GrammarCompiler, form: StructuredOutput) -> list[int]:
+def spelled(compiler: GrammarCompiler, form: StructuredOutput, eos: int = EOS) -> list[int]:
     """Tokens of a form with one text, the first that is allowed each time."""
     matcher, found = compiler.matcher(form).copy(), []
-    while (token_id := allowed(matcher)[0]) != EOS:
+    while (token_id := allowed(matcher)[0]) != eos:
         matcher.consume(token_id)
         found.append(token_id)
     return found
@@ -186,11 +169,7 @@ def test_an_added_word_that_is_decoded_with_a_space_is_spelled():
     assert own.decode([*own.encode("a"), len(pieces)]) == "a [word]"
     compiler = GrammarCompiler(own, len(own), [2])
     for text in ("a[word]b", "x= [word];"):
-        matcher, found = compiler.matcher(StructuredOutput(choice=(text,))).copy(), []
-        while (token_id := allowed(matcher)[0]) != 2:
-            matcher.consume(token_id)
-            found.append(token_id)
-        assert own.decode(found) == text
+        assert own.decode(spelled(compiler, StructuredOutput(choice=(text,)), eos=2)) == text
 
 
 def test_an_end_of_sequence_that_is_an_added_word_is_no_text():

@@ -7,7 +7,6 @@ import json
 import threading
 from typing import Any
 
-import numpy as np
 import pydantic
 import pytest
 
@@ -16,6 +15,7 @@ from nanovllm.grammar import compiler
 from nanovllm.grammar.compiler import GrammarCompiler
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.structured_output import GrammarError
+from tests.support.structured import allowed, assert_equal_masks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 EOS = 3
@@ -145,12 +145,6 @@ def test_a_large_choice_is_none_of_them():
     assert allowed(matcher) == [EOS] and matcher.is_complete()
 
 
-def allowed(matcher: Any) -> list[int]:
-    mask = np.zeros(matcher.num_words, np.int32)
-    matcher.fill(mask)
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-
-
 def test_a_matcher_goes_on_back_and_apart():
     tokenizer = tiny_tokenizer()
     first, second = (tokenizer.encode(text)[0] for text in "ab")
@@ -206,17 +200,7 @@ def test_compiled_grammars_are_kept_and_the_least_recently_used_go(monkeypatch):
 def test_sets_of_tokens_that_are_allowed_at_once_change_no_mask(form):
     own, plain = (GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, [EOS]) for _ in range(2))
     plain.__dict__["vocabulary"] = own.vocabulary.with_slices([])
-    chance = np.random.default_rng(0)
-    for _ in range(3):
-        matchers = [compiler.matcher(StructuredOutput(**form)).copy() for compiler in (own, plain)]
-        for _ in range(30):
-            one, other = map(allowed, matchers)
-            assert one == other
-            if one == [EOS]:
-                break
-            token_id = int(chance.choice([token_id for token_id in one if token_id != EOS]))
-            for matcher in matchers:
-                matcher.consume(token_id)
+    assert_equal_masks((own, plain), StructuredOutput(**form), num_texts=3, most=30)
 
 
 INDENTED = '{\n                "a": 1\n}'

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 import lark
+import numpy as np
 import torch
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from nanovllm import LLM, StructuredOutput
+from nanovllm.grammar.compiler import GrammarCompiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 EOS = 3  # <|end|>
@@ -112,3 +115,27 @@ def reference(
             logits_processor=LogitsProcessorList([Grammar(vocabulary, grammar_of(kind), len(prompt))]),
         )  # fmt: skip
     return output[0, len(prompt) :].tolist()
+
+
+def allowed(matcher: Any) -> list[int]:
+    """Ids of the tokens that may come next."""
+    mask = np.zeros(matcher.num_words, np.int32)
+    matcher.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def assert_equal_masks(
+    compilers: Sequence[GrammarCompiler], form: StructuredOutput, *, num_texts: int, most: int
+) -> None:
+    """Of random texts of the form, of at most so many tokens."""
+    chance = np.random.default_rng(0)
+    for _ in range(num_texts):
+        matchers = [compiler.matcher(form).copy() for compiler in compilers]
+        for _ in range(most):
+            one, other = map(allowed, matchers)
+            assert one == other
+            if one == [EOS]:
+                break
+            token_id = int(chance.choice([token_id for token_id in one if token_id != EOS]))
+            for matcher in matchers:
+                matcher.consume(token_id)
