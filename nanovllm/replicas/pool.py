@@ -88,6 +88,7 @@ class ReplicaPool:
         self._fleet, self._parts, self._route = fleet, parts, route
         self._expects_prefixes = sends_block_events(self.config)
         self._waiting = WaitingRequests()  # for a replica
+        self._moved: list[PoolRequest] = []  # from replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
         self._num_unfinished = 0  # samples
         self._numbers, self._placements, self._step_ids = itertools.count(), itertools.count(), itertools.count(1)
@@ -242,8 +243,9 @@ class ReplicaPool:
             for replica in self._fleet.stalled():
                 self._bury(replica)
             self._fleet.restart()
-            if self._waiting.may_admit:
-                self._place(())
+            if self._moved or self._waiting.may_admit:
+                moved, self._moved = self._moved, []  # only now, since several replicas may have died
+                self._place([request for request in moved if not request.is_ended])
         except BaseException as error:  # such as a second Ctrl-C: what was received is lost in part
             self._death = self._death or RuntimeError(f"a step was cut off by {error!r}")
             raise
@@ -287,13 +289,12 @@ class ReplicaPool:
         fate = "given up" if replica.state == "failed" else "started again"
         logger.error("replica %d has died with %d requests; it is %s", replica.index, len(orphans), fate)
         ages = bool(self.config.priority_ageing_s)
-        suspects, moved = set(may_have_run(orphans, replica.max_num_seqs, ages=ages)), []
+        suspects = set(may_have_run(orphans, replica.max_num_seqs, ages=ages))
         for request in orphans:
             if request not in suspects or (error := request.note_death()) is None:
-                moved.append(request)
+                self._moved.append(request)
             else:
                 self.outputs.append(self._end(request, "error", error))
-        self._place(moved)
 
     # ---------------------------------------------------------------------------------------------------- state
 

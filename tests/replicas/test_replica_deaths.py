@@ -221,7 +221,7 @@ def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restar
 
 
 def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
-    """All of them are in the replicas that die, before any has a token."""
+    """Those beside it die with it again and again, before any of them has a token."""
     engine, prompts = llm._engine, random_prompts(6, seed=37)
     params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0)
     engine.add(
@@ -233,8 +233,7 @@ def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
         request = engine.requests.get("poison")
         if request is not None and request.replica is not None and request.placement != last:
             last = request.placement
-            for index in {each.replica for each in engine.requests.values()} - {None}:
-                kill(llm, index)
+            kill(llm, request.replica)
         engine.step()
         found |= {output.request_id: output for output in engine.outputs}
         engine.outputs.clear()
