@@ -23,7 +23,7 @@ def read_vocabulary(tokenizer: Any, num_tokens: int, eos_token_ids: Collection[i
 
     llguidance has the tokenizer split the text that a grammar forces, and a tokenizer finds its markers there: of the
     text `</s>` it makes one token, which stands for no text. Here no text holds a marker; other added tokens keep
-    their text, but for those that are decoded to another one, which are markers here.
+    their text, except those that decode to another text: they are markers here.
 
     Args:
         num_tokens: ids of the vocabulary; those that the tokenizer lacks are never allowed.

@@ -28,7 +28,7 @@ def text_value(rules: Rules, schema: dict[str, Any], closing: str, owner: str, *
 
     Args:
         owner: of the schema, for errors.
-        is_strict: what cannot be kept is an error; else such a string is free but for its `enum` or `const`.
+        is_strict: raise for what cannot be kept; without it such a string is free, except for its `enum` or `const`.
 
     Raises ValueError for a schema that cannot be kept, and for one whose `enum` or `const` has no string.
     """
