@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from nanovllm.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutp
 from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.requests.preparation import Preparation, num_samples, text_size, words_of
+from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, words_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import AsyncScoring
 from nanovllm.sequence import NewRequest
@@ -205,31 +206,28 @@ class AsyncLLM(AsyncScoring):
     ) -> OutputStream:
         """Queue the requests that `prepare` makes of `texts`."""
         arrival_time = self._clock()
-        seen: set[str] = set()
-        for request_id in request_ids:
-            if not isinstance(request_id, str) or not request_id:
-                raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
-            if request_id in self._preparing or request_id in seen:
-                raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
-            seen.add(request_id)
+        check_request_ids(request_ids, self._preparing)
         if output_kind not in list(OutputKind):
             raise ValueError(f"output_kind is {output_kind!r}; it must be one of {', '.join(OutputKind)}.")
         kind = OutputKind(output_kind)
         stream = Stream(kind)
 
-        def add(engine: AnyEngine) -> None:
+        def add(requests: list[NewRequest], engine: AnyEngine) -> None:
             engine.add(*requests)
             for request in requests:
                 self._router.open(request, stream)
                 if self._preparing.get(request.request_id):
                     self._abort_in(engine, request.request_id)
 
+        def prepare_and_queue() -> Future[None]:  # in the preparation thread, which waits for no busy event loop
+            requests = prepare(request_ids=request_ids, output_kind=kind, arrival_time=arrival_time)
+            return self._engine_thread.submit(lambda engine: None if stream.is_abandoned else add(requests, engine))
+
         self._preparing |= dict.fromkeys(request_ids, False)
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
-            given = {"request_ids": request_ids, "output_kind": kind, "arrival_time": arrival_time}
-            requests = await self._prepare(partial(prepare, **given), (texts, words_of(sampling_params)))
-            await self._run(add)
+            queued = await self._prepare(prepare_and_queue, (texts, words_of(sampling_params)))
+            await asyncio.wrap_future(queued)
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
             raise
@@ -261,6 +259,7 @@ class AsyncLLM(AsyncScoring):
 
     def _abandon(self, request_ids: Iterable[str], stream: Stream) -> None:
         """Abort requests without a reader before the next step; does not wait, since this may be a cancellation."""
+        stream.is_abandoned = True
 
         def abort(engine: AnyEngine) -> None:
             for request_id in request_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -38,6 +38,17 @@ class Preparation:
         """Take no more work; what was submitted is done."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False)
+
+
+def check_request_ids(request_ids: SequenceABC[Any], in_preparation: Container[str]) -> None:
+    """Raise TypeError for what is no id, and ValueError for one given twice or of a request that is being prepared."""
+    seen: set[str] = set()
+    for request_id in request_ids:
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a string that is not empty, or None for any, not {request_id!r}.")
+        if request_id in in_preparation or request_id in seen:
+            raise ValueError(f"a request with id {request_id!r} is being prepared already; ids must be unique.")
+        seen.add(request_id)
 
 
 def text_size(*values: Any) -> int:

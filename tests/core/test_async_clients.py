@@ -74,12 +74,32 @@ async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatc
         task = asyncio.create_task(collect(llm.generate([5] * 40, ENDLESS)))
         await asyncio.to_thread(is_tokenising.wait, 10)
         task.cancel()
-        may_go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
+        may_go_on.set()  # its thread goes on, and finds nobody who waits
         await asyncio.sleep(0.05)
         assert (await llm.stats()).num_steps == 0
         await assert_idle_and_whole(llm)
+
+
+@bounded
+async def test_a_busy_event_loop_holds_up_no_request_that_is_prepared(monkeypatch):
+    async with open_llm() as llm:
+        is_tokenising = threading.Event()
+        prepare = llm._input_processor.process_each
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            is_tokenising.set()
+            return prepare(*arguments, **options)
+
+        monkeypatch.setattr(llm._input_processor, "process_each", slow)
+        task = asyncio.create_task(collect(llm.generate([5] * 40, GREEDY)))
+        while not is_tokenising.is_set():
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # a callback of the caller's
+        ended = time.monotonic()
+        metrics = (await task)[-1].metrics
+        assert metrics.finished_time < ended
 
 
 @bounded
