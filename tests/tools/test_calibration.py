@@ -15,8 +15,18 @@ from nanovllm.build import build_engine
 from nanovllm.cli.main import main
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.model_runner import ModelRunner
+from nanovllm.observability.step_records import StepRecord
 from nanovllm.scheduler import Scheduler
-from nanovllm.tools.simulate.calibrate import Group, _run, _samples, _StepLog, calibrate, residuals, scenarios
+from nanovllm.tools.simulate.calibrate import (
+    Group,
+    _run,
+    _samples,
+    _StepLog,
+    calibrate,
+    head_starts,
+    residuals,
+    scenarios,
+)
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepSample, StepWork
 from tests.support.scheduling import make_config
@@ -270,8 +280,36 @@ def test_shapes_of_a_device_of_its_own_are_captured_before_it_is_measured(monkey
     calibration = calibrate(tiny_model(), repeats=1, enforce_eager=True, max_model_len=128, max_num_seqs=4)
     plan = [scenario for scenario, seed in events[: events.index("capture")]]
     measured = [(scenario, 1) for scenario in plan]
-    assert events == [*((scenario, 0) for scenario in plan), *["capture"] * 3, *measured] and len(plan) > 4
+    overlapped = [(scenario, 0) for scenario in plan if scenario[0].num_output_tokens > 6 and len(scenario) == 1]
+    assert events == [*((scenario, 0) for scenario in plan), *["capture"] * 3, *measured, *overlapped]
+    assert len(plan) > 4 and len(overlapped) == 3
     assert calibration.cost_model.launch_blocks is False
+
+
+def test_how_far_reads_are_apart_shows_the_head_start():
+    def read_at(time: float, *, wait: float, update_time: float = 0.25) -> StepRecord:
+        return StepRecord(1, time + update_time, 0.0, 4, 4, 0, 0, 4, 0, 9, 0.1, 1.0, 1.0 + wait, update_time, ())
+
+    decodes = [StepWork(4, 4, 0, context, 0, 0, 4) for context in (100, 104, 108, 112, 116, 120)]
+    mixed = StepWork(64, 4, 1, 120, 0, 900, 5)
+    works = [*decodes[:5], mixed, decodes[5]]
+    reads = [(10.0, 0.5), (12.5, 0.5), (15.0, 0.0), (19.0, 0.5), (21.75, 0.5), (25.0, 0.5), (28.5, 0.5)]
+    records = [read_at(time, wait=wait) for time, wait in reads]
+    device_times = dict.fromkeys(decodes[:5], 2.0)
+    # Of the steps from the second on: 2.5 apart; the host was late; it had been; 2.75 apart; a chunk; never measured.
+    assert list(head_starts(records, works, device_times)) == [0.5, 0.75]
+
+
+def test_decodes_are_measured_while_all_of_them_decode():
+    config = make_config(max_model_len=2048, max_num_seqs=64, num_kv_blocks=2001, device="cpu", block_size=16)
+    config = replace(config, max_num_batched_tokens=1024)
+    (group,) = next(groups for groups in scenarios(config) if groups[0][:2] == (16, 256))
+    with closing(
+        build_engine(tiny_model(), None, None, {"max_model_len": 320, "max_num_batched_tokens": 1024})
+    ) as engine:
+        engine.observers.append(log := _StepLog())
+        _run(engine, (group,), seed=1)
+    assert sum(batch.num_decodes == 16 for _, batch in log.steps) >= 6
 
 
 def test_taking_memory_leaves_zeros():

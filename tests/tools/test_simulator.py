@@ -119,6 +119,15 @@ def test_with_overlap_the_host_works_while_the_device_does():
     assert times(run([request(8, 3)], cost, overlap=True)) == [(2.75, [2.0, 2.0])]
 
 
+def test_a_step_that_waits_for_the_device_has_no_head_start():
+    cost = CostModel(
+        HostCost(0.5), DeviceCost(knee=4, fixed=2.0), HostCost(0.25), HostCost(0.5), False, head_start=0.25
+    )
+    assert times(run([request(8, 3)], cost)) == [(3.25, [3.25, 3.25])]
+    # Launched at 1.0, step 1 computes from 0.75 to 3.0, and those behind it take as long: until 5.25, 7.5.
+    assert times(run([request(8, 3)], cost, overlap=True)) == [(3.25, [2.25, 2.25])]
+
+
 def test_with_overlap_a_slow_host_is_what_counts():
     cost = CostModel(HostCost(4.0), DeviceCost(knee=4, fixed=2.0), HostCost(1.0), launch_blocks=False)
     # Schedules end at 4, 8; step 1 was ready at 6 and is read at 9; then each step is 4 + 1. The last one, launched at

@@ -12,8 +12,9 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepWork, 
 logger = logging.getLogger("nanovllm")
 
 # Maximum number of tokens in a scenario; keeps it within seconds.
-MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 131_072}
-NUM_DECODES = 6  # decode steps of a scenario
+MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 524_288}
+NUM_DECODES = 6  # steps of a scenario in which all its requests decode
+MIN_WAIT = 1e-4  # seconds for tokens, from which on the device and not the host sets the pace
 
 
 class Group(NamedTuple):
@@ -98,8 +100,9 @@ def calibrate(
         plan = scenarios(engine.config)
         _prepare(engine, plan)
         rounds, intakes = _measure(engine, log, plan, repeats)
-        samples = list(_medians(rounds))
-        cost_model = fit(samples, intakes, launch_blocks=_launch_blocks(engine))
+        samples, launch_blocks = list(_medians(rounds)), _launch_blocks(engine)
+        head_start = 0.0 if launch_blocks else _measure_head_start(engine, log, plan, samples)
+        cost_model = fit(samples, intakes, launch_blocks=launch_blocks, head_start=head_start)
         name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__
         return _describe(engine, name, samples, cost_model)
     finally:
@@ -122,8 +125,6 @@ def _measure(
     engine: Engine, log: _StepLog, plan: list[Scenario], repeats: int
 ) -> tuple[list[list[StepSample]], list[tuple[int, float]]]:
     """Run all scenarios; returns samples per round, and (prompt tokens, seconds) per request."""
-    sizes = RowSizes.from_config(replace(engine.config, device=engine.model_runner.device.type))
-    groups = groups_of(engine)
     rounds: list[list[StepSample]] = []
     intakes: list[tuple[int, float]] = []
     for number in range(1, repeats + 1):
@@ -133,11 +134,51 @@ def _measure(
             log.steps.clear()
             with OldObjectsFrozen():
                 intakes += _run(engine, scenario, seed=number)
-            works = [StepWork.from_batch(batch, engine.config.block_size, sizes, groups) for _, batch in log.steps]
             records = [record for record, _ in log.steps]
-            samples += _samples(records, works, launch_blocks=_launch_blocks(engine))
+            samples += _samples(records, _works(engine, log), launch_blocks=_launch_blocks(engine))
         rounds.append(samples)
     return rounds, intakes
+
+
+def _measure_head_start(engine: Engine, log: _StepLog, plan: list[Scenario], samples: list[StepSample]) -> float:
+    """Run the decodes once more with overlap; returns the `CostModel.head_start` that their steps show."""
+    device_times = {sample.work: sample.device_time for sample in samples}
+    found: list[float] = []
+    config, engine.config = engine.config, replace(engine.config, overlap=True)
+    try:
+        for scenario in plan:
+            if any(group.num_output_tokens <= NUM_DECODES for group in scenario):
+                continue
+            log.steps.clear()
+            with OldObjectsFrozen():
+                _run(engine, scenario, seed=0)
+            found += head_starts([record for record, _ in log.steps], _works(engine, log), device_times)
+    finally:
+        engine.config = config
+    return max(0.0, median(found)) if found else 0.0
+
+
+def head_starts(
+    records: list[StepRecord], works: list[StepWork], device_times: Mapping[StepWork, float]
+) -> Iterator[float]:
+    """Yield by how much more two reads are apart than a step takes that the device was waiting for.
+
+    Only decodes that waited for the device, as did those before them, show it.
+
+    Args:
+        device_times: of steps without overlap, from the end of their launch.
+    """
+    for (before, record), work in zip(pairwise(records), works[1:], strict=True):
+        if min(r.execute_time - r.launch_time for r in (before, record)) < MIN_WAIT or work.num_chunks:
+            continue
+        if work in device_times:
+            yield (record.time - record.update_time) - (before.time - before.update_time) - device_times[work]
+
+
+def _works(engine: Engine, log: _StepLog) -> list[StepWork]:
+    sizes = RowSizes.from_config(replace(engine.config, device=engine.model_runner.device.type))
+    groups = groups_of(engine)
+    return [StepWork.from_batch(batch, engine.config.block_size, sizes, groups) for _, batch in log.steps]
 
 
 def _launch_blocks(engine: Engine) -> bool:
@@ -149,9 +190,12 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
-    decodes: list[Scenario] = [
-        (Group(count, length, NUM_DECODES + 1),) for length in (16, 256, 1024) for count in counts
-    ]
+    def decoded(count: int, length: int) -> Group:
+        """Requests of which the first decode until the last have, in a budget that decodes take from."""
+        num_prompt_steps = -(-count * length // max(1, config.max_num_batched_tokens - count))
+        return Group(count, length, num_prompt_steps + NUM_DECODES)
+
+    decodes: list[Scenario] = [(decoded(count, length),) for length in (16, 256, 1024) for count in counts]
     prompts: list[Scenario] = [(Group(1, 2**power, 1),) for power in range(3, 13)]
     prompts += [(Group(count, length, 1),) for count, length in ((4, 16), (16, 16), (64, 16), (8, 64), (4, 256))]
     decodes += [
@@ -161,7 +205,7 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     ]
     mixed: list[Scenario] = [
         (Group(count, 64, NUM_DECODES + 1), Group(1, length, 2, after_steps=3))
-        for count in (4, 16, 48)
+        for count in (4, 16, 48, 192)
         for length in (64, 256, 1024)
     ]
 
@@ -226,8 +270,8 @@ def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
-    """Return median, p90 and maximum of the relative errors of the device time."""
-    errors = sorted(abs(cost_model.device.seconds(s.work) / s.device_time - 1.0) for s in samples)
+    """Return median, p90 and maximum of the errors of the device time, relative to the execution of each step."""
+    errors = sorted(abs(cost_model.device.seconds(s.work) - s.device_time) / s.execute_time for s in samples)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
 
 

@@ -1,4 +1,4 @@
-"""Cost model: the time of a step from its work, fitted to measured steps by non-negative least squares."""
+"""Cost model: the time of a step from its work, fitted to measured steps by non-negative least absolute deviations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nanovllm.batch import ScheduledBatch
 from nanovllm.cache_group import CacheGroup
@@ -17,6 +18,8 @@ from nanovllm.execution.buckets import RowSizes
 FULL = CacheGroup()
 # Candidate numbers of tokens at which dense layers turn from memory-bound to compute-bound.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
+NUM_REWEIGHTINGS = 5
+SMALL_MISS = 0.02  # relative; up to it errors count squared, as noise, and beyond it as they are (Huber 1964)
 
 
 class StepWork(NamedTuple):
@@ -120,6 +123,7 @@ class DeviceCost:
     per_shared_context_token: reading a shared token for one more decode; 0 if the kernel reads it once.
     per_chunk_pair: one query with one key of a chunk.
     per_sample: vocabulary projection and sampling of one row.
+    both: a step with decodes and chunks: each layer calls attention twice.
     """
 
     knee: int
@@ -132,6 +136,7 @@ class DeviceCost:
     per_shared_context_token: float = 0.0
     per_chunk_pair: float = 0.0
     per_sample: float = 0.0
+    both: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         return float(sum(map(mul, self.coefficients, _columns(work, self.knee))))
@@ -149,24 +154,26 @@ class DeviceCost:
             self.per_shared_context_token,
             self.per_chunk_pair,
             self.per_sample,
+            self.both,
         )
 
 
 def _columns(work: StepWork, knee: int) -> tuple[int, ...]:
     """Factors of the coefficients of `DeviceCost`, in their order."""
     below = min(work.num_tokens, knee)
-    return (1, below, work.num_tokens - below, *work[1:])
+    return (1, below, work.num_tokens - below, *work[1:], int(work.num_decodes > 0 and work.num_chunks > 0))
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Host seconds of a step: a fixed part, and one per sequence."""
+    """Host seconds of a step: a fixed part, one per sequence, and more for each that has a chunk."""
 
     fixed: float = 0.0
     per_sequence: float = 0.0
+    per_chunk: float = 0.0
 
-    def seconds(self, num_sequences: int) -> float:
-        return self.fixed + self.per_sequence * num_sequences
+    def seconds(self, num_sequences: int, num_chunks: int = 0) -> float:
+        return self.fixed + self.per_sequence * num_sequences + self.per_chunk * num_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,8 @@ class CostModel:
     update: from the arrival of its tokens to the start of the next step or the next added request.
     launch: building the batch layout and launching the step on a GPU.
     launch_blocks: launching computes the step, as on a CPU; overlap then hides nothing, and `device` is all of execute.
+    head_start: the last part of a launch, in which an idle device computes already; a step that waits for the one
+        before takes so much longer than `device`.
     intake: validating and queueing a request between two steps; a server validates in another thread, which shares the
         interpreter.
     """
@@ -199,6 +208,7 @@ class CostModel:
     launch: HostCost = HostCost()
     launch_blocks: bool = True
     intake: IntakeCost = IntakeCost()
+    head_start: float = 0.0
 
 
 class StepSample(NamedTuple):
@@ -213,12 +223,24 @@ class StepSample(NamedTuple):
     device_time: float
     update_time: float
 
+    @property
+    def execute_time(self) -> float:
+        """From the begin of the launch to its tokens."""
+        return self.launch_time + self.device_time
 
-def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = (), *, launch_blocks: bool) -> CostModel:
-    """Fit a cost model by least squares of the relative errors.
+
+def fit(
+    samples: Sequence[StepSample],
+    intakes: Sequence[tuple[int, float]] = (),
+    *,
+    launch_blocks: bool,
+    head_start: float = 0.0,
+) -> CostModel:
+    """Fit a cost model to relative errors; those of the device time are relative to the whole execution.
 
     Args:
         intakes: (prompt tokens, seconds) of added requests.
+        head_start: of the model, as measured.
 
     Raises ValueError if there are fewer samples than coefficients.
     """
@@ -226,23 +248,34 @@ def fit(samples: Sequence[StepSample], intakes: Sequence[tuple[int, float]] = ()
         raise ValueError(f"{len(samples)} measured steps are too few to fit a cost model; at least 10 are needed.")
     return CostModel(
         schedule=_fit_host(samples, [sample.schedule_time for sample in samples]),
-        device=fit_device([sample.work for sample in samples], [sample.device_time for sample in samples]),
+        device=fit_device(samples),
         update=_fit_host(samples, [sample.update_time for sample in samples]),
         launch=HostCost() if launch_blocks else _fit_host(samples, [sample.launch_time for sample in samples]),
         launch_blocks=launch_blocks,
         intake=_fit_intake(intakes),
+        head_start=head_start,
     )
 
 
-def fit_device(works: Sequence[StepWork], seconds: Sequence[float]) -> DeviceCost:
-    """Fit coefficients and knee by least squares of the relative errors.
+def fit_device(samples: Sequence[StepSample]) -> DeviceCost:
+    """Fit coefficients and knee by least absolute deviations, relative to the execution of each step.
 
-    Without a step that shares context, shared tokens cost as much as others.
+    A step that is not of its kind, launched without a CUDA graph for one, draws the fit no further than another. The
+    deviations are minimised by least squares, reweighted (Holland and Welsch 1977). Without a step that shares context,
+    shared tokens cost as much as others.
     """
+    samples = [sample for sample in samples if sample.execute_time > 0.0]
+    works = [sample.work for sample in samples]
+    seconds = np.asarray([sample.device_time for sample in samples])
+    scales = np.asarray([sample.execute_time for sample in samples])
     fits = []
     for knee in KNEES:
-        coefficients, error = non_negative_least_squares([_columns(work, knee) for work in works], seconds)
-        fits.append((error, DeviceCost(knee, *coefficients)))
+        rows, weights = np.asarray([_columns(work, knee) for work in works], dtype=float), np.ones(len(samples))
+        for _ in range(1 + NUM_REWEIGHTINGS):
+            coefficients, _ = non_negative_least_squares(rows, seconds, scales / weights)
+            misses = np.abs(rows @ coefficients - seconds) / scales
+            weights = np.maximum(misses, SMALL_MISS) ** -0.5
+        fits.append((float(misses.sum()), DeviceCost(knee, *coefficients)))
     _, best = min(fits, key=lambda candidate: candidate[0])
     if not any(work.num_shared_context_tokens for work in works):
         best = replace(best, per_shared_context_token=best.per_context_token)
@@ -250,7 +283,8 @@ def fit_device(works: Sequence[StepWork], seconds: Sequence[float]) -> DeviceCos
 
 
 def _fit_host(samples: Sequence[StepSample], seconds: Sequence[float]) -> HostCost:
-    coefficients, _ = non_negative_least_squares([(1, sample.work.num_sequences) for sample in samples], seconds)
+    rows = [(1, sample.work.num_sequences, sample.work.num_chunks) for sample in samples]
+    coefficients, _ = non_negative_least_squares(rows, seconds)
     return HostCost(*coefficients)
 
 
@@ -261,18 +295,23 @@ def _fit_intake(intakes: Sequence[tuple[int, float]]) -> IntakeCost:
     return IntakeCost(*coefficients)
 
 
-def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:
-    """Return coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / targets)², and that sum.
+def non_negative_least_squares(
+    rows: ArrayLike, targets: ArrayLike, scales: ArrayLike | None = None
+) -> tuple[list[float], float]:
+    """Return coefficients c >= 0 that minimise the sum of ((rows @ c - targets) / scales)², and that sum.
+
+    Rows without a positive scale do not count; by default the scales are the targets.
 
     The optimum is a plain least-squares solution over its positive entries, so the best non-negative solution over all
-    subsets of columns is found by trying each; with at most nine columns there are few.
+    subsets of columns is found by trying each; with at most ten columns there are few.
     """
     times = np.asarray(targets, dtype=float)
-    keep = times > 0.0
-    matrix = np.asarray(rows, dtype=float)[keep] / times[keep, None]  # [num_samples, num_columns], relative
+    divisors = times if scales is None else np.asarray(scales, dtype=float)
+    keep = divisors > 0.0
+    matrix = np.asarray(rows, dtype=float)[keep] / divisors[keep, None]  # [num_samples, num_columns], relative
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
     # A rotation (QR) keeps all distances and reduces the rows to the number of columns.
-    triangle = np.linalg.qr(np.column_stack([matrix / scale, np.ones(len(matrix))])).R
+    triangle = np.linalg.qr(np.column_stack([matrix / scale, times[keep] / divisors[keep]])).R
     matrix, goal = triangle[:, :-1], triangle[:, -1]
     num_columns = matrix.shape[1]
     best, least = np.zeros(num_columns), float(goal @ goal)

@@ -135,10 +135,11 @@ class Replica:
     def _launch(self, batch: ScheduledBatch, start: float) -> None:
         work = StepWork.from_batch(batch, self.config.block_size, self._sizes, self._groups)
         cost_model = self._cost_model
-        schedule_time = cost_model.schedule.seconds(work.num_sequences)
+        schedule_time = cost_model.schedule.seconds(work.num_sequences, work.num_chunks)
         scheduled = start + schedule_time
-        launched = self.now = scheduled + cost_model.launch.seconds(work.num_sequences)
-        done = self._device_free = max(launched, self._device_free) + cost_model.device.seconds(work)
+        launched = self.now = scheduled + cost_model.launch.seconds(work.num_sequences, work.num_chunks)
+        device_begins = max(launched, self._device_free + cost_model.head_start)
+        done = self._device_free = device_begins + cost_model.device.seconds(work)
         if cost_model.launch_blocks:
             self.now = done
         times = StepTimes(start, schedule_time, self.now - scheduled)
@@ -153,7 +154,8 @@ class Replica:
         times.read_time = max(waits, done)
         times.wait_time = times.read_time - waits
         advanced = self.scheduler.update(batch, islice(self._draw_token, num_samples))
-        self.now = now = times.delivered_time = times.read_time + self._cost_model.update.seconds(len(batch.entries))
+        update_time = self._cost_model.update.seconds(len(batch.entries), len(batch.prefills))
+        self.now = now = times.delivered_time = times.read_time + update_time
         ended = {}
         for sequence in advanced:
             request = self._requests[sequence.request_id]
