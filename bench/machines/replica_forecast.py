@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 from random_models import SHAPES, NoText, checkpoint  # beside this file, as is the next
@@ -29,54 +30,81 @@ from nanovllm.tools.workloads.workloads import Workload, poisson, random_request
 
 LOAD = 0.6
 IDLE_SECONDS = 4.0  # for captures
+NUM_SINGLE, PAUSE_SECONDS = 50, 0.01  # requests to idle replicas, one by one
 LEAD_SECONDS = 0.2  # to make the tasks in, before the first request is due
 COMPARED = (("output_tokens_per_second", None), ("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"))
 
 
-async def _play(llm: AsyncLLM, workload: Workload, kind: str) -> tuple[dict[str, Any], list[float]]:
+async def _play(llm: AsyncLLM, workload: Workload, kind: str) -> dict[str, Any]:
     start = time.monotonic() + LEAD_SECONDS
 
-    async def ask(number: int) -> tuple[RequestMetrics, float]:
+    async def ask(number: int) -> tuple[RequestMetrics, float, float]:
         request, seen = workload.requests[number], 0.0
         params = SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True)
-        await asyncio.sleep(start + request.arrival - time.monotonic())
+        due = start + request.arrival
+        await asyncio.sleep(due - time.monotonic())
+        late = time.monotonic() - due
         metrics = error = None
         async for output in llm.generate(request.prompt_token_ids, params, output_kind=kind):
-            seen = seen or time.monotonic() - start - request.arrival
+            seen = seen or time.monotonic() - due
             metrics, error = output.metrics, output.error
         if metrics is None or error or metrics.num_output_tokens != request.num_output_tokens:
             raise RuntimeError(f"request {number} ended early: {metrics}, {error}")
-        return replace(metrics, arrival_time=start + request.arrival), seen
+        return metrics, seen, late
 
-    answers = await asyncio.gather(*map(ask, range(len(workload.requests))))
-    return figures([metrics for metrics, _ in answers], []), sorted(seen for _, seen in answers)
+    metrics, seen, late = zip(*await asyncio.gather(*map(ask, range(len(workload.requests)))), strict=True)
+    return figures(metrics, []) | {"seen p99": p99(seen), "late p99": p99(late), "queue": median(queued(metrics))}
+
+
+def p99(values: Iterable[float]) -> float:
+    ascending = sorted(values)
+    return ascending[int(0.99 * (len(ascending) - 1))]
+
+
+def queued(metrics: Iterable[RequestMetrics]) -> list[float]:
+    """Seconds from each request's arrival to its first step."""
+    return [one.queue_time for one in metrics if one.queue_time is not None]
 
 
 async def served(llm: AsyncLLM, workload: Workload, *, kind: str = "delta") -> dict[str, Any]:
     """Send a workload without `after`, each request when it is due, to empty caches; its figures by `figures`.
 
-    Beside the times of the engines' own clocks, "seen p99" is the reader's: from when a request was due to its first
-    output.
+    Requests arrive when `generate` has them: "late p99" is how much later than due, by the event loop's timer. "queue"
+    is the median time to the first step. "seen p99" is the reader's: from when a request was due to its first output.
     """
     await llm.reset_prefix_cache()
     await asyncio.sleep(0.5)
     cpu, begin = time.process_time(), time.monotonic()
-    result, seen = await _play(llm, workload, kind)
+    result = await _play(llm, workload, kind)
     share = (time.process_time() - cpu) / (time.monotonic() - begin)
-    return result | {"seen p99": seen[int(0.99 * (len(seen) - 1))], "front CPU share": share}
+    return result | {"front CPU share": share}
 
 
-def forecast(calibration: Calibration, workload: Workload, count: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The simulator's figures for so many replicas with these engine options."""
+async def front_delay(llm: AsyncLLM, workload: Workload) -> float:
+    """Median queue time of single requests to idle replicas, in seconds."""
+    times = []
+    for request in workload.requests[:NUM_SINGLE]:
+        async for output in llm.generate(request.prompt_token_ids, SamplingParams(max_tokens=1), output_kind="final"):
+            times += queued([output.metrics])
+        await asyncio.sleep(PAUSE_SECONDS)
+    return median(times)
+
+
+def forecast(
+    calibration: Calibration, workload: Workload, count: int, options: dict[str, Any], delay: float
+) -> dict[str, Any]:
+    """The simulator's figures for so many replicas with these engine options, behind a front with such a delay."""
     config = calibration.resolve(EngineConfig.from_options(**options))
-    return simulate(
+    simulation = simulate(
         workload,
         config,
         calibration.cost_model,
         num_replicas=count,
         route=POLICIES["prefix-aware"](),
+        front_delay=delay,
         pools=calibration.pools(config),
-    ).figures()
+    )
+    return simulation.figures() | {"queue": median(queued(simulation.requests))}
 
 
 def requests_of(count: int, shape: str) -> Workload:
@@ -95,13 +123,14 @@ async def compare(
     kinds: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     """Print forecast and measurement of so many replicas; returns a row for each kind of output."""
+    delay = await front_delay(llm, workload)
     whole = await served(llm, workload, kind="final")
     rate = LOAD * len(workload.requests) / whole["seconds"]
     timed, rows = poisson(workload, rate, seed=0), []
-    predicted, at_once = (forecast(calibration, each, count, options) for each in (timed, workload))
+    predicted, at_once = (forecast(calibration, each, count, options, delay) for each in (timed, workload))
     print(
         f"{count} replicas: {whole['output_tokens_per_second']:.0f} tokens/s at once, forecast "
-        f"{at_once['output_tokens_per_second']:.0f}; now {rate:.1f}/s",
+        f"{at_once['output_tokens_per_second']:.0f}; now {rate:.1f}/s, behind a front of {1e3 * delay:.2f} ms",
         flush=True,
     )
     for kind in kinds:
@@ -116,8 +145,10 @@ async def compare(
                 flush=True,
             )
         print(
-            f"{count} replicas, {kind}: first output as its reader saw it, p99 {measured['seen p99']:.4f} s; the "
-            f"calling process takes {measured['front CPU share']:.0%} of a core",
+            f"{count} replicas, {kind}: first output as its reader saw it, p99 {measured['seen p99']:.4f} s, called "
+            f"{measured['late p99']:.4f} s late; queued {1e3 * predicted['queue']:.2f} ms in the median, "
+            f"{1e3 * measured['queue']:.2f} measured; the calling process takes {measured['front CPU share']:.0%} of "
+            "a core",
             flush=True,
         )
         rows.append(row)

@@ -18,6 +18,7 @@ from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import Simulation, report, simulate
 from nanovllm.tools.simulate.utilisation import interval, seconds_at_once, warning
+from nanovllm.tools.tune.goals import duration
 
 # Engine options without effect on a simulation; the pool comes from the calibration or from the other options.
 NOT_SIMULATED = (
@@ -73,6 +74,11 @@ def add_simulate_command(commands: Any) -> None:
         help="a router learns of what a replica caches this many steps late (default: it sees the cache itself)",
     )  # fmt: skip
     parser.add_argument(
+        "--front-delay", type=duration, default=0.0, metavar="TIME",
+        help="from a request's arrival until its engine has it, such as 1.5ms: its queue time on an idle server "
+        "(default 0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"
     )
     add_verbose_flag(parser)
@@ -111,6 +117,7 @@ def _simulate(options: argparse.Namespace) -> int:
         route=POLICIES[options.policy](),
         keep_steps=bool(options.json),
         index_delay=options.index_delay,
+        front_delay=options.front_delay,
         pools=calibration.pools(config),
     )
     took = time.perf_counter() - begin
@@ -124,6 +131,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 "replicas": options.replicas,
                 "routing": options.policy,
                 "index_delay": options.index_delay,
+                "front_delay": options.front_delay,
                 "figures": figures,
                 "requests": [
                     _as_dict(metrics) | {"replica": replica}

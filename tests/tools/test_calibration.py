@@ -395,6 +395,7 @@ def test_simulate_replays_a_trace(run, stored, tmp_path):
         (["--workload", "random:prompt=3000"], "request 0 has 3000 prompt tokens"),
         (["--workload", "W", "--trace", "x.jsonl"], "2 are given: W and x.jsonl"),
         (["--replicas", "0"], "num_replicas is 0"),
+        (["--front-delay", "2"], "'2' is not a time"),
         (["--routing", "best"], "invalid choice: 'best'"),
         (["--model", "b-model"], "model='b-model'"),
         (["--dtype", "float16"], "dtype='float16'"),

@@ -190,6 +190,7 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     room = min(MAX_SCENARIO_TOKENS[device.partition(":")[0]], (config.num_kv_blocks - 1) * config.block_size)
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
+
     def decoded(count: int, length: int) -> Group:
         """Requests of which the first decode until the last have, in a budget that decodes take from."""
         num_prompt_steps = -(-count * length // max(1, config.max_num_batched_tokens - count))

@@ -40,13 +40,13 @@ class IndexedReplica(Replica):
     def num_hits(self, hashes: AnySequence[bytes]) -> int:
         return self._index.num_hits(hashes)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, now: float) -> None:
         hashes = PromptHashes(
             sequence.token_ids, self.config.block_size, cache_salt=sequence.cache_salt, known=sequence.block_hashes
         )
         if self.config.enable_prefix_caching:
             self._index.expect(sequence.request_id, hashes)
-        super().add(sequence)
+        super().add(sequence, now)
 
 
 class _Late(Observer):

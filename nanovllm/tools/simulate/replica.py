@@ -113,9 +113,10 @@ class Replica:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Take a request in that is there at the time `now`."""
         if not self._requests:
-            self.now = max(self.now, sequence.arrival_time)
+            self.now = max(self.now, now)
         self.now += self._cost_model.intake.seconds(sequence.num_prompt_tokens)
         self._requests[sequence.request_id] = _Request(sequence)
         self.scheduler.add(sequence)

@@ -64,6 +64,7 @@ def simulate(
     route: Route | None = None,
     keep_steps: bool = False,
     index_delay: int | None = None,
+    front_delay: float = 0.0,
     pools: CachePools = ONE_POOL,
 ) -> Simulation:
     """Simulate a workload to its end.
@@ -74,6 +75,8 @@ def simulate(
         keep_steps: keep a `StepRecord` of every step.
         index_delay: steps after which a router learns of a replica's prefix cache, see `IndexedReplica`; None: it sees
             the cache itself.
+        front_delay: seconds from a request's arrival until its engine has it: of a server's threads, and of the front
+            of several replicas. `RequestMetrics.queue_time` on an idle server.
         pools: of the model's cache groups, see `Calibration.pools`; by default it has full attention alone.
 
     A router sees the queues of a replica as of the end of its current step.
@@ -89,6 +92,8 @@ def simulate(
         raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
     if index_delay is not None and index_delay < 0:
         raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
+    if not (math.isfinite(front_delay) and front_delay >= 0.0):
+        raise ValueError(f"front_delay is {front_delay}; it must be 0 seconds or more.")
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):
@@ -98,7 +103,7 @@ def simulate(
     make = Replica if index_delay is None else partial(IndexedReplica, delay=index_delay)
     hooks = [records.append if keep_steps else None for records in steps]
     replicas = [make(config, cost_model, drawn, on_step=hook, pools=pools) for hook in hooks]
-    run = _Run(workload.requests, replicas, route or round_robin())
+    run = _Run(workload.requests, replicas, route or round_robin(), front_delay)
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]
     replica_of = [run.replica_of[number] for number in range(len(workload.requests))]
@@ -108,19 +113,20 @@ def simulate(
 class _Run:
     """Event loop over arrivals and steps of all replicas in time order; at equal times arrivals come first."""
 
-    def __init__(self, requests: list[TimedRequest], replicas: list[Replica], route: Route) -> None:
+    def __init__(self, requests: list[TimedRequest], replicas: list[Replica], route: Route, front_delay: float) -> None:
         self.metrics: dict[int, RequestMetrics] = {}  # of finished requests, by index
         self.replica_of: dict[int, int] = {}
         self._requests = requests
         self._replicas = replicas
         self._route = route
+        self._front_delay = front_delay
         self._num_arrived = 0
         self._followers: defaultdict[int, list[int]] = defaultdict(list)  # by `after`: the requests that follow it
-        self._arrivals: list[tuple[float, int]] = []  # heap of (time, index)
+        self._arrivals: list[tuple[float, int, float]] = []  # heap of (time at the engine, index, arrival)
         self._begins: list[tuple[float, int]] = []  # heap of (start of the next step, replica) of busy replicas
         for number, request in enumerate(requests):
             if request.after is None:
-                self._arrivals.append((request.arrival, number))
+                self._arrivals.append((request.arrival + front_delay, number, request.arrival))
             else:
                 self._followers[request.after].append(number)
         heapq.heapify(self._arrivals)
@@ -135,9 +141,9 @@ class _Run:
         for replica in self._replicas:
             replica.check_integrity()
 
-    def _arrive(self, time: float, number: int) -> None:
+    def _arrive(self, time: float, number: int, arrival: float) -> None:
         config = self._replicas[0].config
-        sequence = _sequence(number, self._requests[number], time, self._num_arrived, config.max_model_len)
+        sequence = _sequence(number, self._requests[number], arrival, self._num_arrived, config.max_model_len)
         self._num_arrived += 1
         hashes = PromptHashes(
             sequence.token_ids, config.block_size, cache_salt=sequence.cache_salt, known=sequence.block_hashes
@@ -146,7 +152,7 @@ class _Run:
         replica = self._replicas[index]
         if not replica.has_unfinished:
             heapq.heappush(self._begins, (max(replica.now, time), index))
-        replica.add(sequence)
+        replica.add(sequence, time)
 
     def _step(self, index: int) -> None:
         replica = self._replicas[index]
@@ -154,7 +160,8 @@ class _Run:
             number = int(request_id)
             self.metrics[number] = metrics
             for follower in self._followers[number]:
-                heapq.heappush(self._arrivals, (replica.now + self._requests[follower].arrival, follower))
+                arrival = replica.now + self._requests[follower].arrival
+                heapq.heappush(self._arrivals, (arrival + self._front_delay, follower, arrival))
         if replica.has_unfinished:
             heapq.heappush(self._begins, (replica.now, index))
 

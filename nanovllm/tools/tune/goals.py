@@ -48,7 +48,7 @@ def add_goal_flags(parser: argparse.ArgumentParser) -> None:
     for time, about in (("ttft", "time to the first token"), ("itl", "inter-token latency")):
         for statistic in STATISTICS:
             text = f"{statistic} of the {about}"
-            group.add_argument(f"--{time}-{statistic}", type=_seconds, metavar="TIME", help=text)
+            group.add_argument(f"--{time}-{statistic}", type=duration, metavar="TIME", help=text)
 
 
 def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
@@ -58,7 +58,8 @@ def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
     return [Goal(time, statistic, limit) for time, statistic, limit in asked_for if limit is not None]
 
 
-def _seconds(text: str) -> float:
+def duration(text: str) -> float:
+    """The seconds, above 0, that a flag's text such as "500ms" or "0.5s" spells; raises argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number with its unit, such as 500ms or 0.5s")
