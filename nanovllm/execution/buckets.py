@@ -11,7 +11,7 @@ from nanovllm.batch_layout import BatchLayout
 from nanovllm.config import EngineConfig
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
-MAX_MORE_TILES = 128  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them
+MAX_MORE_TILES = 256  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them
 STAND_IN_ROWS = 2048  # a graph of so many rows is replayed in less time than the host takes to launch a step by itself
 
 
@@ -129,7 +129,7 @@ class Buckets:
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two.
-        self._more = up_to(max(8, 2 * config.max_num_seqs), [8 << 2 * n for n in range(7)])
+        self._more = up_to(max(8, 2 * config.max_num_seqs), [8, 32, 128, *(256 << 2 * n for n in range(5))])
         self.sample_counts = self._sizes.decodes
         self._rare_counts = sorted(spread(self.sample_counts, 1.9))
         self.max_decodes = self._sizes.decodes[-1]

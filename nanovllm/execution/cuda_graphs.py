@@ -3,7 +3,8 @@
 The first takes the tokens that the previous step sampled, fills the block masks, runs the model's layers and leaves the
 hidden states of the sampled rows; it is captured by shape. The second makes logits and tokens of them; it is captured
 by the number of samples alone. Shapes are captured at start-up and while idle: a step of another shape runs as a larger
-one, or without a graph. Requests wait for captures of a live module, and for those after `weights_changed`.
+one, or without a graph. Requests wait for captures of a live module, for those after `weights_changed`, and for that of
+a shape of which many steps ran without.
 """
 
 from __future__ import annotations
@@ -226,7 +227,10 @@ class GraphExecutor:
         # Nothing is captured for a live module while idle, since it is its owner's then.
         if self._binding.is_live and shape not in self._forwards.graphs and self._buckets.may_capture(shape):
             self._capture_forward(shape)
-        return self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
+        shape = self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
+        if self._forwards.is_due(shape):  # offline nothing is idle
+            self._capture_forward(shape)
+        return shape
 
     def _capture_forward(self, shape: GraphShape) -> None:
         if not self._forwards.graphs:

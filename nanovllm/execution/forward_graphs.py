@@ -10,6 +10,7 @@ from nanovllm.execution.buckets import Buckets, GraphShape
 MAX_GRAPHS = 192
 STALE_STEPS = 4096  # after so many without it, a graph may make room for another
 MIN_MISSES = 2  # steps of a shape for which a graph makes room
+STEPS_TO_CAPTURE = 16  # without any graph; the last of them waits for one
 
 
 class ForwardGraphs:
@@ -22,6 +23,7 @@ class ForwardGraphs:
     Attributes:
         graphs: by shape, the least recently used first.
         missed: steps of each shape that could be captured and is not.
+        bare: those of them that no other graph served, until it is captured.
         usual: shapes worth capturing after those.
     """
 
@@ -29,6 +31,7 @@ class ForwardGraphs:
         self._buckets = buckets
         self._kept = {*buckets.common(), *buckets.coarse()}
         self.missed: Counter[GraphShape] = Counter()
+        self.bare: Counter[GraphShape] = Counter()
         self._num_steps = 0
         self.clear()
 
@@ -43,11 +46,12 @@ class ForwardGraphs:
         """The captured shape that a step runs as; its own where none holds it. See `Buckets.stand_in`."""
         self._num_steps += 1
         if shape not in self.graphs:
-            if self._buckets.may_capture(shape):
-                self.missed[shape] += 1
             if shape not in self._stand_ins:
                 stand_in = self._buckets.stand_in(shape, self.graphs, at_any_cost=at_any_cost)
                 self._stand_ins[shape] = stand_in or shape
+            if self._buckets.may_capture(shape):
+                self.missed[shape] += 1
+                self.bare[shape] += self._stand_ins[shape] == shape
             shape = self._stand_ins[shape]
         if shape in self.graphs:
             self.graphs.move_to_end(shape)
@@ -58,7 +62,11 @@ class ForwardGraphs:
         self.graphs[shape] = graph
         self._last_steps[shape] = self._num_steps
         self._stand_ins.clear()
-        del self.missed[shape]
+        del self.missed[shape], self.bare[shape]
+
+    def is_due(self, shape: GraphShape) -> bool:
+        """Whether this step without a graph is to wait for it: only one is, so a capture that fails is not repeated."""
+        return self.bare[shape] == STEPS_TO_CAPTURE and not self.is_full
 
     @property
     def is_full(self) -> bool:

@@ -234,6 +234,36 @@ def test_steps_of_more_tiles_than_the_graphs_memory_holds_are_not_captured(make)
     assert not executor._forwards.graphs and not executor._forwards.missed
 
 
+def test_a_shape_that_no_graph_serves_is_captured_at_its_sixteenth_step(make):
+    executor = make()
+    executor.warm_up()
+    nearby, bare = GraphShape(0, 250, 8), ODD
+    for step in range(1, 41):
+        assert executor._captured_shape(nearby) in executor._forwards.graphs
+        assert executor._captured_shape(bare) == bare
+        assert (bare in executor._forwards.graphs) == (step >= 16), step
+    assert nearby not in executor._forwards.graphs  # another stands in for it
+
+
+def test_a_capture_that_fails_while_requests_wait_is_not_tried_again(make):
+    executor, bare = make(), ODD
+    executor._pool.raises_at, executor._pool.error = 1, RuntimeError("out of memory")
+    for _ in range(15):
+        executor._captured_shape(bare)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor._captured_shape(bare)
+    for _ in range(20):
+        assert executor._captured_shape(bare) == bare
+    assert executor._pool.num_captures == 1
+
+
+def test_no_graph_makes_room_while_requests_wait(full):
+    bare = ODD
+    for _ in range(40):
+        assert full.shape_for_step(bare, at_any_cost=False) == bare
+        assert not full.is_due(bare)
+
+
 def test_a_graph_that_stands_in_for_others_counts_as_used(full):
     in_use = shapes_beyond(1)[0]
     nearby = GraphShape(5, 99, 24)
