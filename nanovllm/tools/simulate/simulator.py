@@ -84,16 +84,7 @@ def simulate(
     Raises ValueError with the index of a request that the engine would refuse.
     """
     check_one_process("nanovllm simulate", {"data_parallel_size": config.data_parallel_size})
-    if config.max_queue is not None:
-        raise ValueError(
-            f"max_queue is {config.max_queue}, but retries of refused requests are not simulated. Leave max_queue out."
-        )
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
-    if index_delay is not None and index_delay < 0:
-        raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
-    if not (math.isfinite(front_delay) and front_delay >= 0.0):
-        raise ValueError(f"front_delay is {front_delay}; it must be 0 seconds or more.")
+    _check_options(config, num_replicas, index_delay, front_delay)
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):
@@ -164,6 +155,19 @@ class _Run:
                 heapq.heappush(self._arrivals, (arrival + self._front_delay, follower, arrival))
         if replica.has_unfinished:
             heapq.heappush(self._begins, (replica.now, index))
+
+
+def _check_options(config: EngineConfig, num_replicas: int, index_delay: int | None, front_delay: float) -> None:
+    if config.max_queue is not None:
+        raise ValueError(
+            f"max_queue is {config.max_queue}, but retries of refused requests are not simulated. Leave max_queue out."
+        )
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
+    if index_delay is not None and index_delay < 0:
+        raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
+    if not (math.isfinite(front_delay) and front_delay >= 0.0):
+        raise ValueError(f"front_delay is {front_delay}; it must be 0 seconds or more.")
 
 
 def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
