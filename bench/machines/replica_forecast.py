@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -98,10 +99,9 @@ def forecast(
     simulation = simulate(
         workload,
         config,
-        calibration.cost_model,
+        replace(calibration.cost_model, front_delay=delay),
         num_replicas=count,
         route=POLICIES["prefix-aware"](),
-        front_delay=delay,
         pools=calibration.pools(config),
     )
     return simulation.figures() | {"queue": median(queued(simulation.requests))}

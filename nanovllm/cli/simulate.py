@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def add_simulate_command(commands: Any) -> None:
         help="a router learns of what a replica caches this many steps late (default: it sees the cache itself)",
     )  # fmt: skip
     parser.add_argument(
-        "--front-delay", type=duration, default=0.0, metavar="TIME",
+        "--front-delay", type=duration, metavar="TIME",
         help="from a request's arrival until its engine has it, such as 1.5ms: its queue time on an idle server "
         "(default 0)",
     )  # fmt: skip
@@ -108,16 +109,18 @@ def _simulate(options: argparse.Namespace) -> int:
     calibration = Calibration.load(options.calibration)
     config = calibration.resolve(EngineConfig.from_options(**engine_options(options)), model=options.model)
     workload = one_workload(options)
+    cost_model = calibration.cost_model
+    if options.front_delay is not None:
+        cost_model = replace(cost_model, front_delay=options.front_delay)
     begin = time.perf_counter()
     simulation = simulate(
         workload,
         config,
-        calibration.cost_model,
+        cost_model,
         num_replicas=options.replicas,
         route=POLICIES[options.policy](),
         keep_steps=bool(options.json),
         index_delay=options.index_delay,
-        front_delay=options.front_delay,
         pools=calibration.pools(config),
     )
     took = time.perf_counter() - begin
@@ -131,7 +134,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 "replicas": options.replicas,
                 "routing": options.policy,
                 "index_delay": options.index_delay,
-                "front_delay": options.front_delay,
+                "front_delay": cost_model.front_delay,
                 "figures": figures,
                 "requests": [
                     _as_dict(metrics) | {"replica": replica}

@@ -368,6 +368,22 @@ def test_simulate_writes_requests_and_steps_as_json(run, stored, tmp_path):
     assert all(record["num_running"] <= 1 for records in result["steps"] for record in records)
 
 
+def test_simulate_counts_a_fronts_delay_in(run, stored):
+    command = [
+        "simulate",
+        "--calibration",
+        stored,
+        "--workload",
+        "random:requests=1,prompt=100,output=3",
+        "--json",
+        "-",
+    ]
+    alone, behind = (json.loads(run(*command, *more)[1]) for more in ([], ["--front-delay", "2.5ms"]))
+    assert (alone["front_delay"], behind["front_delay"]) == (0.0, 0.0025)
+    assert behind["figures"]["ttft"]["p50"] == pytest.approx(alone["figures"]["ttft"]["p50"] + 0.0025)
+    assert behind["figures"]["itl"]["p50"] == pytest.approx(alone["figures"]["itl"]["p50"])
+
+
 def test_simulate_replays_a_trace(run, stored, tmp_path):
     trace = tmp_path / "two turns.jsonl"
     prompt = list(range(130))

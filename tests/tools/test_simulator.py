@@ -39,10 +39,8 @@ def request(prompt: int | list[int], num_output_tokens: int, arrival: float = 0.
 request.counter = 0
 
 
-def run(
-    requests: list[TimedRequest], cost: CostModel = PER_TOKEN, *, front_delay: float = 0.0, **limits: Any
-) -> Simulation:
-    return simulate(Workload("test", requests), config(**limits), cost, keep_steps=True, front_delay=front_delay)
+def run(requests: list[TimedRequest], cost: CostModel = PER_TOKEN, **limits: Any) -> Simulation:
+    return simulate(Workload("test", requests), config(**limits), cost, keep_steps=True)
 
 
 def times(simulation: Simulation) -> list[tuple[float, list[float]]]:
@@ -148,11 +146,11 @@ def test_a_front_delays_requests_and_their_first_tokens():
     requests = [request(8, 2), request(8, 1, arrival=1.0), request(8, 1, arrival=0.5, after=1)]
     assert times(run(requests, cost)) == [(2.0, [2.0]), (3.0, []), (2.0, [])]
     # The second is with the engine at 1.5 and waits for the end of its step at 2.5; the third arrives at 5.0.
-    simulation = run(requests, cost, front_delay=0.5)
+    simulation = run(requests, replace(cost, front_delay=0.5))
     assert times(simulation) == [(2.5, [2.0]), (3.5, []), (2.5, [])]
     assert [metrics.queue_time for metrics in simulation.requests] == [0.5, 1.5, 0.5]
     with pytest.raises(ValueError, match="front_delay is -1"):
-        run(requests, cost, front_delay=-1.0)
+        run(requests, replace(cost, front_delay=-1.0))
 
 
 def test_requests_are_taken_in_one_after_the_other_between_steps():

@@ -209,6 +209,7 @@ class CostModel:
     launch_blocks: bool = True
     intake: IntakeCost = IntakeCost()
     head_start: float = 0.0
+    front_delay: float = 0.0
 
 
 class StepSample(NamedTuple):

@@ -64,7 +64,6 @@ def simulate(
     route: Route | None = None,
     keep_steps: bool = False,
     index_delay: int | None = None,
-    front_delay: float = 0.0,
     pools: CachePools = ONE_POOL,
 ) -> Simulation:
     """Simulate a workload to its end.
@@ -75,8 +74,6 @@ def simulate(
         keep_steps: keep a `StepRecord` of every step.
         index_delay: steps after which a router learns of a replica's prefix cache, see `IndexedReplica`; None: it sees
             the cache itself.
-        front_delay: seconds from a request's arrival until its engine has it: of a server's threads, and of the front
-            of several replicas. `RequestMetrics.queue_time` on an idle server.
         pools: of the model's cache groups, see `Calibration.pools`; by default it has full attention alone.
 
     A router sees the queues of a replica as of the end of its current step.
@@ -84,7 +81,7 @@ def simulate(
     Raises ValueError with the index of a request that the engine would refuse.
     """
     check_one_process("nanovllm simulate", {"data_parallel_size": config.data_parallel_size})
-    _check_options(config, num_replicas, index_delay, front_delay)
+    _check_options(config, cost_model, num_replicas, index_delay)
     if not workload.requests:
         raise ValueError("the workload has no requests.")
     for number, request in enumerate(workload.requests):
@@ -94,7 +91,7 @@ def simulate(
     make = Replica if index_delay is None else partial(IndexedReplica, delay=index_delay)
     hooks = [records.append if keep_steps else None for records in steps]
     replicas = [make(config, cost_model, drawn, on_step=hook, pools=pools) for hook in hooks]
-    run = _Run(workload.requests, replicas, route or round_robin(), front_delay)
+    run = _Run(workload.requests, replicas, route or round_robin(), cost_model.front_delay)
     run.to_its_end()
     metrics = [run.metrics[number] for number in range(len(workload.requests))]
     replica_of = [run.replica_of[number] for number in range(len(workload.requests))]
@@ -157,7 +154,7 @@ class _Run:
             heapq.heappush(self._begins, (replica.now, index))
 
 
-def _check_options(config: EngineConfig, num_replicas: int, index_delay: int | None, front_delay: float) -> None:
+def _check_options(config: EngineConfig, cost_model: CostModel, num_replicas: int, index_delay: int | None) -> None:
     if config.max_queue is not None:
         raise ValueError(
             f"max_queue is {config.max_queue}, but retries of refused requests are not simulated. Leave max_queue out."
@@ -166,8 +163,8 @@ def _check_options(config: EngineConfig, num_replicas: int, index_delay: int | N
         raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1.")
     if index_delay is not None and index_delay < 0:
         raise ValueError(f"index_delay is {index_delay}; it must be at least 0 steps.")
-    if not (math.isfinite(front_delay) and front_delay >= 0.0):
-        raise ValueError(f"front_delay is {front_delay}; it must be 0 seconds or more.")
+    if not (math.isfinite(cost_model.front_delay) and cost_model.front_delay >= 0.0):
+        raise ValueError(f"front_delay is {cost_model.front_delay}; it must be 0 seconds or more.")
 
 
 def _check(number: int, request: TimedRequest, max_model_len: int) -> None:
