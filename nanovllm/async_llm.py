@@ -73,7 +73,7 @@ class AsyncLLM(AsyncScoring):
         self._engine_thread = EngineThread(engine, self._router, prepares_when_idle=prepares_when_idle)
         self._clock = engine.clock
         self._look_at_queue = engine.check_queue
-        self._preparing: dict[str, bool] = {}  # ids of requests that are not queued yet, and whether they were aborted
+        self._preparing: dict[str, Stream] = {}  # of requests that are not queued yet
         self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
@@ -216,14 +216,14 @@ class AsyncLLM(AsyncScoring):
             engine.add(*requests)
             for request in requests:
                 self._router.open(request, stream)
-                if self._preparing.get(request.request_id):
+                if request.request_id in stream.aborted:
                     self._abort_in(engine, request.request_id)
 
         def prepare_and_queue() -> Future[None]:  # in the preparation thread, which waits for no busy event loop
             requests = prepare(request_ids=request_ids, output_kind=kind, arrival_time=arrival_time)
             return self._engine_thread.submit(lambda engine: None if stream.is_abandoned else add(requests, engine))
 
-        self._preparing |= dict.fromkeys(request_ids, False)
+        self._preparing |= dict.fromkeys(request_ids, stream)
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
             queued = await self._prepare(prepare_and_queue, (texts, words_of(sampling_params)))
@@ -283,9 +283,9 @@ class AsyncLLM(AsyncScoring):
         def abort(engine: AnyEngine) -> bool:
             if self._abort_in(engine, request_id):
                 return True
-            if request_id not in self._preparing:
+            if (stream := self._preparing.get(request_id)) is None:
                 return False
-            self._preparing[request_id] = True  # it ends as soon as it is queued
+            stream.aborted.add(request_id)
             return True
 
         return await self._run(abort)

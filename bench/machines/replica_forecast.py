@@ -26,6 +26,7 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
+from nanovllm.tools.simulate.cost_model import IntakeCost
 from nanovllm.tools.simulate.simulator import figures, simulate
 from nanovllm.tools.workloads.workloads import Workload, poisson, random_requests
 
@@ -81,12 +82,13 @@ async def served(llm: AsyncLLM, workload: Workload, *, kind: str = "delta") -> d
     return result | {"front CPU share": share}
 
 
-async def front_delay(llm: AsyncLLM, workload: Workload) -> float:
-    """Median queue time of single requests to idle replicas, in seconds."""
+async def front_delay(llm: AsyncLLM, workload: Workload, intake: IntakeCost) -> float:
+    """Median queue time of single requests to idle replicas, in seconds, less what the simulator counts as intake."""
     times = []
     for request in workload.requests[:NUM_SINGLE]:
         async for output in llm.generate(request.prompt_token_ids, SamplingParams(max_tokens=1), output_kind="final"):
-            times += queued([output.metrics])
+            taken_in = intake.seconds(len(request.prompt_token_ids))
+            times += [max(0.0, time - taken_in) for time in queued([output.metrics])]
         await asyncio.sleep(PAUSE_SECONDS)
     return median(times)
 
@@ -123,7 +125,7 @@ async def compare(
     kinds: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     """Print forecast and measurement of so many replicas; returns a row for each kind of output."""
-    delay = await front_delay(llm, workload)
+    delay = await front_delay(llm, workload, calibration.cost_model.intake)
     whole = await served(llm, workload, kind="final")
     rate = LOAD * len(workload.requests) / whole["seconds"]
     timed, rows = poisson(workload, rate, seed=0), []

@@ -77,7 +77,7 @@ def add_simulate_command(commands: Any) -> None:
     parser.add_argument(
         "--front-delay", type=duration, metavar="TIME",
         help="from a request's arrival until its engine has it, such as 1.5ms: its queue time on an idle server "
-        "(default 0)",
+        "less the intake (default: the calibration's, which is 0 as measured)",
     )  # fmt: skip
     parser.add_argument(
         "--json", metavar="FILE", help="write figures, requests and steps to FILE as JSON, - for standard output"

@@ -129,7 +129,7 @@ class Buckets:
         self._budget = config.max_num_batched_tokens
         self._sizes = RowSizes(config.max_num_seqs, self._budget)
         # Whole blocks need one tile each, and a chunk may need one more, or two.
-        self._more = up_to(max(8, 2 * config.max_num_seqs), [8, 32, 128, *(256 << 2 * n for n in range(5))])
+        self._more = up_to(max(8, 2 * config.max_num_seqs), [8, 32, 128, 256, *(512 << 2 * n for n in range(4))])
         self.sample_counts = self._sizes.decodes
         self._rare_counts = sorted(spread(self.sample_counts, 1.9))
         self.max_decodes = self._sizes.decodes[-1]

@@ -86,7 +86,7 @@ class GraphExecutor:
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
         self._pool = GraphPool(binding.device)
-        self._forwards = ForwardGraphs(self._buckets)
+        self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads: dict[HeadShape, torch.cuda.CUDAGraph] = {}
         self._lacking: deque[GraphShape | HeadShape] = deque()  # what `warm_up` has not captured yet
         self._seen: Counter[HeadShape] = Counter()  # steps of those that start-up does not capture
@@ -228,8 +228,7 @@ class GraphExecutor:
         if self._binding.is_live and shape not in self._forwards.graphs and self._buckets.may_capture(shape):
             self._capture_forward(shape)
         shape = self._forwards.shape_for_step(shape, at_any_cost=self.backend.compiles_each_size)
-        if self._forwards.is_due(shape):  # offline nothing is idle
-            self._capture_forward(shape)
+        self._forwards.capture_due(shape, self._capture_forward)  # offline nothing is idle
         return shape
 
     def _capture_forward(self, shape: GraphShape) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.execution.buckets import Buckets, GraphShape
+
+logger = logging.getLogger("nanovllm")
 
 MAX_GRAPHS = 192
 STALE_STEPS = 4096  # after so many without it, a graph may make room for another
@@ -20,6 +24,9 @@ class ForwardGraphs:
     traffic of more shapes than there is room for does not capture them in turn for ever. What start-up captures stays,
     since it holds all others.
 
+    Args:
+        may_wait: whether a step may wait for a capture: not one that several ranks take together.
+
     Attributes:
         graphs: by shape, the least recently used first.
         missed: steps of each shape that could be captured and is not.
@@ -27,8 +34,8 @@ class ForwardGraphs:
         usual: shapes worth capturing after those.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
+    def __init__(self, buckets: Buckets, *, may_wait: bool = True) -> None:
+        self._buckets, self._may_wait = buckets, may_wait
         self._kept = {*buckets.common(), *buckets.coarse()}
         self.missed: Counter[GraphShape] = Counter()
         self.bare: Counter[GraphShape] = Counter()
@@ -37,6 +44,7 @@ class ForwardGraphs:
 
     def clear(self) -> None:
         """Drop all graphs."""
+        self.bare.clear()
         self.graphs: OrderedDict[GraphShape, Any] = OrderedDict()
         self.usual = deque(self._buckets.usual())
         self._last_steps: dict[GraphShape, int] = {}  # that used each
@@ -64,9 +72,20 @@ class ForwardGraphs:
         self._stand_ins.clear()
         del self.missed[shape], self.bare[shape]
 
-    def is_due(self, shape: GraphShape) -> bool:
-        """Whether this step without a graph is to wait for it: only one is, so a capture that fails is not repeated."""
-        return self.bare[shape] == STEPS_TO_CAPTURE and not self.is_full
+    def capture_due(self, shape: GraphShape, capture: Callable[[GraphShape], None]) -> None:
+        """Capture the shape of this step if it is to wait for that.
+
+        One step is: a capture that fails is logged and not tried again, and the step runs as those before.
+        """
+        if self.bare[shape] != STEPS_TO_CAPTURE or self.is_full or not self._may_wait:
+            return
+        try:
+            capture(shape)
+        except Exception:  # an error of the device comes again without the graph
+            logger.warning("capturing %s failed; its steps run without a CUDA graph", shape, exc_info=True)
+        except BaseException:
+            self.bare[shape] -= 1  # the next such step takes it up again
+            raise
 
     @property
     def is_full(self) -> bool:

@@ -26,11 +26,13 @@ class Stream:
     """Pending outputs of one or several requests, for one reader in the event loop that built it.
 
     is_abandoned: its reader wants no more; what is not queued yet needs no place.
+    aborted: ids of requests that end as soon as they are queued.
     """
 
     def __init__(self, kind: OutputKind) -> None:
         self.loop = asyncio.get_running_loop()
         self.is_abandoned = False
+        self.aborted: set[str] = set()
         self.is_due = False  # the router is about to wake the reader
         self._kind = kind
         self._lock = threading.Lock()

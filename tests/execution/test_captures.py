@@ -245,23 +245,45 @@ def test_a_shape_that_no_graph_serves_is_captured_at_its_sixteenth_step(make):
     assert nearby not in executor._forwards.graphs  # another stands in for it
 
 
-def test_a_capture_that_fails_while_requests_wait_is_not_tried_again(make):
+def test_a_capture_that_fails_while_requests_wait_is_not_tried_again(make, caplog):
     executor, bare = make(), ODD
-    executor._pool.raises_at, executor._pool.error = 1, RuntimeError("out of memory")
+    executor.warm_up()
+    at = executor._pool.num_captures + 1
+    executor._pool.raises_at, executor._pool.error = at, RuntimeError("out of memory")
+    for _ in range(40):
+        assert executor._captured_shape(bare) == bare
+    assert executor._pool.num_captures == at and [r.levelname for r in caplog.records] == ["WARNING"]
+    assert bare not in executor._forwards.graphs
+    executor.model_changed(in_place=False)  # all graphs are captured anew
+    for _ in range(16):
+        executor._captured_shape(bare)
+    assert bare in executor._forwards.graphs
+
+
+def test_an_interrupted_capture_of_a_step_is_taken_up_by_the_next(make):
+    executor, bare = make(), ODD
+    executor._pool.raises_at = 1
     for _ in range(15):
         executor._captured_shape(bare)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(KeyboardInterrupt):
         executor._captured_shape(bare)
-    for _ in range(20):
-        assert executor._captured_shape(bare) == bare
-    assert executor._pool.num_captures == 1
+    executor._captured_shape(bare)
+    assert bare in executor._forwards.graphs
+
+
+def test_steps_of_several_ranks_wait_for_no_capture(make, monkeypatch):
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, tensor_parallel_size=2))
+    executor = make()
+    for _ in range(40):
+        assert executor._captured_shape(ODD) == ODD
+    assert executor._pool.num_captures == 0 and executor._forwards.missed[ODD] == 40
 
 
 def test_no_graph_makes_room_while_requests_wait(full):
     bare = ODD
     for _ in range(40):
         assert full.shape_for_step(bare, at_any_cost=False) == bare
-        assert not full.is_due(bare)
+        full.capture_due(bare, lambda shape: pytest.fail("there is no room"))
 
 
 def test_a_graph_that_stands_in_for_others_counts_as_used(full):

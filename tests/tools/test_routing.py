@@ -37,15 +37,15 @@ def replica(running: int = 0, waiting: int = 0, holds: list[int] | None = None) 
     """A replica with that many requests in each queue, and a prompt in its prefix cache."""
     made = Replica(CONFIG, COST, count(10_000))
     if holds is not None:
-        made.add(sequence(holds, max_tokens=1))
+        made.add(sequence(holds, max_tokens=1), 0.0)
         while made.has_unfinished:
             made.step()
     for _ in range(running):
-        made.add(sequence([1, 2, 3]))
+        made.add(sequence([1, 2, 3]), 0.0)
     if running:
         made.step()
     for _ in range(waiting):
-        made.add(sequence([1, 2, 3]))
+        made.add(sequence([1, 2, 3]), 0.0)
     assert (made.num_running, made.num_waiting) == (running, waiting)
     return made
 
@@ -102,7 +102,7 @@ def test_conversations_behind_one_system_prompt_spread_and_each_returns():
     for number in range(40):
         prompt = [*shared, *range(1000 * number + 500, 1000 * number + 500 + 160)]
         began += chosen(route, replicas, prompt)
-        replicas[began[-1]].add(sequence(prompt, max_tokens=1))
+        replicas[began[-1]].add(sequence(prompt, max_tokens=1), 0.0)
         while replicas[began[-1]].has_unfinished:
             replicas[began[-1]].step()
     assert {began.count(index) for index in range(4)} <= {9, 10, 11}
@@ -116,7 +116,7 @@ def test_a_replica_that_was_away_does_not_get_every_request():
     for number in range(200):
         chosen(route, replicas[:1], list(range(1000 * number, 1000 * number + 320)))
     prompt = list(range(16 * 40))
-    replicas[0].add(sequence(prompt, max_tokens=1))
+    replicas[0].add(sequence(prompt, max_tokens=1), 0.0)
     while replicas[0].has_unfinished:
         replicas[0].step()
     assert MAX_IMBALANCE * BALANCE < 39

@@ -82,7 +82,9 @@ def calibrate(
     Args:
         repeats: rounds over all scenarios.
         clock: time in seconds.
-        options: engine options as for `LLM`, except `overlap`: steps are measured one by one.
+        options: engine options as for `LLM`, except `overlap`: steps are measured one by one, without.
+
+    On a GPU the decodes run once more with overlap behind that.
 
     Raises ValueError for options that cannot be measured, and the errors of `LLM`.
     """
@@ -192,9 +194,12 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
 
     def decoded(count: int, length: int) -> Group:
-        """Requests of which the first decode until the last have, in a budget that decodes take from."""
-        num_prompt_steps = -(-count * length // max(1, config.max_num_batched_tokens - count))
-        return Group(count, length, num_prompt_steps + NUM_DECODES)
+        """Requests of which the first decode until the last do, in a budget that decodes take from."""
+        free, block_size = max(1, config.max_num_batched_tokens - count), config.block_size
+        if length > block_size:  # chunks end with a block
+            free = max(block_size, free // block_size * block_size)
+        outputs = min(NUM_DECODES - (-count * length // free), config.max_model_len - length)
+        return Group(count, length, max(NUM_DECODES + 1, outputs))
 
     decodes: list[Scenario] = [(decoded(count, length),) for length in (16, 256, 1024) for count in counts]
     prompts: list[Scenario] = [(Group(1, 2**power, 1),) for power in range(3, 13)]
@@ -272,7 +277,8 @@ def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
     """Return median, p90 and maximum of the errors of the device time, relative to the execution of each step."""
-    errors = sorted(abs(cost_model.device.seconds(s.work) - s.device_time) / s.execute_time for s in samples)
+    known = [s for s in samples if s.execute_time > 0.0]
+    errors = sorted(abs(cost_model.device.seconds(s.work) - s.device_time) / s.execute_time for s in known)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
 
 

@@ -26,7 +26,8 @@ class Calibration:
     kv_token_bytes: bytes of K and V per token, over all layers; of one rank.
     kv_cache_bytes: size of the measured engine's KV cache, likewise.
     cache_groups: window, chunk and bytes per token of each cache group; empty for full attention alone.
-    residuals: "median", "p90" and "max" of the relative errors of the device time, over `num_samples` steps.
+    residuals: "median", "p90" and "max" of the device time's errors, relative to launch and device, of `num_samples`
+        steps.
     """
 
     model: str

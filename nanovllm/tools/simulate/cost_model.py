@@ -200,6 +200,8 @@ class CostModel:
         before takes so much longer than `device`.
     intake: validating and queueing a request between two steps; a server validates in another thread, which shares the
         interpreter.
+    front_delay: from a request's arrival until its engine has it: of a server's threads, and of the front of several
+        replicas. No engine measures it: `RequestMetrics.queue_time` on an idle server does, less the intake.
     """
 
     schedule: HostCost

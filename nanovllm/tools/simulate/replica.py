@@ -138,8 +138,9 @@ class Replica:
         cost_model = self._cost_model
         schedule_time = cost_model.schedule.seconds(work.num_sequences, work.num_chunks)
         scheduled = start + schedule_time
-        launched = self.now = scheduled + cost_model.launch.seconds(work.num_sequences, work.num_chunks)
-        device_begins = max(launched, self._device_free + cost_model.head_start)
+        launch_time = cost_model.launch.seconds(work.num_sequences, work.num_chunks)
+        launched = self.now = scheduled + launch_time
+        device_begins = max(launched, self._device_free + min(cost_model.head_start, launch_time))
         done = self._device_free = device_begins + cost_model.device.seconds(work)
         if cost_model.launch_blocks:
             self.now = done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -17,8 +18,9 @@ def seconds_at_once(
     workload: Workload, config: EngineConfig, calibration: Calibration, *, num_replicas: int = 1, route: Any = None
 ) -> float:
     """Virtual seconds that the requests take if all of them arrive at the start: the work in them."""
+    cost_model = replace(calibration.cost_model, front_delay=0.0)  # no work of an engine's
     simulation = simulate(
-        workload.hurried(), config, calibration.cost_model, pools=calibration.pools(config), num_replicas=num_replicas,
+        workload.hurried(), config, cost_model, pools=calibration.pools(config), num_replicas=num_replicas,
         route=route,
     )  # fmt: skip
     return max(metrics.finished_time or 0.0 for metrics in simulation.requests)

@@ -48,7 +48,7 @@ def add_goal_flags(parser: argparse.ArgumentParser) -> None:
     for time, about in (("ttft", "time to the first token"), ("itl", "inter-token latency")):
         for statistic in STATISTICS:
             text = f"{statistic} of the {about}"
-            group.add_argument(f"--{time}-{statistic}", type=duration, metavar="TIME", help=text)
+            group.add_argument(f"--{time}-{statistic}", type=_limit, metavar="TIME", help=text)
 
 
 def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
@@ -59,11 +59,15 @@ def goals_from_flags(options: argparse.Namespace) -> list[Goal]:
 
 
 def duration(text: str) -> float:
-    """The seconds, above 0, that a flag's text such as "500ms" or "0.5s" spells; raises argparse.ArgumentTypeError."""
+    """The seconds that a flag's text such as "500ms" or "0.5s" spells; raises argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number with its unit, such as 500ms or 0.5s")
-    seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+
+
+def _limit(text: str) -> float:
+    seconds = duration(text)
     if seconds == 0.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0; give a time such as 500ms")
     return seconds
