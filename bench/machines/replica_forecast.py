@@ -17,6 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 from random_models import SHAPES, NoText, checkpoint  # beside this file, as is the next
 from replicas import one_behind_a_front
 
@@ -55,12 +56,8 @@ async def _play(llm: AsyncLLM, workload: Workload, kind: str) -> dict[str, Any]:
         return metrics, seen, late
 
     metrics, seen, late = zip(*await asyncio.gather(*map(ask, range(len(workload.requests)))), strict=True)
-    return figures(metrics, []) | {"seen p99": p99(seen), "late p99": p99(late), "queue": median(queued(metrics))}
-
-
-def p99(values: Iterable[float]) -> float:
-    ascending = sorted(values)
-    return ascending[int(0.99 * (len(ascending) - 1))]
+    p99 = {f"{name} p99": float(np.percentile(values, 99)) for name, values in (("seen", seen), ("late", late))}
+    return figures(metrics, []) | p99 | {"queue": median(queued(metrics))}
 
 
 def queued(metrics: Iterable[RequestMetrics]) -> list[float]:

@@ -29,7 +29,7 @@ from nanovllm.cache_pools import CachePools
 from nanovllm.config import EngineConfig
 from nanovllm.device import to_device
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
-from nanovllm.execution.forward_graphs import ForwardGraphs
+from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_inputs import StepPacking, tables_of, with_sampled
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
@@ -41,8 +41,6 @@ from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
 
 logger = logging.getLogger("nanovllm")
-
-STEPS_TO_CAPTURE = 16  # a head of rare options; steps before run it without a graph
 
 
 class GraphExecutor:

@@ -14,7 +14,7 @@ logger = logging.getLogger("nanovllm")
 MAX_GRAPHS = 192
 STALE_STEPS = 4096  # after so many without it, a graph may make room for another
 MIN_MISSES = 2  # steps of a shape for which a graph makes room
-STEPS_TO_CAPTURE = 16  # without any graph; the last of them waits for one
+STEPS_TO_CAPTURE = 16  # without any graph; the last of them waits for one. Of a shape, and of a head of rare options
 
 
 class ForwardGraphs:
