@@ -1,4 +1,7 @@
-"""For every test: a quiet tokenizers library, threads as before; slow tests only when asked for; a browser."""
+"""For every test: a quiet tokenizers library, threads as before; slow tests only when asked for; a browser.
+
+A run of the whole suite takes a process a core; `-n 0` keeps it in one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,24 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
+MAX_PROCESSES = 4  # each has up to 2 GiB
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Spreads the whole suite over the cores, unless `-n`, `-p no:xdist` or `--pdb` says otherwise.
+
+    Whole files go to a process, so that module fixtures are built once and the tests of a file keep their order.
+    """
+    is_whole_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ  # with the same arguments: it would spread them once more
+    if is_worker or not is_whole_suite or config.option.usepdb:
+        return
+    if getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses = "auto"
+        config.option.maxprocesses = config.option.maxprocesses or MAX_PROCESSES
+        config.option.dist = "loadfile"
 
 
 def pytest_collection_modifyitems(config, items):

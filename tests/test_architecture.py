@@ -233,3 +233,16 @@ def test_without_kernels_every_answer_is_the_same():
     without = run(ANSWER.format(is_gone=True, backend="sdpa")).splitlines()
     assert without == [with_kernels[0], "False sdpa"]
     assert run(ANSWER.format(is_gone=True, backend="auto")).splitlines() == without
+
+
+def test_tests_patch_the_configuration_of_torch_by_its_own_context_managers():
+    """`monkeypatch.setattr(torch._dynamo.config, name, ...)` leaves the name hidden for the rest of the process."""
+    patched = [
+        f"{path.name}:{node.lineno}"
+        for path in TEST_FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("monkeypatch.setattr", "mock.patch.object"))
+        and re.match(r"'?torch\.[\w.]*config\b", ast.unparse(node.args[0]))
+    ]
+    assert patched == []

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 
@@ -224,6 +225,14 @@ def test_the_container_runs_the_commands_of_the_pages():
     (page,) = (snippet for snippet in snippets("docs/guide/production.md") if "podman" in snippet.text)
     assert all(command in text for command in page.text.splitlines())
     assert int(re.search(r"--stop-timeout (\d+)", text)[1]) >= ServerSettings().drain_timeout + 5
+
+
+def test_ci_runs_the_test_command_of_the_readme_word_for_word():
+    (*_, last) = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert last.startswith('eval "$(sed ')
+    run = subprocess.run(["bash", "-c", last.replace("eval", "echo", 1)], cwd=ROOT, capture_output=True, text=True)
+    lines = [line for snippet in snippets("README.md") for line in snippet.text.splitlines()]
+    assert [run.stdout.strip()] == [line for line in lines if line.endswith("&& python -m pytest")]
 
 
 def test_pictures_are_there_in_light_and_dark():

@@ -72,9 +72,9 @@ class Scale(torch.nn.Module):
 
 def test_layers_of_more_kinds_than_pytorch_lets_compile_are_compiled(monkeypatch):
     compile_with = torch.compile
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch, "compile", lambda function, **rest: compile_with(function, backend="eager", **rest))
     layers, states = [Scale(number) for number in range(12)], torch.ones(1, 5, 3)
-    calls = compile_calls(torch.nn.ModuleList(layers), layers)
-    for number, layer in enumerate(layers):
-        assert torch.equal(calls[layer](states), number * states)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        calls = compile_calls(torch.nn.ModuleList(layers), layers)
+        for number, layer in enumerate(layers):
+            assert torch.equal(calls[layer](states), number * states)
