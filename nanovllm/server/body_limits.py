@@ -1,15 +1,17 @@
 """Limits of request bodies: checked before parsing and validation; large bodies are parsed off the event loop.
 
 json and pydantic hold the GIL in C code, so a thread alone would not free the event loop: numbers, objects and lists
-of token ids pass through a Python function, where the interpreter can switch threads.
+of token ids pass through a Python function, where the interpreter can switch threads. Strings, arrays, fractions and
+constants are counted first. What goes through all bytes does so in pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +30,9 @@ logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
 
 LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread switch
+PIECE_BYTES = 2**18  # one call of C goes through them in a millisecond
+# One of them is in each value beside strings, containers and whole numbers: 1.5, 1e5, 1E5, true, false, null, NaN.
+OTHERS = (b".", b"e", b"E", b"n", b"N")
 MAX_UNKNOWN = 256  # of the fields that are logged
 LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 
@@ -35,7 +40,7 @@ LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 class BodyLimits:
     """Body limits of one server, and the thread that parses large bodies.
 
-    max_items: maximum number of strings, arrays and objects.
+    max_items: maximum number of strings, arrays and objects, and of fractions and constants.
     max_values: maximum number of values, numbers included; fits `max_prompts` prompts of max_model_len token ids.
     """
 
@@ -60,20 +65,16 @@ class BodyLimits:
 
     def check_size(self, body: bytes) -> None:
         """Raise ApiError (400) for a body with more values than the limits, estimated without parsing."""
-        # Without escaped quotes, every second part between quotes is inside a string.
-        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-        num_items = plain.count(b'"') // 2
-        num_values = 0
-        if num_items <= self.max_items:  # else splitting would take too much memory
-            outside = b"".join(plain.split(b'"')[::2])
-            num_containers = outside.count(b"[") + outside.count(b"{")
-            num_items += num_containers
-            # A value is the first of its container or follows a comma.
-            num_values = num_containers + outside.count(b",") + 1
+        num_items, num_others, num_values = _count(body)
         settings = self._settings
         if num_items > self.max_items:
             raise _too_many(
                 f"{num_items} strings, arrays and objects; the server takes {self.max_items}: max_body_items "
+                f"({settings.max_body_items}) and 2 per prompt of max_prompts. Send smaller requests, or raise it."
+            )
+        if num_others > self.max_items:
+            raise _too_many(
+                f"{num_others} fractions, booleans and nulls; the server takes {self.max_items}: max_body_items "
                 f"({settings.max_body_items}) and 2 per prompt of max_prompts. Send smaller requests, or raise it."
             )
         if num_values > self.max_values:
@@ -120,9 +121,12 @@ class BodyLimits:
         encoding = json.detect_encoding(body)
         if not encoding.startswith("utf-8"):  # `check_size` counts bytes of UTF-8
             raise ApiError(400, f"the body is {encoding}; send UTF-8.", code="invalid_json")
-        text = body.decode(encoding, "surrogatepass")
         try:
-            given = json.loads(text, parse_int=_integer, object_hook=_same)
+            text = "".join(codecs.iterdecode(_pieces(body), encoding))
+        except UnicodeDecodeError as error:
+            raise ApiError(400, f"the body is not UTF-8: {error.reason}.", code="invalid_json") from error
+        try:
+            given = json.loads(text, parse_int=_integer, parse_float=_fraction, object_hook=_same)
         except RecursionError as error:
             raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from error
         self.check_fields(given)
@@ -172,8 +176,38 @@ def _too_many(what: str) -> ApiError:
     return ApiError(400, f"the body holds {what}", code="too_many_values")
 
 
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """The bytes of a body in order; no piece ends between a backslash and what it escapes."""
+    first = 0
+    while piece := body[first : first + PIECE_BYTES]:
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        if num_backslashes % 2 and first + len(piece) < len(body):
+            piece = body[first : first + len(piece) + 1]
+        yield piece
+        first += len(piece)
+
+
+def _count(body: bytes) -> tuple[int, int, int]:
+    """The numbers of strings, arrays and objects; of fractions and constants, or more; of all values."""
+    num_quotes = num_containers = num_others = num_commas = 0
+    for piece in _pieces(body):
+        # Without escaped quotes, every second part between quotes is inside a string.
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b" ".join(parts[num_quotes % 2 :: 2])
+        num_quotes += len(parts) - 1
+        num_containers += outside.count(b"[") + outside.count(b"{")
+        num_commas += outside.count(b",")
+        num_others += sum(map(outside.count, OTHERS))
+    # A value is the first of its container or follows a comma.
+    return num_quotes // 2 + num_containers, num_others, num_containers + num_commas + 1
+
+
 def _integer(digits: str) -> int:
     return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    return float(digits)
 
 
 def _same(given: dict[str, Any]) -> dict[str, Any]:

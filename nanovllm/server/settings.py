@@ -40,8 +40,8 @@ class ServerSettings:
         any, unless host is a loopback address.
     min_priority: smallest, that is most urgent, priority that a request may set.
     max_body_bytes: maximum size of a request body in bytes.
-    max_body_items: maximum number of strings, arrays and objects in a body, beside 2 per prompt of max_prompts; token
-        ids are bounded by max_prompts prompts of max_model_len.
+    max_body_items: maximum number of strings, arrays and objects in a body, and of fractions, booleans and nulls,
+        beside 2 per prompt of max_prompts; token ids are bounded by max_prompts prompts of max_model_len.
     max_messages: maximum number of messages in a conversation.
     max_tools: maximum number of tools in a request.
     max_word_chars: maximum number of characters in all stop strings of a request, and in all its bad_words.

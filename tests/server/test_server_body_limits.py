@@ -49,6 +49,44 @@ def test_every_value_of_a_body_counts_and_no_text_does(running, spaces):
     limits.check_size(b"[1" + b",1" * (limits.max_values - 2) + b"]")
 
 
+@pytest.mark.parametrize("value", ["1.5", "1e5", "1E5", "-2.5e-3", "null", "true", "false", "NaN", "-Infinity"])
+def test_values_that_are_scanned_without_a_pause_count_as_items(running, value):
+    limits = running.app.state.body_limits
+    with pytest.raises(ApiError, match=r"\d+ fractions, booleans and nulls; the server takes 65552: max_body_items"):
+        limits.check_size(f"[{value}{f',{value}' * limits.max_items}]".encode())
+    limits.check_size(f"[{value}{f',{value}' * 20_000}]".encode())
+    limits.check_size(json.dumps([value] * 20_000).encode())
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 64])
+def test_a_body_counts_the_same_in_pieces_of_any_size(monkeypatch, piece_bytes):
+    body = json.dumps({'"\\': ["\\", '\\"', 'a"b,[\\\\"', "é😀\n", {"": None}, [], 1.5, True, -3, "\\" * 9]}).encode()
+    monkeypatch.setattr(body_limits, "PIECE_BYTES", piece_bytes)
+    assert b"".join(body_limits._pieces(body)) == body
+    assert body_limits._count(body) == (7 + 4, 3, 14)  # 7 strings
+
+
+def test_fractions_pass_through_python_where_threads_can_switch(running, monkeypatch):
+    seen = []
+    monkeypatch.setattr(body_limits, "_fraction", lambda digits: seen.append(digits) or float(digits))
+    status, _ = post_error(running, COMPLETIONS, {"prompt": [0.5] * 20_000})
+    assert (status, len(seen)) == (400, 20_000)
+
+
+@pytest.mark.parametrize("bad", [-1, "x", True])
+def test_the_wrong_one_of_many_token_ids_is_named(running, bad):
+    status, error = post_error(running, COMPLETIONS, {"prompt": [[5] * 70_000 + [bad]]})
+    assert (status, error["param"]) == (400, "prompt[0][70000]")
+
+
+def test_a_large_body_that_is_not_utf_8_is_refused(running):
+    body = b'{"prompt": "' + b"\xed\xa0\x80" * 20_000 + b'"}'
+    with running.http(headers={"content-type": "application/json"}) as http:
+        answer = http.post(COMPLETIONS, content=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert "the body is not UTF-8" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "path, body",
     [
