@@ -70,6 +70,11 @@ class MessageView {
     }
   }
 
+  /** Before any text: the place of the question in the queue, or "" once it is computed. */
+  showPlace(text) {
+    if (text) this.said.dataset.place = text; else delete this.said.dataset.place;
+  }
+
   /** As show, while the answer grows: the longer drawing takes, the less often. */
   showSoon(read) {
     if (this.drawn.timer !== null) return;

@@ -1,5 +1,7 @@
 // ---------------------------------------------------------------------------------------------------------------- chat
 
+const PAGE_ID = "live-"; // the X-Request-Id of a question begins with it, and the feed tells its place in the queue
+
 function announce(text) { setText($("announce"), text); }
 
 /** Conversation with the model; kept after each message. */
@@ -8,6 +10,7 @@ class Chat {
     Object.assign(this, { parts, store, onRefused, onOwnRequest });
     this.model = null;
     this.abort = null; // aborts the answer that streams
+    this.waiting = null; // the id of the question that streams, and the view of its answer
     this.editing = null; // index of the message that the next question replaces
     this.sampling = new SamplingForm();
     const { form, question, stop, system } = parts;
@@ -130,14 +133,17 @@ class Chat {
   async respond(before = null) {
     const { conversation } = this, { messages } = conversation, abort = new AbortController(), answer = new Answer();
     const view = this.add({ role: "assistant", content: "" }, messages.length);
+    const waiting = { id: PAGE_ID + newId(), view };
     this.setAbort(abort);
+    this.waiting = waiting;
     try {
-      await this.stream(abort.signal, answer, view);
+      await this.stream(abort.signal, answer, waiting);
     } catch (error) {
       answer.failure = abort.signal.aborted ? "" : this.explain(error);
       answer.reason = abort.signal.aborted ? "stopped" : "failed";
     }
     view.cancelDrawing();
+    if (this.waiting === waiting) this.waiting = null;
     if (this.abort === abort) this.setAbort(null);
     const isShown = this.conversation === conversation, isEmpty = Boolean(answer.failure) && !answer.text && !answer.reasoning;
     if (!isEmpty) messages.push(answer.message);
@@ -183,9 +189,15 @@ class Chat {
     return curlCommand(body);
   }
 
-  async stream(signal, answer, view) {
+  /** A snapshot of the engine has come. */
+  look({ places, waiting }) {
+    const place = places[this.waiting?.id];
+    this.waiting?.view.showPlace(place ? `Place ${count(place)} of ${count(waiting)} in the queue` : "");
+  }
+
+  async stream(signal, answer, { id, view }) {
     const response = await call("v1/chat/completions", {
-      method: "POST", signal, headers: { "Content-Type": "application/json" },
+      method: "POST", signal, headers: { "Content-Type": "application/json", "X-Request-Id": id },
       body: JSON.stringify({ ...this.body, stream: true, stream_options: { include_usage: true } }),
     });
     for await (const [, data] of serverEvents(response)) {

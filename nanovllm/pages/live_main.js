@@ -36,7 +36,7 @@ const feed = new Feed({
     chat.model = about.model;
     redraw();
   },
-  onLook: (look) => { stepHistory.add(look); redraw(); },
+  onLook: (look) => { stepHistory.add(look); chat.look(look); redraw(); },
 });
 
 function redraw() { if (!isDue) { isDue = true; requestAnimationFrame(draw); } }

@@ -4,10 +4,9 @@ const CHAT_PLACE = "nanovllm-chat-"; // then an id; in localStorage, one entry e
 const OPEN_PLACE = "nanovllm-open"; // the id of the tab's conversation, in sessionStorage
 const MAX_TITLE = 60;
 
-function newConversation() {
-  const id = Array.from(crypto.getRandomValues(new Uint32Array(2)), (part) => part.toString(36)).join("");
-  return { id, updated: 0, system: "", messages: [] };
-}
+function newId() { return Array.from(crypto.getRandomValues(new Uint32Array(2)), (part) => part.toString(36)).join(""); }
+
+function newConversation() { return { id: newId(), updated: 0, system: "", messages: [] }; }
 
 function titleOf({ messages }) {
   const first = messages[0]?.content.trim().replace(/\s+/g, " ") || "Empty conversation";

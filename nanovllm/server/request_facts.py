@@ -18,6 +18,7 @@ from nanovllm.sequence import NewRequest
 logger = logging.getLogger("nanovllm")
 
 REQUEST_ID = "x-request-id"
+PAGE_ID = "live-"  # what the live view's page begins the x-request-id of its questions with
 NO_KEY = "none"  # name of the key where none is required
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -56,10 +57,12 @@ class InFlight:
     """Facts of the requests in the engine, by the ids that they have there.
 
     listeners: called with the facts of each that ends.
+    questions: x-request-id of those that pages of the live view ask.
     """
 
     def __init__(self) -> None:
         self.listeners: list[OnRequestEnd] = []
+        self.questions: dict[str, str] = {}
         self._facts: dict[str, RequestFacts] = {}
 
     def add(self, ids: Sequence[str]) -> None:
@@ -68,15 +71,19 @@ class InFlight:
         if facts is not None:
             facts.answer_id = facts.answer_id or ids[0]
             self._facts |= dict.fromkeys(ids, facts)
+            if facts.request_id.startswith(PAGE_ID):
+                self.questions |= dict.fromkeys(ids, facts.request_id)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Remove prompts that were never queued."""
         for request_id in ids:
             self._facts.pop(request_id, None)
+            self.questions.pop(request_id, None)
 
     def end(self, request: NewRequest, output: RequestOutput | None) -> None:
         """As `OutputRouter.on_end`."""
         facts = self._facts.pop(request.request_id, None)
+        self.questions.pop(request.request_id, None)
         if facts is None:
             return
         for listener in tuple(self.listeners):

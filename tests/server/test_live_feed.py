@@ -8,6 +8,7 @@ import json
 import re
 from collections import deque
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from nanovllm.server.live.engine_snapshot import (
     pool_map,
     pool_usage,
     take_snapshot,
+    with_places,
 )
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
@@ -140,6 +142,35 @@ async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all():
     assert (snapshot.num_running, snapshot.num_waiting) == (1, MAX_ROWS + 4)
     assert len(snapshot.requests) == 1 + MAX_ROWS
     assert all(len(row["id"]) == 64 for row in rows({"requests": snapshot.requests}))
+
+
+@bounded
+async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait():
+    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1})
+    async with llm:
+        ids = [str(number) for number in range(MAX_ROWS + 5)]
+        tasks = [asyncio.ensure_future(anext(llm.generate([7] * 4, ENDLESS, request_id=name))) for name in ids]
+        await tasks[0]
+        while (await llm.stats()).num_waiting < len(ids) - 1:
+            await asyncio.sleep(0.01)
+        questions = {ids[0]: "live-runs", ids[-1]: "live-last", ids[3]: "live-third", "gone": "live-gone"}
+        look = await llm.inspect(lambda engine: with_places(take_snapshot(engine, deque()), engine, questions))
+        for task in tasks:
+            task.cancel()
+    assert look.places == {"live-third": 3, "live-last": len(ids) - 1}
+
+
+def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_arrival():
+    def request(n: int, *, has_token: bool) -> Any:
+        return SimpleNamespace(
+            new=SimpleNamespace(params=SimpleNamespace(n=n)),
+            samples=[SimpleNamespace(token_ids=[1] if has_token else []) for _ in range(n)],
+        )
+
+    requests = {"a": request(1, has_token=True), "b": request(2, has_token=False), "c": request(1, has_token=False)}
+    pool = SimpleNamespace(statuses=["up"], requests=requests)
+    snapshot = EngineSnapshot(0.0, (), [], 0, 0, bytes(5), bytes(5), {}, 0.0)
+    assert with_places(snapshot, pool, {"a": "live-a", "c": "live-c"}).places == {"live-c": 3}
 
 
 @pytest.mark.parametrize("num_blocks", [1, 13, MAX_CELLS, MAX_CELLS + 1, 3 * MAX_CELLS - 1, 100_000])

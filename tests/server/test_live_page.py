@@ -79,6 +79,21 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, open_
     assert page.evaluate("() => chat.messages.length") == 0
 
 
+def test_a_question_that_waits_behind_more_than_are_listed_shows_its_place(open_page):
+    with serving(max_num_seqs=1, max_queue=200, max_model_len=1024) as running:
+        page = open_page(running.url)
+        state(page, "live")
+        with contextlib.ExitStack() as others:
+            for _ in range(40):
+                body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+                others.enter_context(contextlib.closing(raw_stream(running, body)))
+            comes_true(lambda: running.stats().num_waiting == 39)
+            ask(page, max_tokens=3)
+            shown = "() => getComputedStyle(document.querySelector('.message.assistant .said'), '::after').content"
+            comes_true(lambda: page.evaluate(shown) == '"Place 40 of 40 in the queue"')
+        answered(page, 1)
+
+
 def test_stopping_an_answer_frees_the_engine(running, open_page):
     page = open_page(running.url)
     state(page, "live")
@@ -213,6 +228,12 @@ def test_everything_is_reached_and_worked_from_the_keyboard(running, open_page):
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
     page.get_by_text("System prompt and sampling").click()
     assert page.evaluate(UNNAMED) == []
+
+
+def test_every_form_field_has_a_label(running, open_page):
+    page = open_page(running.url)
+    without = "() => [...document.querySelectorAll('input, textarea, select')].filter((one) => !one.labels.length)"
+    assert page.evaluate(without + ".map((one) => one.id)") == []
 
 
 def test_a_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(browser, open_page):

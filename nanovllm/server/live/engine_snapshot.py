@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from operator import is_not
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MAX_CELLS = 1024  # cells of the pool map; a cell covers several blocks of a larger pool
 MAX_ROWS = 32  # rows of running requests, and of waiting ones
 MAX_ID_CHARS = 64
+MAX_PLACES = 256  # questions of pages whose place in the queue is told
 
 # Columns of the feed's rows, in order. Times are microseconds, for steps since the feed's zero.
 STEP_VALUES = (
@@ -49,6 +50,7 @@ class EngineSnapshot:
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
     machine: "device" and "dtype" of the weights; of replicas only what the options name.
+    places: place in the queue, from 1, of each waiting question of a page, by its x-request-id.
     """
 
     time: float
@@ -61,11 +63,38 @@ class EngineSnapshot:
     counters: dict[str, int]
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
     """Take a snapshot; call it in the engine thread, which appends to `steps`."""
     return _snapshot_of_pool(engine, steps) if engine.statuses else _snapshot_of_engine(engine, steps)
+
+
+def with_places(snapshot: EngineSnapshot, engine: Any, questions: Mapping[str, str]) -> EngineSnapshot:
+    """Add the places of waiting questions; call it in the engine thread, right after `take_snapshot`.
+
+    Args:
+        questions: x-request-ids by the engine's request ids; the first MAX_PLACES that wait are told.
+    """
+    began = time.perf_counter()
+    places: dict[str, int] = {}
+    for place, request_id in enumerate(_waiting_ids(engine), 1):
+        if len(places) == min(MAX_PLACES, len(questions)):
+            break
+        if (asked := questions.get(request_id)) is not None:
+            places.setdefault(asked, place)
+    return replace(snapshot, places=places, seconds=snapshot.seconds + time.perf_counter() - began)
+
+
+def _waiting_ids(engine: Any) -> Iterator[str]:
+    """Request ids in the order of service, one per waiting sequence."""
+    if engine.statuses:
+        for request_id, request in engine.requests.items():
+            if not any(sample.token_ids for sample in request.samples):
+                yield from repeat(request_id, request.new.params.n)
+    else:
+        yield from (sequence.request_id for sequence in engine.scheduler.waiting)
 
 
 def _snapshot_of_engine(engine: Engine, steps: deque[StepRecord]) -> EngineSnapshot:

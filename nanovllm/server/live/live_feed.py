@@ -17,14 +17,14 @@ import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineClosedError, EngineDeadError
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
-from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot
+from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot, with_places
 from nanovllm.server.sse import compact, event
 
 INTERVAL_SECONDS = 0.1  # between two snapshots
@@ -72,6 +72,7 @@ class SnapshotMessages:
                 "requests": self.snapshot.requests,
                 "running": self.snapshot.num_running,
                 "waiting": self.snapshot.num_waiting,
+                "places": self.snapshot.places,
                 "counters": self.snapshot.counters,
                 "machine": self.snapshot.machine,
                 "pool": None if knows_pool else self.pool,
@@ -86,11 +87,13 @@ class LiveFeed:
     Args:
         engine: engine to inspect; it is not modified.
         about: constant values, for the first message.
+        questions: those in flight that pages asked, as of `InFlight`.
     """
 
-    def __init__(self, engine: AsyncLLM, about: dict[str, Any]) -> None:
+    def __init__(self, engine: AsyncLLM, about: dict[str, Any], questions: Mapping[str, str] | None = None) -> None:
         self._engine = engine
         self._about = about
+        self._questions = {} if questions is None else questions
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # appended in the engine thread
         self.on_step = self._steps.append
         self._started = time.monotonic()
@@ -144,7 +147,7 @@ class LiveFeed:
         last_time = -IDLE_SECONDS
         try:
             while self._num_watchers and self._end_reason is None:
-                snapshot = await self._engine.inspect(lambda engine: take_snapshot(engine, self._steps))
+                snapshot = await self._engine.inspect(self._look)
                 if self._zero is None:
                     self._zero = snapshot.time
                 messages = SnapshotMessages(snapshot, self._zero, self._latest)
@@ -162,6 +165,10 @@ class LiveFeed:
         except Exception:
             logger.exception("the live view failed to inspect the engine and stops")
             self._end("failed")
+
+    def _look(self, engine: Any) -> EngineSnapshot:
+        snapshot = take_snapshot(engine, self._steps)
+        return with_places(snapshot, engine, self._questions) if self._questions else snapshot
 
     def _show_last_steps(self) -> None:
         """Publish the steps after the last snapshot; a dead or closed engine allows no other."""

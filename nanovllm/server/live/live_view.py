@@ -44,6 +44,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
             "step_values": STEP_VALUES,
             "request_values": REQUEST_VALUES,
         },
+        state.in_flight.questions,
     )
     state.engine.observers.append(OnStep(feed.on_step))
     router = APIRouter(include_in_schema=False)
