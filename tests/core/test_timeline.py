@@ -147,8 +147,8 @@ def test_a_page_asks_for_nothing_and_a_name_cannot_leave_its_place(path):
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     pages, problems = [], []
 
-    def open_page(file: Path, scheme: Any = "light") -> Page:
-        page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
+    def open_page(file: Path, scheme: Any = "light", width: int = 1200) -> Page:
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         pages.append(page)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -289,3 +289,13 @@ def test_lanes_can_be_left_to_the_requests_in_view(large, open_page):
     expected = [lane["name"] for lane in run["lanes"] if lane["spans"][0][1] <= end and lane["spans"][-1][2] >= start]
     assert names == expected
     assert 0 < len(names) < 1000
+
+
+@pytest.mark.parametrize("names", [["out.json"], ["before.json", "after_the_change_of_the_budget.json"]])
+@pytest.mark.parametrize("width", [360, 390])
+def test_the_percentiles_fit_a_narrow_screen(path, tmp_path, open_page, names, width):
+    file = tmp_path / "page.html"
+    file.write_text(to_html({name: read_trace(path) for name in names}), encoding="utf-8")
+    box = open_page(file, width=width).get_by_role("region", name="Percentiles, scrollable")
+    assert box.evaluate("(box) => box.scrollWidth - box.clientWidth") == 0
+    assert box.get_by_role("columnheader", name="max").is_visible()
