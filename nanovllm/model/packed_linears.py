@@ -97,6 +97,13 @@ class PackedHead(PackedLinear):
 class OneDnnLinear:
     """The same with oneDNN's blocked format: slower with few rows, but it knows AMX and needs no compiler."""
 
+    @staticmethod
+    def can_pack(dtype: torch.dtype) -> bool:
+        """Whether oneDNN has products of this dtype on this processor: of bfloat16 only from AVX-512 on."""
+        if dtype == torch.bfloat16:
+            return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.backends.mkldnn.is_available() and dtype in _PACKED_DTYPES
+
     def __init__(self, linear: nn.Linear) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
         self._bias = linear.bias
@@ -171,9 +178,7 @@ def pack_linear_layers(
             is_head = linear is model.get_output_embeddings()  # type: ignore[operator]
             form = PackedHead if is_head else PackedLinear
             vars(linear)["forward"] = form(whole, kernels, linear.out_features, memory=memory)
-        elif (
-            type(linear) is nn.Linear and torch.backends.mkldnn.is_available() and linear.weight.dtype in _PACKED_DTYPES
-        ):
+        elif type(linear) is nn.Linear and OneDnnLinear.can_pack(linear.weight.dtype):
             by_one_dnn, shape = OneDnnLinear(linear), tuple(linear.weight.shape)
             if shape not in one_dnn_is_right:
                 one_dnn_is_right[shape] = by_one_dnn.is_right(linear)

@@ -266,6 +266,16 @@ def test_a_product_of_one_dnn_that_is_wrong_is_left_to_the_module(monkeypatch, t
     assert lines and len(lines) == len(set(lines))  # one a shape
 
 
+def test_where_one_dnn_has_no_products_of_bfloat16_layers_stay_plain(monkeypatch, tmp_path):
+    def refuse(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    with LLM(save_tiny(tmp_path / "model", dtype=torch.bfloat16), enforce_eager=True, **OPTIONS) as llm:
+        assert len(tokens(llm)) > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wrong_from", [None, 0, 2040])
 def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wrong_from):
@@ -278,6 +288,8 @@ def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wr
             output[..., wrong_from:] *= 1.5
         return output
 
+    if not OneDnnLinear.can_pack(dtype):
+        pytest.skip(f"oneDNN has no products of {dtype} on this processor")
     torch.manual_seed(0)
     linear = nn.Linear(640, 2049, dtype=dtype)  # more than is compared at once
     by_one_dnn = OneDnnLinear(linear)
