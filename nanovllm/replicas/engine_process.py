@@ -18,6 +18,7 @@ from typing import Any
 from nanovllm.batch import ScheduledBatch
 from nanovllm.engine import Engine
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
+from nanovllm.observability.json_lines import JsonLines, write_json
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.rank_runner import RankRunner
@@ -194,8 +195,10 @@ def main(descriptor: int, front: int) -> None:
     setup = pickle.loads(start.setup)
     logging.basicConfig(format=f"%(levelname)s:%(name)s:replica {setup['index']}: %(message)s")
     logging.getLogger("nanovllm").setLevel(setup["log_level"])
+    log_in_form_of_front(setup)
     try:
         engine, ready = build(setup["model"], setup["tokenizer"], options_of(setup))
+        log_in_form_of_front(setup)  # transformers has been imported
     except Exception as error:
         channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
         os._exit(1)
@@ -204,6 +207,12 @@ def main(descriptor: int, front: int) -> None:
     channel.send_all(encode(ready))
     for message in messages:
         run(thread, reporter, message)
+
+
+def log_in_form_of_front(setup: dict[str, Any]) -> None:
+    """Log JSON lines, with the replica's index, if the front does."""
+    if setup["logs_json"]:
+        write_json(JsonLines(replica=setup["index"]))
 
 
 def options_of(setup: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from nanovllm.features import REPLICAS, refuse
 from nanovllm.import_index import import_index_kept
 from nanovllm.model.source import find
 from nanovllm.numa import openmp_threads, read_nodes, split_cores
+from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
@@ -151,6 +152,7 @@ def _setup(
         "tokenizer": tokenizer,
         "options": own,
         "log_level": logger.getEffectiveLevel(),
+        "logs_json": writes_json(),
     }
 
 

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.observability.json_lines import write_json
 from nanovllm.observability.step_records import OnStep
 from nanovllm.server import errors
 from nanovllm.server.answers.answer_format import answer_format, template_text
@@ -23,7 +24,7 @@ from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
 from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
-from nanovllm.server.logs import RequestLog, use_json
+from nanovllm.server.logs import JsonFormatter, RequestLog
 from nanovllm.server.metrics import CountResponses, ServerMetrics
 from nanovllm.server.openai import chat, completions, embeddings, models, responses
 from nanovllm.server.openai.description import describe
@@ -116,7 +117,7 @@ def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> I
 def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
     """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died."""
     if settings.log_format == "json":
-        use_json()
+        write_json(JsonFormatter())
     allow_open_files(settings.max_connections)
     listeners = bind(settings.host, settings.port)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
@@ -125,6 +126,8 @@ def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_op
         if settings.record is not None:
             Recorder.check(settings.record)
         engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
+        if settings.log_format == "json":
+            write_json(JsonFormatter())
         app = create_app(engine, settings, model=model)
         recorder = app.state.recorder
         server = build_server(app, engine, settings)

@@ -1,4 +1,4 @@
-"""Connection limits: number of sockets, size of headers, and timeouts of headers and bodies.
+"""Connection limits: number of sockets, size of headers, and timeouts of headers and bodies; malformed requests.
 
 uvicorn reads headers of any size (under httptools) and waits for them without a timeout before it calls the app, so
 the limits are in subclasses of its protocol classes.
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import resource
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 import h11
@@ -28,7 +29,6 @@ LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
 OTHER_FILES = 256  # open files of the process beside its connections
-REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio.Protocol]:
@@ -64,7 +64,7 @@ def allow_open_files(max_connections: int) -> None:
 class BoundedConnection(asyncio.Protocol):
     """Mixin for uvicorn's protocol classes: limits open sockets, and the time for headers and bodies.
 
-    A refusal (408, 431, 503) closes the connection. Subclasses set `_part` and `_number` from their parser.
+    A refusal (400, 408, 431, 503) closes the connection. Subclasses set `_part` and `_number` from their parser.
     """
 
     settings: ClassVar[ServerSettings]
@@ -160,6 +160,14 @@ class BoundedConnection(asyncio.Protocol):
             "headers_too_large",
         )
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP as JSON, where uvicorn would write text, even into the middle of an answer."""
+        self.refuse(
+            400,
+            "the request is not valid HTTP/1.1, or has more than one length of its body. Send well-formed requests.",
+            "invalid_http",
+        )
+
     def refuse(self, status: int, message: str, code: str) -> None:
         """Send an error unless an answer has begun, and close the connection."""
         self._is_refused = True
@@ -175,7 +183,7 @@ class BoundedConnection(asyncio.Protocol):
             return
         logger.info("connection refused with %d: %s", status, message)
         body = json.dumps(ApiError(status, message, code=code).body()).encode()
-        lines = [b"HTTP/1.1 %d %s" % (status, REASONS[status].encode())]
+        lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
         lines += [name + b": " + value for name, value in self.server_state.default_headers]
         lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", b""]
         self.transport.write(b"\r\n".join(lines) + body)
@@ -247,8 +255,8 @@ class _H11Connection(BoundedConnection, H11Protocol):
         self._number, self._part = self.conn.num_requests, parts.get(self.conn.their_state, NOTHING)
 
     def send_400_response(self, msg: str) -> None:
+        self._part = self.conn.part
         if self.conn.is_too_large:
-            self._part = self.conn.part
             self.refuse_headers()
         else:
             super().send_400_response(msg)

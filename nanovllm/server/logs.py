@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.observability.json_lines import JsonLines, iso
 from nanovllm.server.request_facts import CURRENT, REQUEST_ID, RequestFacts, given_id
 from nanovllm.server.security import ApiKeys, authorization_of
 from nanovllm.server.sse import CLIENT_GONE
@@ -71,33 +70,20 @@ def _log(scope: Scope, facts: RequestFacts, status: int, seconds: float) -> None
         "answer": facts.answer_id,
     }
     logger.info(
-        "%s %s %s %s %d %.3fs key=%s request=%s%s", _iso(time.time()), values["client"], values["method"],
+        "%s %s %s %s %d %.3fs key=%s request=%s%s", iso(time.time()), values["client"], values["method"],
         values["path"].encode("unicode_escape").decode(), status, seconds, facts.key, facts.request_id,
         f" answer={facts.answer_id}" if facts.answer_id else "",
         extra={"access": values},
     )  # fmt: skip
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object: time, level, logger, message, request_id, and the fields of an access."""
+class JsonFormatter(JsonLines):
+    """JSON lines with the request_id of the request that they are about, and the fields of an access."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        access = getattr(record, "access", None)
-        line: dict[str, Any] = {"time": _iso(record.created), "level": record.levelname, "logger": record.name}
-        line["message"] = "access" if access else record.getMessage()
+    def values(self, record: logging.LogRecord) -> dict[str, Any]:
+        line = super().values(record)
         if (facts := CURRENT.get()) is not None:
             line["request_id"] = facts.request_id
-        line |= access or {}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def use_json() -> None:
-    """Write the process's logs as JSON lines."""
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(JsonFormatter())
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if access := getattr(record, "access", None):
+            line |= {"message": "access"} | access
+        return line

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -142,6 +144,28 @@ def test_the_live_view_shows_the_requests_of_all_replicas(running):
         assert data["pool"]["total"][2] >= 0 and sum(data["pool"]["total"]) == 2 * 128
     for stream in streams:
         stream.close()
+
+
+def test_health_tells_index_state_and_restarts_of_each_replica(running):
+    with running.http() as http:
+        shown = http.get("/health").json()["replicas"]
+    assert [list(replica) for replica in shown] == [["index", "state", "restarts"]] * 2
+
+
+def test_every_line_of_a_server_with_replicas_and_json_logs_is_an_object_of_one_form():
+    code = "import sys; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["--log-format", "json", "--port", "0", "--data-parallel-size", "2", "--max-model-len", "128"]
+    arguments += ["--enforce-eager", "--attention-backend", "sdpa", "--model", tiny_folder()]
+    command = [sys.executable, "-c", code, "serve", *arguments]
+    lines = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            lines.append(line)
+            if "running on" in line:
+                process.send_signal(signal.SIGINT)
+    found = [json.loads(line) for line in lines]
+    assert process.returncode == 0 and {line.get("replica") for line in found} == {None, 0, 1}
+    assert all(list(line)[:4] == ["time", "level", "logger", "message"] for line in found)
 
 
 def test_health_is_503_while_no_replica_is_up_and_a_stop_drains(running):

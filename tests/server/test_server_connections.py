@@ -120,6 +120,39 @@ def test_trailers_without_end_are_cut_off_behind_an_answer_too(parser):
                 connection.sendall(b"X: " + b"y" * 990 + b"\r\n")
 
 
+MALFORMED = {
+    "garbage": b"GARBAGE\r\n\r\n",
+    "a header without a name": HEAD + b": x\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a length that is no number": HEAD + b"Content-Length: 1x\r\n\r\n{}",
+    "a negative length": HEAD + b"Content-Length: -2\r\n\r\n{}",
+    "a chunk of no size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "a space before the colon": HEAD + b"Content-Length : 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_not_http_is_400_as_json_and_the_connection_closes(parser, request_bytes):
+    with serving() as running, connected(running) as connection:
+        connection.sendall(request_bytes)
+        error = refusal(connection, 400)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_http")
+    assert error["message"].startswith("the request is not valid HTTP/1.1")
+
+
+def test_what_is_not_http_behind_a_request_does_not_get_into_its_answer(parser):
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 500, "stream": true, "ignore_eos": true}'
+    with serving() as running, connected(running) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        received = connection.recv(65536)
+        connection.sendall(b"GARBAGE\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            received += answer(connection)
+        first, *_ = received.partition(b"\r\n0\r\n\r\n")
+        assert first.count(b"HTTP/1.1 ") == 1 and b"nvalid HTTP" not in first
+        comes_true(running.is_idle)
+
+
 @pytest.mark.parametrize("begin, part", [(HEAD, "headers"), (HEAD + b"Content-Length: 10\r\n\r\n{", "body")])
 def test_a_request_that_is_never_finished_is_408(parser, begin, part):
     with serving(HASTY) as running:
