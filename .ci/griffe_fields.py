@@ -1,11 +1,12 @@
-"""Lets the reference show the fields of a class as a table: its docstring has them as lines of `name: text`."""
+"""Lets the reference show the fields of a class as a table: declared with `option`, or lines of `name: text`."""
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
-from griffe import Class, Extension
+from griffe import Attribute, Class, ExprCall, ExprKeyword, Extension
 
 _FIELD = re.compile(r"^(\w+(?:, \w+)*): ")
 
@@ -18,7 +19,8 @@ class Fields(Extension):
             return
         lines: list[str] = []
         is_within = False
-        for line in cls.docstring.value.splitlines():
+        options = [f"{name}: {text}" for name, member in cls.members.items() if (text := _option_help(member))]
+        for line in [*cls.docstring.value.splitlines(), *(["", *options] if options else [])]:
             if field := _FIELD.match(line):
                 if not is_within and all(name in cls.members for name in field[1].split(", ")):
                     is_within = True
@@ -27,3 +29,12 @@ class Fields(Extension):
                 is_within = False
             lines.append(f"    {line}" if is_within else line)
         cls.docstring.value = "\n".join(lines)
+
+
+def _option_help(member: Any) -> str | None:
+    """The help of a field that is declared with `option`, read from the source."""
+    call = member.value if isinstance(member, Attribute) else None
+    if not isinstance(call, ExprCall) or str(call.function) != "option":
+        return None
+    given = {argument.name: argument.value for argument in call.arguments if isinstance(argument, ExprKeyword)}
+    return str(ast.literal_eval(str(given["help"] if "help" in given else call.arguments[1])))

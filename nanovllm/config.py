@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nanovllm.option_checks import check_options
+from nanovllm.option_fields import documented, option
 from nanovllm.validation import integer, truth
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -38,96 +39,123 @@ DEVICE_DEFAULTS = {
 }
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine.
+    """Options of one engine."""
 
-    dtype: type of weights and KV cache: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-    device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-    max_model_len: longest sequence in tokens, prompt and output together; default and maximum: the model's own limit.
-    max_num_batched_tokens: token budget of a step; smaller bounds the latency of a step, larger raises throughput.
-        Default: 1024 on a CPU, 8192 on a GPU.
-    max_num_seqs: maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.
-    max_queue: most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.
-    priority_ageing_s: seconds of waiting that raise a request's priority by one level, so that none starves. None or 0:
-        no ageing.
-    block_size: tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".
-    num_kv_blocks: blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and
-        gpu_memory_utilization.
-    kv_cache_memory_bytes: memory for the KV cache in bytes; overrides gpu_memory_utilization.
-    gpu_memory_utilization: share of the GPU's memory for this process, weights and activations included.
-    window_pool_share: share of the KV cache's memory for layers with a window or chunked attention, where others
-        have full attention. Default: what sequences of half of max_model_len need.
-    enable_prefix_caching: reuse the KV blocks of equal prefixes.
-    max_num_partial_prefills: maximum number of partially computed prompts at the end of a step. Default: 4.
-    max_long_partial_prefills: maximum number among them with more than `long_prefill_token_threshold` tokens left to
-        compute. Default: 1.
-    long_prefill_token_threshold: per-prompt token cap per step while others wait, for a prompt or for their next token.
-        Default: half of max_num_batched_tokens.
-    attention_backend: "flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only)
-        or "auto".
-    enforce_eager: disable compilation.
-    overlap: schedule and launch a step while the previous one runs. Default: on a GPU.
-    cuda_graphs: launch a step as captured CUDA graphs; requires compiled layers on a GPU and
-        attention_backend="flex" or "flash". Default: wherever it is supported.
-    allow_control_tokens_in_messages: parse control tokens spelled out in messages, which lets a message end its turn or
-        open one of another role; otherwise such text is encoded as plain text.
-    record_itl: keep each inter-token latency of a request in its metrics.
-    seed: seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat one
-        another, in other processes and forked children too.
-    kv_events: ZeroMQ endpoint for block events in vLLM's schema, for routers that follow the prefix cache, such as
-        "tcp://*:5557". With a `*`, or as ipc://, it is bound, else connected. None: none are published.
-    kv_events_replay: endpoint at which subscribers ask for batches that they missed; it is bound.
-    kv_events_topic: first frame of each message; some routers read "kv@POD@MODEL" from it.
-    kv_events_rank: number of this engine among those that one server runs; added to the ports of kv_events and
-        kv_events_replay, and told in each batch.
-    data_parallel_size: replicas of the model, each in a process of its own with a GPU of its own, or a share of the
-        cores. Limits hold for each of them, except max_queue.
-    routing: how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is
-        overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".
-    generation_config: for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and
-        repetition_penalty of the model's own generation_config.json; "none" takes the defaults of `SamplingParams`.
-    quantization: "int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.
-    revision: branch, tag or commit of a hub model.
-    trust_remote_code: run code that comes with a hub model.
-    tensor_parallel_size: processes, of one GPU each, that share the model: each holds a part of the weights and of the
-        KV cache. It must divide the attention heads. On a CPU they share its cores.
-    """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int = NOT_SET
-    max_num_batched_tokens: int = NOT_SET
-    max_num_seqs: int = NOT_SET
-    max_queue: int | None = None
-    priority_ageing_s: float | None = None
-    block_size: int = NOT_SET
-    num_kv_blocks: int = NOT_SET
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    window_pool_share: float | None = None
-    enable_prefix_caching: bool = True
-    max_num_partial_prefills: int = NOT_SET
-    max_long_partial_prefills: int = NOT_SET
-    long_prefill_token_threshold: int = NOT_SET
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    overlap: bool = NOT_SET
-    cuda_graphs: bool = NOT_SET
-    allow_control_tokens_in_messages: bool = False
-    record_itl: bool = False
-    seed: int = 0
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
-    kv_events_topic: str = ""
-    kv_events_rank: int = 0
-    data_parallel_size: int = 1
-    routing: str | None = None
-    generation_config: str = "auto"
-    quantization: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    tensor_parallel_size: int = 1
+    dtype: str = option(
+        "auto", 'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'
+    )
+    device: str = option("auto", '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".')
+    max_model_len: int = option(
+        NOT_SET, "longest sequence in tokens, prompt and output together; default and maximum: the model's own limit."
+    )
+    max_num_batched_tokens: int = option(
+        NOT_SET,
+        "token budget of a step; smaller bounds the latency of a step, larger raises throughput. Default: 1024 on a "
+        "CPU, 8192 on a GPU.",
+    )
+    max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
+    max_queue: int | None = option(
+        None, "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit."
+    )
+    priority_ageing_s: float | None = option(
+        None,
+        "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
+    )
+    block_size: int = option(
+        NOT_SET, 'tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".'
+    )
+    num_kv_blocks: int = option(
+        NOT_SET,
+        "blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and gpu_memory_utilization.",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory for the KV cache in bytes; overrides gpu_memory_utilization."
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory for this process, weights and activations included."
+    )
+    window_pool_share: float | None = option(
+        None,
+        "share of the KV cache's memory for layers with a window or chunked attention, where others have full "
+        "attention. Default: what sequences of half of max_model_len need.",
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
+    max_num_partial_prefills: int = option(
+        NOT_SET, "maximum number of partially computed prompts at the end of a step. Default: 4."
+    )
+    max_long_partial_prefills: int = option(
+        NOT_SET,
+        "maximum number among them with more than `long_prefill_token_threshold` tokens left to compute. Default: 1.",
+    )
+    long_prefill_token_threshold: int = option(
+        NOT_SET,
+        "per-prompt token cap per step while others wait, for a prompt or for their next token. Default: half of "
+        "max_num_batched_tokens.",
+    )
+    attention_backend: str = option(
+        "auto",
+        '"flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only) or "auto".',
+    )
+    enforce_eager: bool = option(False, "disable compilation.")
+    overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
+    cuda_graphs: bool = option(
+        NOT_SET,
+        'launch a step as captured CUDA graphs; requires compiled layers on a GPU and attention_backend="flex" or '
+        '"flash". Default: wherever it is supported.',
+    )
+    allow_control_tokens_in_messages: bool = option(
+        False,
+        "parse control tokens spelled out in messages, which lets a message end its turn or open one of another "
+        "role; otherwise such text is encoded as plain text.",
+    )
+    record_itl: bool = option(False, "keep each inter-token latency of a request in its metrics.")
+    seed: int = option(
+        0,
+        "seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat "
+        "one another, in other processes and forked children too.",
+    )
+    kv_events: str | None = option(
+        None,
+        "ZeroMQ endpoint for block events in vLLM's schema, for routers that follow the prefix cache, such as "
+        '"tcp://*:5557". With a `*`, or as ipc://, it is bound, else connected. None: none are published.',
+    )
+    kv_events_replay: str | None = option(
+        None, "endpoint at which subscribers ask for batches that they missed; it is bound."
+    )
+    kv_events_topic: str = option("", 'first frame of each message; some routers read "kv@POD@MODEL" from it.')
+    kv_events_rank: int = option(
+        0,
+        "number of this engine among those that one server runs; added to the ports of kv_events and "
+        "kv_events_replay, and told in each batch.",
+    )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the model, each in a process of its own with a GPU of its own, or a share of the cores. Limits "
+        "hold for each of them, except max_queue.",
+    )
+    routing: str | None = option(
+        None,
+        'how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is '
+        'overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".',
+    )
+    generation_config: str = option(
+        "auto",
+        'for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and repetition_penalty '
+        'of the model\'s own generation_config.json; "none" takes the defaults of `SamplingParams`.',
+    )
+    quantization: str | None = option(
+        None, '"int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.'
+    )
+    revision: str | None = option(None, "branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(False, "run code that comes with a hub model.")
+    tensor_parallel_size: int = option(
+        1,
+        "processes, of one GPU each, that share the model: each holds a part of the weights and of the KV cache. It "
+        "must divide the attention heads. On a CPU they share its cores.",
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -141,14 +169,14 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            name, value = option.name, getattr(self, option.name)
-            if value is None and option.default is None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
                 continue
-            if option.type in ("int", "int | None"):
+            if field.type in ("int", "int | None"):
                 value = integer(name, value, LOWEST.get(name, 1), 2**64 - 1 if name == "seed" else None)
                 object.__setattr__(self, name, value)  # NumPy's integers overflow
-            elif option.type == "bool":
+            elif field.type == "bool":
                 truth(name, value)
         for name, choices in (
             ("dtype", DTYPES),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nanovllm.option_fields import documented, option
 from nanovllm.structured_output import StructuredOutput, structured_output
 from nanovllm.validation import biases, functions, integer, real, strings, token_ids, truth
 
@@ -54,74 +55,87 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+@documented
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling options of one request, in the order in which they apply to the logits.
-
-    n: number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1.
-    truncate_prompt_tokens: keep only the last tokens of the prompt, at most this many. None: keep all.
-    allowed_token_ids: restrict sampling to these token ids. Default: all.
-    structured_output: the form of the whole output, such as a JSON schema: tokens that leave it are never drawn, and
-        end-of-sequence only where it is complete.
-    bad_words: strings whose token sequences are never completed, with or without a leading space.
-    logit_bias: values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only
-        copy.
-    repetition_penalty: divisor of positive and factor of negative logits of tokens in prompt or output; 1e-6 to 1e6,
-        1 disables it.
-    frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; -2 to 2.
-    presence_penalty: subtracted from the logit of each token that occurs in the output; -2 to 2.
-    logits_processors: functions (token ids so far, logits) -> logits, called in turn on the host. With overlap, a step
-        with such a request is drawn once the step before was read, while its forward pass runs.
-    temperature: divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id).
-    top_k: keep the k most probable tokens; 0 or -1 keeps all.
-    top_p: keep the smallest set of most probable tokens whose probability reaches p, the crossing token included
-        (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
-    min_p: keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
-    logprobs: number of most probable tokens to report with log-probability and rank beside each output token, before
-        any option above applies; 0 reports the output token alone. None: no report.
-    prompt_logprobs: the same for each prompt token after the first; those tokens are computed, cached or not.
-    prompt_logprobs_start: index of the first prompt token that prompt_logprobs reports; what comes before may be found
-        in the prefix cache.
-    max_tokens: maximum number of new tokens. None: up to the engine's max_model_len.
-    min_tokens: number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.
-    ignore_eos: continue after the model's end-of-sequence tokens.
-    stop_token_ids: token ids that end the request; they stay in the output's token ids.
-    stop: strings that end the request; the text ends before the first one found.
-    include_stop_str_in_output: end the text after the stop string instead.
-    skip_special_tokens: omit special tokens from the text.
-    seed: seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new one
-        for each request.
 
     Raises TypeError or ValueError naming the parameter, its value and its limits.
     """
 
     embeds: ClassVar[bool] = False  # whether the hidden state of the prompt's last token is wanted in place of tokens
 
-    n: int = 1
-    truncate_prompt_tokens: int | None = None
-    allowed_token_ids: tuple[int, ...] = ()
-    structured_output: StructuredOutput | None = None
-    bad_words: tuple[str, ...] = ()
-    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = None
+    n: int = option(
+        1, "number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1."
+    )
+    truncate_prompt_tokens: int | None = option(
+        None, "keep only the last tokens of the prompt, at most this many. None: keep all."
+    )
+    allowed_token_ids: tuple[int, ...] = option((), "restrict sampling to these token ids. Default: all.")
+    structured_output: StructuredOutput | None = option(
+        None,
+        "the form of the whole output, such as a JSON schema: tokens that leave it are never drawn, and "
+        "end-of-sequence only where it is complete.",
+    )
+    bad_words: tuple[str, ...] = option(
+        (), "strings whose token sequences are never completed, with or without a leading space."
+    )
+    logit_bias: dict[int, float] = option(
+        default_factory=dict,
+        help="values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only "
+        "copy.",
+        hash=False,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "divisor of positive and factor of negative logits of tokens in prompt or output; 1e-6 to 1e6, 1 disables it.",
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted from a token's logit for each of its occurrences in the output; -2 to 2."
+    )
+    presence_penalty: float = option(0.0, "subtracted from the logit of each token that occurs in the output; -2 to 2.")
+    logits_processors: tuple[LogitsProcessor, ...] = option(
+        (),
+        "functions (token ids so far, logits) -> logits, called in turn on the host. With overlap, a step with such "
+        "a request is drawn once the step before was read, while its forward pass runs.",
+    )
+    temperature: float = option(
+        1.0, "divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id)."
+    )
+    top_k: int = option(0, "keep the k most probable tokens; 0 or -1 keeps all.")
+    top_p: float = option(
+        1.0,
+        "keep the smallest set of most probable tokens whose probability reaches p, the crossing token included "
+        "(nucleus sampling, Holtzman et al. 2020); 1 keeps all.",
+    )
+    min_p: float = option(0.0, "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.")
+    logprobs: int | None = option(
+        None,
+        "number of most probable tokens to report with log-probability and rank beside each output token, before any "
+        "option above applies; 0 reports the output token alone. None: no report.",
+    )
+    prompt_logprobs: int | None = option(
+        None, "the same for each prompt token after the first; those tokens are computed, cached or not."
+    )
+    prompt_logprobs_start: int = option(
+        0,
+        "index of the first prompt token that prompt_logprobs reports; what comes before may be found in the prefix "
+        "cache.",
+    )
+    max_tokens: int | None = option(None, "maximum number of new tokens. None: up to the engine's max_model_len.")
+    min_tokens: int = option(
+        0, "number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect."
+    )
+    ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens.")
+    stop_token_ids: tuple[int, ...] = option((), "token ids that end the request; they stay in the output's token ids.")
+    stop: tuple[str, ...] = option((), "strings that end the request; the text ends before the first one found.")
+    include_stop_str_in_output: bool = option(False, "end the text after the stop string instead.")
+    skip_special_tokens: bool = option(True, "omit special tokens from the text.")
+    seed: int | None = option(
+        None,
+        "seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new "
+        "one for each request.",
+    )
 
     def __post_init__(self) -> None:
         for name, default, check in _OPTIONS:
@@ -200,7 +214,7 @@ class SamplingParams:
 
 
 # (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
-_OPTIONS = tuple((option.name, option.default, CHECKS[option.name]) for option in fields(SamplingParams))
+_OPTIONS = tuple((field.name, field.default, CHECKS[field.name]) for field in fields(SamplingParams))
 
 
 class EmbeddingParams(SamplingParams):

@@ -19,7 +19,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 # Each name imports from rows above its own; within a row along "<" alone, and freely in the first.
 ROWS = """
-config option_checks sampling_params structured_output validation frozen_dict outputs errors seeds paths numa gc_control import_index interrupts block_hashes prefix_entry resumed sequence batch batch_layout layer_traits cache_group cache_pools group_layouts pages features unsupported
+config option_checks option_fields sampling_params structured_output validation frozen_dict outputs errors seeds paths numa gc_control import_index interrupts block_hashes prefix_entry resumed sequence batch batch_layout layer_traits cache_group cache_pools group_layouts pages features unsupported
 device < kernels | grammar
 block_manager < prefix_tree < group_blocks < cache_groups < block_checks scheduler | requests | sampling | attention
 model | observability

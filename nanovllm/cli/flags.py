@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -133,20 +132,19 @@ def add_flags(
     rename: dict[str, str] | None = None,
     leave_out: Collection[str] = (),
 ) -> None:
-    """Add a flag for each field of a dataclass; its help is the field's entry in the class docstring.
+    """Add a flag for each field of a dataclass of `option`s, whose help it shows.
 
     Args:
         defaults: defaults of this command that differ from the dataclass.
         rename: field name -> flag name.
         leave_out: fields without a flag.
     """
-    help_texts = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", options.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(options):
         if field.name in leave_out:
             continue
         dest = (rename or {}).get(field.name, field.name)
         flag = "--" + dest.replace("_", "-")
-        text = re.sub(r"\s+", " ", help_texts[field.name]).replace("%", "%%")
+        text = field.metadata["help"].replace("%", "%%")
         if field.name in defaults:
             text += f" (default here: {defaults[field.name]})"
         elif not (field.default in (None, (), dataclasses.MISSING) or "default" in text.lower()):

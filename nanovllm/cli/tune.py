@@ -58,7 +58,9 @@ def add_tune_command(commands: Any) -> None:
         "values to try", "instead of values around the device's defaults; a single value is fixed"
     )
     for name in SWEPT:
-        values.add_argument(f"--{name.replace('_', '-')}", dest=f"try_{name}", type=_values, metavar="INT,...")
+        values.add_argument(
+            f"--{name.replace('_', '-')}", dest=f"try_{name}", type=_values, metavar="INT,...", help=f"values of {name}"
+        )
     tune.add_argument("--only-named", action="store_true", help="leave options without values to try at their defaults")
     tune.add_argument(
         "--candidates", type=positive, metavar="INT",

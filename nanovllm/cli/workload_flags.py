@@ -11,7 +11,7 @@ from nanovllm.import_index import import_index_kept
 from nanovllm.model.gguf.file import GGUFFile, is_gguf
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
-from nanovllm.tools.workloads.workloads import WORKLOADS, Workload, bursty, poisson
+from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, poisson
 
 
 def add_workload_flags(
@@ -71,8 +71,7 @@ def _about(name: str) -> str:
     maker = WORKLOADS[name]
     parameters = inspect.signature(maker).parameters.values()
     takes = " ".join(f"{parameter.name}={format_value(parameter.default)}" for parameter in parameters)
-    first = inspect.getdoc(maker).splitlines()[0]  # type: ignore[union-attr]
-    return first + (f"\n{'':<11}{takes}" if takes else "")
+    return ABOUT[name] + (f"\n{'':<11}{takes}" if takes else "")
 
 
 # ------------------------------------------------------------------------------------------------ values of the flags

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.option_fields import documented, option
 from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
@@ -18,100 +19,107 @@ ON_UNKNOWN = ("refuse", "warn")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Options of one server.
+    """Options of one server."""
 
-    host: address to listen on; only a loopback address keeps other machines out.
-    port: port to listen on; 0 takes a free one.
-    served_model_name: name of the model in requests and answers. Not set: the last part of its path.
-    api_key: key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the
-        command line: prefer NANOVLLM_API_KEY or api_key_file.
-    api_key_file: file with one key a line; empty lines and lines that begin with # are ignored. What follows " #" is
-        the key's name in logs and metrics, else key-1, key-2 and so on.
-    cache_salt_per_key: share cached prefixes only among requests with the same API key.
-    cors_origin: web origin whose pages may call the server, such as https://example.org; may be repeated.
-    max_connections: maximum number of open sockets; further ones get 503 and are closed.
-    max_header_bytes: maximum size of a request's line and headers in bytes, trailers included; 431 above it.
-    max_headers: maximum number of headers of a request, trailers included; 431 above it.
-    header_timeout: seconds from the connection, or a request's first byte, to the end of its headers; 408 after it.
-    body_timeout: seconds from the end of the headers to the end of the body; 408 after it.
-    allowed_hosts: accepted name in the Host header, beside the loopback names; may be repeated; * accepts any. Not set:
-        any, unless host is a loopback address.
-    min_priority: smallest, that is most urgent, priority that a request may set.
-    max_body_bytes: maximum size of a request body in bytes.
-    max_body_items: maximum number of strings, arrays and objects in a body, and of fractions, booleans and nulls,
-        beside 2 per prompt of max_prompts; token ids are bounded by max_prompts prompts of max_model_len.
-    max_messages: maximum number of messages in a conversation.
-    max_tools: maximum number of tools in a request.
-    max_word_chars: maximum number of characters in all stop strings of a request, and in all its bad_words.
-    max_prompts: maximum number of prompts in a request.
-    max_prompt_chars: maximum length of a prompt in characters, checked before tokenization; for a conversation the
-        length of the chat template's input as JSON. Not set: 32 per token of max_model_len.
-    max_samples: maximum number of completions of a request, prompts x n.
-    max_logprobs: maximum value of logprobs and top_logprobs in a request.
-    request_timeout: seconds after which a request ends with its text so far. Not set: no limit.
-    send_timeout: seconds after which a client that does not read its stream is disconnected.
-    keep_alive_interval: seconds without an event after which a stream sends a comment, which keeps proxies from closing
-        it.
-    stall_timeout: seconds without the end of a step, while requests run, after which /health returns 503.
-    drain_timeout: seconds for open requests to finish after SIGTERM or SIGINT.
-    tool_format: format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, seed, glm, harmony
-        (gpt-oss), none (tool calls stay text), or auto (detected from the chat template).
-    reasoning_format: markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays
-        content), or auto (detected from the chat template).
-    unknown_fields: what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once
-        each).
-    log_prompts: log prompts and messages.
-    access_log: log a line per request: time, client, status, duration, the key's name, x-request-id.
-    log_format: form of the log: text, or json for an object a line.
-    otlp_traces_endpoint: URL that spans of requests are sent to, such as http://localhost:4318/v1/traces; needs
-        nanovllm[otel].
-    record: append arrivals, lengths and hashed prefixes of all requests, without text, to this file, which nanovllm
-        tune and simulate read as --trace.
-    record_max_bytes: size in bytes above which the record is renamed to FILE.1, in place of an older one, and begun
-        anew.
-    ui: serve the live view at /.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    api_key: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: str | None = None
-    cache_salt_per_key: bool = False
-    cors_origin: tuple[str, ...] = ()
-    max_connections: int = 4096
-    max_header_bytes: int = 65536
-    max_headers: int = 100
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    allowed_hosts: tuple[str, ...] = ()
-    min_priority: int = 0
-    max_body_bytes: int = 8 * 2**20
-    max_body_items: int = 65536
-    max_messages: int = 4096
-    max_tools: int = 512
-    max_word_chars: int = 16384
-    max_prompts: int = 128
-    max_prompt_chars: int | None = None
-    max_samples: int = 128
-    max_logprobs: int = 20
-    request_timeout: float | None = None
-    send_timeout: float = 60.0
-    keep_alive_interval: float = 15.0
-    stall_timeout: float = 120.0
-    drain_timeout: float = 30.0
-    tool_format: str = "auto"
-    reasoning_format: str = "auto"
-    unknown_fields: str = "refuse"
-    log_prompts: bool = False
-    access_log: bool = True
-    log_format: str = "text"
-    otlp_traces_endpoint: str | None = None
-    record: str | None = None
-    record_max_bytes: int = 2**28
-    ui: bool = True
+    host: str = option("127.0.0.1", "address to listen on; only a loopback address keeps other machines out.")
+    port: int = option(8000, "port to listen on; 0 takes a free one.")
+    served_model_name: str | None = option(
+        None, "name of the model in requests and answers. Not set: the last part of its path."
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        'key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the '
+        "command line: prefer NANOVLLM_API_KEY or api_key_file.",
+        repr=False,
+    )
+    api_key_file: str | None = option(
+        None,
+        'file with one key a line; empty lines and lines that begin with # are ignored. What follows " #" is the '
+        "key's name in logs and metrics, else key-1, key-2 and so on.",
+    )
+    cache_salt_per_key: bool = option(False, "share cached prefixes only among requests with the same API key.")
+    cors_origin: tuple[str, ...] = option(
+        (), "web origin whose pages may call the server, such as https://example.org; may be repeated."
+    )
+    max_connections: int = option(4096, "maximum number of open sockets; further ones get 503 and are closed.")
+    max_header_bytes: int = option(
+        65536, "maximum size of a request's line and headers in bytes, trailers included; 431 above it."
+    )
+    max_headers: int = option(100, "maximum number of headers of a request, trailers included; 431 above it.")
+    header_timeout: float = option(
+        10.0, "seconds from the connection, or a request's first byte, to the end of its headers; 408 after it."
+    )
+    body_timeout: float = option(60.0, "seconds from the end of the headers to the end of the body; 408 after it.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "accepted name in the Host header, beside the loopback names; may be repeated; * accepts any. Not set: any, "
+        "unless host is a loopback address.",
+    )
+    min_priority: int = option(0, "smallest, that is most urgent, priority that a request may set.")
+    max_body_bytes: int = option(8 * 2**20, "maximum size of a request body in bytes.")
+    max_body_items: int = option(
+        65536,
+        "maximum number of strings, arrays and objects in a body, and of fractions, booleans and nulls, beside 2 per "
+        "prompt of max_prompts; token ids are bounded by max_prompts prompts of max_model_len.",
+    )
+    max_messages: int = option(4096, "maximum number of messages in a conversation.")
+    max_tools: int = option(512, "maximum number of tools in a request.")
+    max_word_chars: int = option(
+        16384, "maximum number of characters in all stop strings of a request, and in all its bad_words."
+    )
+    max_prompts: int = option(128, "maximum number of prompts in a request.")
+    max_prompt_chars: int | None = option(
+        None,
+        "maximum length of a prompt in characters, checked before tokenization; for a conversation the length of the "
+        "chat template's input as JSON. Not set: 32 per token of max_model_len.",
+    )
+    max_samples: int = option(128, "maximum number of completions of a request, prompts x n.")
+    max_logprobs: int = option(20, "maximum value of logprobs and top_logprobs in a request.")
+    request_timeout: float | None = option(
+        None, "seconds after which a request ends with its text so far. Not set: no limit."
+    )
+    send_timeout: float = option(60.0, "seconds after which a client that does not read its stream is disconnected.")
+    keep_alive_interval: float = option(
+        15.0, "seconds without an event after which a stream sends a comment, which keeps proxies from closing it."
+    )
+    stall_timeout: float = option(
+        120.0, "seconds without the end of a step, while requests run, after which /health returns 503."
+    )
+    drain_timeout: float = option(30.0, "seconds for open requests to finish after SIGTERM or SIGINT.")
+    tool_format: str = option(
+        "auto",
+        "format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, seed, glm, harmony "
+        "(gpt-oss), none (tool calls stay text), or auto (detected from the chat template).",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays content), "
+        "or auto (detected from the chat template).",
+    )
+    unknown_fields: str = option(
+        "refuse",
+        "what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once each).",
+    )
+    log_prompts: bool = option(False, "log prompts and messages.")
+    access_log: bool = option(
+        True, "log a line per request: time, client, status, duration, the key's name, x-request-id."
+    )
+    log_format: str = option("text", "form of the log: text, or json for an object a line.")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that spans of requests are sent to, such as http://localhost:4318/v1/traces; needs nanovllm[otel]."
+    )
+    record: str | None = option(
+        None,
+        "append arrivals, lengths and hashed prefixes of all requests, without text, to this file, which nanovllm "
+        "tune and simulate read as --trace.",
+    )
+    record_max_bytes: int = option(
+        2**28, "size in bytes above which the record is renamed to FILE.1, in place of an older one, and begun anew."
+    )
+    ui: bool = option(True, "serve the live view at /.")
 
     def __post_init__(self) -> None:
         for name in ("host", "served_model_name", "api_key_file", "record", "otlp_traces_endpoint"):

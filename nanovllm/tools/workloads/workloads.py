@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -81,11 +81,24 @@ def at_once(name: str, prompts: list[list[int]], output_lengths: list[int], **pa
     return Workload(name, [TimedRequest(0.0, prompt, length) for prompt, length in pairs], parameters)
 
 
+WORKLOADS: dict[str, Callable[..., Workload]] = {}
+ABOUT: dict[str, str] = {}  # a line on each workload, for help texts: docstrings are gone under `python -OO`
+Maker = TypeVar("Maker", bound=Callable[..., Workload])
+
+
+def _workload(name: str, about: str) -> Callable[[Maker], Maker]:
+    def register(maker: Maker) -> Maker:
+        WORKLOADS[name], ABOUT[name] = maker, about
+        return maker
+
+    return register
+
+
 # --------------------------------------------------------------------------------------------------- fixed workloads
 
 
+@_workload("W", "64 requests with prompts of 32 to 256 tokens and outputs of 32 to 128: 9,871 in, 5,250 out.")
 def w() -> Workload:
-    """64 requests with prompts of 32 to 256 tokens and outputs of 32 to 128: 9,871 in, 5,250 out."""
     r = random.Random(0)
     prompts, lengths = [], []
     for _ in range(64):
@@ -95,28 +108,32 @@ def w() -> Workload:
     return at_once("W", prompts, lengths)
 
 
+@_workload(
+    "P", "64 requests with a shared prefix of 512 tokens and 32 tokens of their own, 32 out: 34,816 in, 2,048 out."
+)
 def p() -> Workload:
-    """64 requests with a shared prefix of 512 tokens and 32 tokens of their own, 32 out: 34,816 in, 2,048 out."""
     r = random.Random(0)
     shared = [r.randint(17, 49151) for _ in range(512)]
     return at_once("P", [shared + [r.randint(17, 49151) for _ in range(32)] for _ in range(64)], [32] * 64)
 
 
+@_workload("single", "One request, 128 tokens in and 128 out: the latency of a single stream.")
 def single() -> Workload:
-    """One request, 128 tokens in and 128 out: the latency of a single stream."""
     r = random.Random(0)
     return at_once("single", [[r.randint(17, 49151) for _ in range(128)]], [128])
 
 
+@_workload("W1", "256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out, with seed 0.")
 def w1(seed: int = 0) -> Workload:
-    """256 requests with prompts and outputs of 100 to 1,024 tokens: 142,827 in, 133,966 out, with seed 0."""
     r = random.Random(seed)
     prompts = [[r.randint(0, 10_000) for _ in range(r.randint(100, 1024))] for _ in range(256)]
     return at_once("W1" if seed == 0 else f"W1:seed={seed}", prompts, [r.randint(100, 1024) for _ in range(256)])
 
 
+@_workload(
+    "W2", "1,024 requests with a shared prefix of 512 tokens and 64 of their own, 64 out: 589,824 in, 65,536 out."
+)
 def w2() -> Workload:
-    """1,024 requests with a shared prefix of 512 tokens and 64 of their own, 64 out: 589,824 in, 65,536 out."""
     r = random.Random(0)
     shared = [r.randint(0, 10_000) for _ in range(512)]
     return at_once("W2", [shared + [r.randint(0, 10_000) for _ in range(64)] for _ in range(1024)], [64] * 1024)
@@ -125,11 +142,12 @@ def w2() -> Workload:
 # ----------------------------------------------------------------------------------------- workloads with parameters
 
 
+@_workload("random", "Random tokens, all requests at once.")
 def random_requests(
     *, requests: int = 64, prompt: Span = 128, shared: int = 0, output: Span = 64, vocab: int = VOCAB,
     scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Random tokens, all requests at once.
+    """Build the workload.
 
     Args:
         prompt, output: tokens in and out, a number or (low, high) to draw from.
@@ -146,11 +164,12 @@ def random_requests(
     return at_once("random", prompts, [draw.length(output) for _ in range(requests)])
 
 
+@_workload("P1", "Several long system prompts: each request has one of them, drawn, before tokens of its own.")
 def p1(
     *, requests: int = 1024, prompts: int = 8, shared: int = 2000, own: Span = 64, output: Span = 64,
     vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Several long system prompts: each request has one of them, drawn, before tokens of its own.
+    """Build the workload.
 
     Args:
         prompts: number of system prompts, of `shared` tokens each; not scaled.
@@ -162,13 +181,14 @@ def p1(
     return at_once("P1", whole, [draw.length(output) for _ in range(requests)])
 
 
+@_workload(
+    "chat", "Conversations of several turns: each prompt is the previous prompt, a drawn answer and new user tokens."
+)
 def chat(
     *, conversations: int = 32, turns: int = 4, system: int = 200, user: Span = (20, 200), answer: Span = (50, 300),
     think: float = 2.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Conversations of several turns: each prompt is the previous prompt, a drawn answer and new user tokens.
-
-    Answers in prompts are drawn, not generated, so that all engines get the same tokens.
+    """Build the workload. Answers in prompts are drawn, not generated, so that all engines get the same tokens.
 
     Args:
         turns: turns of a conversation; not scaled.
@@ -191,11 +211,12 @@ def chat(
     return Workload("chat", made)
 
 
+@_workload("whales", "Requests that decode while some with very long prompts arrive.")
 def whales(
     *, decoding: int = 64, prompt: Span = 512, output: Span = 600, whales: int = 8, whale_prompt: Span = 8192,
     whale_output: Span = 4, delay: float = 5.0, vocab: int = VOCAB, scale: float = 1.0, seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Requests that decode while some with very long prompts arrive.
+    """Build the workload.
 
     Args:
         decoding, prompt, output: number, prompt and output tokens of requests that arrive at the start.
@@ -208,12 +229,6 @@ def whales(
     sizes = [(0.0, prompt, output)] * decoding + [(delay, whale_prompt, whale_output)] * whales
     made = [TimedRequest(time, draw.tokens(draw.length(long)), draw.length(out)) for time, long, out in sizes]
     return Workload("whales", made)
-
-
-WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "W": w, "P": p, "single": single, "W1": w1, "W2": w2,
-    "P1": p1, "random": random_requests, "chat": chat, "whales": whales,
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- arrivals
