@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.gc_control import collector_paused
+from nanovllm.process.gc_control import collector_paused
 
 __version__ = "0.1.0"
 
@@ -13,26 +13,26 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
-    "SamplingParams": "nanovllm.sampling_params",
-    "StructuredOutput": "nanovllm.structured_output",
-    "EngineConfig": "nanovllm.config",
-    "RequestOutput": "nanovllm.outputs",
-    "EmbeddingParams": "nanovllm.sampling_params",
-    "CompletionOutput": "nanovllm.outputs",
-    "EmbeddingOutput": "nanovllm.outputs",
-    "ScoreOutput": "nanovllm.outputs",
-    "ErrorKind": "nanovllm.outputs",
-    "Logprob": "nanovllm.outputs",
-    "RequestMetrics": "nanovllm.outputs",
-    "EngineStats": "nanovllm.outputs",
-    "OutputKind": "nanovllm.outputs",
+    "SamplingParams": "nanovllm.core.sampling_params",
+    "StructuredOutput": "nanovllm.core.structured_output",
+    "EngineConfig": "nanovllm.core.config",
+    "RequestOutput": "nanovllm.core.outputs",
+    "EmbeddingParams": "nanovllm.core.sampling_params",
+    "CompletionOutput": "nanovllm.core.outputs",
+    "EmbeddingOutput": "nanovllm.core.outputs",
+    "ScoreOutput": "nanovllm.core.outputs",
+    "ErrorKind": "nanovllm.core.outputs",
+    "Logprob": "nanovllm.core.outputs",
+    "RequestMetrics": "nanovllm.core.outputs",
+    "EngineStats": "nanovllm.core.outputs",
+    "OutputKind": "nanovllm.core.outputs",
     "StepRecord": "nanovllm.observability.step_records",
     "TraceWriter": "nanovllm.observability.trace_writer",
-    "ModelLoadError": "nanovllm.errors",
-    "UnsupportedModelError": "nanovllm.errors",
-    "StepError": "nanovllm.errors",
-    "EngineDeadError": "nanovllm.errors",
-    "QueueFullError": "nanovllm.errors",
+    "ModelLoadError": "nanovllm.core.errors",
+    "UnsupportedModelError": "nanovllm.core.errors",
+    "StepError": "nanovllm.core.errors",
+    "EngineDeadError": "nanovllm.core.errors",
+    "QueueFullError": "nanovllm.core.errors",
 }
 
 __all__ = [
@@ -62,12 +62,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
-    from nanovllm.config import EngineConfig
-    from nanovllm.errors import EngineDeadError, ModelLoadError, QueueFullError, StepError, UnsupportedModelError
-    from nanovllm.llm import LLM
-    from nanovllm.observability.step_records import StepRecord
-    from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.outputs import (
+    from nanovllm.core.config import EngineConfig
+    from nanovllm.core.errors import EngineDeadError, ModelLoadError, QueueFullError, StepError, UnsupportedModelError
+    from nanovllm.core.outputs import (
         CompletionOutput,
         EmbeddingOutput,
         EngineStats,
@@ -78,8 +75,11 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoreOutput,
     )
-    from nanovllm.sampling_params import EmbeddingParams, SamplingParams
-    from nanovllm.structured_output import StructuredOutput
+    from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
+    from nanovllm.core.structured_output import StructuredOutput
+    from nanovllm.llm import LLM
+    from nanovllm.observability.step_records import StepRecord
+    from nanovllm.observability.trace_writer import TraceWriter
 
 
 def __getattr__(name: str) -> Any:

@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import QueueFullError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import QueueFullError
+from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, words_of
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import AsyncScoring
-from nanovllm.sequence import NewRequest
+from nanovllm.requests.scoring import AsyncScoring
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.heartbeat import Heartbeat

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from nanovllm import block_hashes
-from nanovllm.batch import ScheduledSequence
-from nanovllm.cache_group import HasBlockTable
-from nanovllm.prefix_entry import BlockObserver, PrefixEntry
-from nanovllm.sequence import Sequence
+from nanovllm.core import block_hashes
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.block_tables import HasBlockTable
+from nanovllm.core.prefix_entry import BlockObserver, PrefixEntry
+from nanovllm.core.sequence import Sequence
 
 
 class BlockManager:

@@ -13,18 +13,16 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_groups import build_block_manager
-from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import build_block_manager
+from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
-from nanovllm.features import TENSOR_PARALLEL, refuse
-from nanovllm.gc_control import collector_paused
-from nanovllm.import_index import import_index_kept
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
@@ -33,6 +31,8 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.kv_events import KvEventPublisher
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.process.gc_control import collector_paused
+from nanovllm.process.import_index import import_index_kept
 from nanovllm.rank_runner import RankRunner
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler

@@ -18,19 +18,19 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from nanovllm.batch import ScheduledBatch
-from nanovllm.block_checks import check_blocks
-from nanovllm.config import EngineConfig
-from nanovllm.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.interrupts import interrupts_put_off
+from nanovllm.cache.block_checks import check_blocks
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.core.outputs import EngineStats, ErrorKind, RequestOutput
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.launched_step import LaunchedStep
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.outputs import EngineStats, ErrorKind, RequestOutput
+from nanovllm.process.interrupts import interrupts_put_off
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import OutputProcessor, Request
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 
 
 class Engine:

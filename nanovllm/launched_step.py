@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm.batch import ScheduledBatch
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import StepTimes

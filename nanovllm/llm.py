@@ -14,21 +14,21 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineClosedError, ForkedChildError
-from nanovllm.gc_control import OldObjectsFrozen
-from nanovllm.interrupts import InterruptsHeld
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import EngineClosedError, ForkedChildError
+from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
+from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import Scoring
-from nanovllm.sequence import NewRequest
+from nanovllm.requests.scoring import Scoring
 from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.idle_thread import take_memory_when_idle
 

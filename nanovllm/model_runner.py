@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.batch import ScheduledBatch
-from nanovllm.batch_layout import build_layout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.device import give_memory_back, raise_device_error
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.group_layouts import with_groups
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sequence import Sequence
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.execution.direct import DirectExecutor, build_direct
 from nanovllm.execution.dummy_batches import (
@@ -31,13 +32,12 @@ from nanovllm.execution.dummy_batches import (
     warm_up_spans,
 )
 from nanovllm.execution.pending_tokens import PendingTokens
-from nanovllm.group_layouts import with_groups
 from nanovllm.model.binding import ModelBinding
+from nanovllm.process.device import give_memory_back, raise_device_error
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
 

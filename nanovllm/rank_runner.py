@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.batch import ScheduledBatch
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
 from nanovllm.execution.step_order import StepOrder
 from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses, computing_with
-from nanovllm.features import TENSOR_PARALLEL, refuse
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling.logprobs import StepLogprobs

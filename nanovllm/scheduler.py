@@ -14,11 +14,11 @@ from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
-from nanovllm.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import EngineConfig
-from nanovllm.outputs import SchedulerStats
-from nanovllm.sequence import Sequence
+from nanovllm.core.batch import EMBEDDED, NON_FINITE, SAMPLING_ERRORS, ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import SchedulerStats
+from nanovllm.core.sequence import Sequence
 
 _KEY = attrgetter("key")  # the order of scheduling
 MAX_TIMES_PASSED = 64  # admissions that may overtake a request whose chunk rounds down to nothing

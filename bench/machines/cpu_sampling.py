@@ -36,10 +36,10 @@ def processor_times(rounds: int) -> dict[str, float]:
     import torch
 
     from nanovllm import SamplingParams
-    from nanovllm.device import find_kernel
+    from nanovllm.core.sequence import NewRequest, Sequence
+    from nanovllm.process.device import find_kernel
     from nanovllm.sampling.logprobs import StepLogprobs
     from nanovllm.sampling.sampler import Sampler
-    from nanovllm.sequence import NewRequest, Sequence
 
     torch.set_num_threads(1)
     load = find_kernel("cpp_sampling", "load_row_kernels")

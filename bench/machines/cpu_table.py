@@ -47,8 +47,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def rates(num_threads: int, by_processor: bool) -> dict[str, float]:
     """GFLOP/s of float32 and bfloat16 products (0 without an instruction for them), and GB/s of reading."""
-    from nanovllm.device import cpp_compiler
     from nanovllm.kernels.processor_classes import targets
+    from nanovllm.process.device import cpp_compiler
 
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/rates.so"
@@ -141,8 +141,8 @@ def measure_variant(name: str, num_requests: int | None, model: str | None) -> d
     """Figures of a variant, in this process."""
     import torch
 
+    from nanovllm.core.sampling_params import SamplingParams
     from nanovllm.model.default_model import DEFAULT_MODEL
-    from nanovllm.sampling_params import SamplingParams
     from nanovllm.tools.bench.engines import NanoVLLM
     from nanovllm.tools.bench.replay import figures, replay
     from nanovllm.tools.workloads import specs

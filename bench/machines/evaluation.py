@@ -23,9 +23,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-from nanovllm.evaluation import lm_eval_model
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.numa import openmp_threads
+from nanovllm.process.numa import openmp_threads
+from nanovllm.tools.evaluation import lm_eval_model
 from tests.support.evaluation_tasks import write_tasks
 
 TASK = "store_choice"

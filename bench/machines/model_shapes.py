@@ -24,10 +24,10 @@ from gpu_timing import read_rate, replayed_micros
 
 from nanovllm import LLM
 from nanovllm.attention.flex_gpu_options import Gpu
-from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import FULL_SIGHT, LayerTraits, Sight
 from nanovllm.kernels.paged_decode import PagedDecode
-from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight
 from nanovllm.model import loader
 from nanovllm.tools.workloads.workloads import random_requests, w1
 

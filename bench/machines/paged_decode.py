@@ -26,13 +26,13 @@ from nanovllm.attention.flex_gpu import StepTables
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE, CACHE_BYTES = 64, 160e6  # what all layers read together, at least: more than the GPU's cache holds
 CUDA = torch.device("cuda")

@@ -112,8 +112,8 @@ def show_phases(tree: Path, model: list[str]) -> None:
         return run
 
     from nanovllm.cli.main import main
-    from nanovllm.gc_control import collector_paused
-    from nanovllm.import_index import import_index_kept
+    from nanovllm.process.gc_control import collector_paused
+    from nanovllm.process.import_index import import_index_kept
 
     with collector_paused(), import_index_kept():
         for name in IMPORTS:

@@ -22,8 +22,8 @@ from random_models import SHAPES, NoText, checkpoint  # beside this file, as is 
 from replicas import one_behind_a_front
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.outputs import RequestMetrics
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import RequestMetrics
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration

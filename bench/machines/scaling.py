@@ -37,7 +37,7 @@ from random_models import SHAPES, checkpoint
 from simulator_replicas import COSTS
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import Share

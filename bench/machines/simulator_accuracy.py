@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.build import build_engine
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import RequestMetrics
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine
-from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.outputs import RequestMetrics
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import figures, simulate

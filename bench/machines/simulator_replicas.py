@@ -14,8 +14,8 @@ import random
 import time
 from typing import Any
 
-from nanovllm.cache_pools import resolve_pool
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_pools import resolve_pool
+from nanovllm.core.config import EngineConfig
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost

@@ -28,7 +28,7 @@ from random_models import SHAPES, NoText, device  # beside this file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import EngineDeadError
+from nanovllm.core.errors import EngineDeadError
 from nanovllm.execution import workers
 from nanovllm.model import loader
 from nanovllm.model.loader import LoadedModel

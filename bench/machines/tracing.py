@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, StepRecord, TraceWriter
-from nanovllm.batch import ScheduledBatch
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers, StepTimes
 from tests.support.steady_decodes import decoding

@@ -12,15 +12,15 @@ import random
 import time
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_groups import CacheGroups
-from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.config import EngineConfig
-from nanovllm.group_blocks import GroupBlocks
-from nanovllm.layer_traits import LayerTraits
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import LayerTraits
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 
 MEMORY = 40 * 2**30
 BLOCK_SIZE = 64

@@ -11,10 +11,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.attention.flex_cpu import FlexAttention
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 8192

@@ -12,10 +12,10 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 152_000
 NUM_OUTPUT_TOKENS = 200

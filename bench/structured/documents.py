@@ -21,8 +21,8 @@ import jsonschema
 from suite import documents as documents_of_suite
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
-from nanovllm.grammar.compiler import check_form
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.requests.grammar.compiler import check_form
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -18,7 +18,7 @@ import numpy as np
 from shapes import wide_tokenizer
 
 from nanovllm import StructuredOutput
-from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 FORMS = {
     "any text": StructuredOutput(regex=r"(?s:.)*"),

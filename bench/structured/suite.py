@@ -18,9 +18,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from nanovllm import StructuredOutput
-from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.core.structured_output import GrammarError
 from nanovllm.model.default_model import ensure_default_model
-from nanovllm.structured_output import GrammarError
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 RESULTS = ("valid, accepted", "valid, stopped", "invalid, stopped", "invalid, accepted")
 

@@ -19,11 +19,11 @@ from nanovllm.attention.flex_cpu import FlexAttention
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.config import EngineConfig
-from nanovllm.device import cpp_compiler, find_kernel
-from nanovllm.errors import KernelBuildError, ProcessorClassError
-from nanovllm.layer_traits import LayerTraits, kinds_of
-from nanovllm.option_checks import FLASH_BLOCK_SIZE
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import KernelBuildError, ProcessorClassError
+from nanovllm.core.layer_traits import LayerTraits, kinds_of
+from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
+from nanovllm.process.device import cpp_compiler, find_kernel
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import NULL_BLOCK, ScheduledSequence
-from nanovllm.batch_layout import BatchLayout
+from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.kernels.cpp import Kernels
 from nanovllm.kernels.packed_product import AttentionRowsStruct
-from nanovllm.layer_traits import LayerTraits
 
 # Decodes that begin with the same blocks read them together from so many query heads on; with fewer, most lanes of the
 # kernel's vectors are empty. Estimated from the cost of a tile in both ways.

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.layer_traits import Sight
+from nanovllm.core.layer_traits import Sight
 
 
 class FlexChunks:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
 from nanovllm.attention.flex_gpu_options import MAX_SPLITS, MIN_KV_TILE, DecodeOptions, KernelOptions
-from nanovllm.layer_traits import FULL_SIGHT, Sight
+from nanovllm.core.layer_traits import FULL_SIGHT, Sight
 
 # The parts of a split decode are put together by one kernel, instead of three that hand small tensors on.
 DECODE_COMPILER: Any = {

@@ -24,8 +24,8 @@ from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.layer_traits import LayerTraits
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.layer_traits import LayerTraits
 
 
 class GpuFlexAttention:

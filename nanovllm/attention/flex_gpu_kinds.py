@@ -15,10 +15,10 @@ from nanovllm.attention.flex_gpu import GpuFlexAttention, GpuFlexPlan, StepTable
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionLayer
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.layer_traits import LayerTraits, kind_of
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import LayerTraits, kind_of
 
 
 class GpuFlexKinds:

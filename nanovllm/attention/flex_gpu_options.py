@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.device import find_kernel
-from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight
+from nanovllm.core.layer_traits import FULL_SIGHT, LayerTraits, Sight
+from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
 BLOCK_N = 64  # slots of a page that a chunk reads at once, at most

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.block_mask import MIN_TILES, forward_mask, own_code
-from nanovllm.batch import NULL_BLOCK
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.layer_traits import LayerTraits, Sight
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.layer_traits import LayerTraits, Sight
 
 _NOWHERE = -1  # the index of a block that holds no positions
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, AttentionPlan
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.layer_traits import kinds_of
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import kinds_of
 
 
 class GroupedAttention:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.attention.first_touch import FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.device import find_kernel, fresh_pages, use_huge_pages, use_small_pages
+from nanovllm.process.device import find_kernel, fresh_pages, use_huge_pages, use_small_pages
 
 # At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20

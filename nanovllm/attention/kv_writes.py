@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.device import find_kernel
+from nanovllm.process.device import find_kernel
 
 LayerCache = Tensor | tuple[Tensor, Tensor]  # K first
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch import NULL_BLOCK
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.layer_traits import LayerTraits, Sight
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.layer_traits import LayerTraits, Sight
 
 # Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
 # padding costs memory traffic, a further call costs some tens of microseconds a layer.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.batch_layout import BatchLayout
+from nanovllm.core.batch_layout import BatchLayout
 
 MIN_MEMBERS = 2
 # What is read in the time that merging takes, by an estimate: shared blocks come from the L2 cache at some 8 TB/s where

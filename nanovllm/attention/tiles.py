@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes
-from nanovllm.batch_layout import BatchLayout
+from nanovllm.core.batch_layout import BatchLayout
 
 
 @dataclass(frozen=True, slots=True)

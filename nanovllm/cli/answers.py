@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.prompt_files import Request
 
 if TYPE_CHECKING:
-    from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+    from nanovllm.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 MAX_HEADING = 100  # characters of a prompt above its answer
 

@@ -18,7 +18,7 @@ from nanovllm.cli.workload_flags import (
     positive,
     several_workloads,
 )
-from nanovllm.features import check_one_process
+from nanovllm.core.features import check_one_process
 from nanovllm.model.gguf.file import is_gguf
 from nanovllm.tools.bench import processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals, check_sampling

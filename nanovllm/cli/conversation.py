@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.units import whole_number
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import SamplingParams
 
 HELP = '''\
 /system TEXT       the system prompt, from the next answer on; without TEXT shows it, /system - removes it

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.cli.units import whole_number
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 # Field of `EngineConfig` -> flag: `seed` is that of a request.

@@ -21,13 +21,13 @@ from nanovllm.cli.sampling_flags import (
     sampling_options,
     sampling_params,
 )
-from nanovllm.interrupts import InterruptsHeld
-from nanovllm.validation import MAX_PRIORITY, integer, real
+from nanovllm.core.validation import MAX_PRIORITY, integer, real
+from nanovllm.process.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
+    from nanovllm.core.sampling_params import SamplingParams
     from nanovllm.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
-    from nanovllm.sampling_params import SamplingParams
 
 DESCRIPTION = """
 Answer prompts. A text goes through the chat template of a model that has one, as one message of a user; --raw

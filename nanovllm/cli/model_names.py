@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from nanovllm.errors import ModelLoadError
+from nanovllm.core.errors import ModelLoadError
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.model.source import find_folder
 

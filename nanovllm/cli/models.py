@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.flags import add_verbose_flag
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.model.gguf.config import read_config, refuse_types
 from nanovllm.model.gguf.file import GGUFFile, is_first_part, parts_of

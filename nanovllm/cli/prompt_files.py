@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import text
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.validation import text
 
 PATIENCE_S = 2.0  # with standard input that is silent
 NAMES = ("id", "custom_id")  # of a request, carried through to its answer

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.serve import NEEDS
-from nanovllm.numa import place_engine
+from nanovllm.process.numa import place_engine
 from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
 
 DESCRIPTION = f"""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.cli.model_names import check_model_exists
-from nanovllm.gc_control import collector_paused
-from nanovllm.numa import place_engine
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_output import KINDS, StructuredOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.structured_output import KINDS, StructuredOutput
+from nanovllm.process.gc_control import collector_paused
+from nanovllm.process.numa import place_engine
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -69,7 +69,7 @@ def check_sampling(options: dict[str, Any]) -> None:
     """Raise TypeError or ValueError for sampling options that no model could serve."""
     params = SamplingParams(**options)
     if params.structured_output is not None:
-        from nanovllm.grammar.compiler import check_form  # imports numpy
+        from nanovllm.requests.grammar.compiler import check_form  # imports numpy
 
         check_form(params.structured_output)
 

@@ -23,8 +23,8 @@ from nanovllm.cli.flags import (
 from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
-from nanovllm.config import EngineConfig
-from nanovllm.numa import place_engine
+from nanovllm.core.config import EngineConfig
+from nanovllm.process.numa import place_engine
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")

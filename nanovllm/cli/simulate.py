@@ -12,9 +12,9 @@ from typing import Any
 
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
-from nanovllm.config import EngineConfig
-from nanovllm.import_index import import_index_kept
-from nanovllm.numa import place_engine
+from nanovllm.core.config import EngineConfig
+from nanovllm.process.import_index import import_index_kept
+from nanovllm.process.numa import place_engine
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import Simulation, report, simulate

@@ -17,8 +17,8 @@ from nanovllm.cli.workload_flags import (
     with_arrivals,
     with_own_arrivals,
 )
-from nanovllm.config import EngineConfig
-from nanovllm.features import check_one_process
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import check_one_process
 from nanovllm.tools.bench.processes import about
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.tune.flash_default import auto_takes_flash

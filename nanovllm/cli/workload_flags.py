@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from nanovllm.cli.flags import model_source
-from nanovllm.import_index import import_index_kept
 from nanovllm.model.gguf.file import GGUFFile, is_gguf
+from nanovllm.process.import_index import import_index_kept
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
 from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, poisson

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.config import EngineConfig
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
 
 MIN_ROWS = 4  # a matrix product of one row takes longer than one of four
 MAX_MORE_TILES = 256  # beyond whole blocks, in a captured step; the graphs' memory holds the queries of all of them

@@ -16,14 +16,14 @@ import torch
 
 from nanovllm.attention.flex_gpu_kinds import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.config import EngineConfig
-from nanovllm.device import DEVICE_LOCK, find_kernel
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.graph_inputs import StepInputs, StepPacking
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.merged_linears import kernel_calls
 from nanovllm.model.rotary_attention import rotary_calls
 from nanovllm.model.stacked_layers import compile_calls_of
+from nanovllm.process.device import DEVICE_LOCK, find_kernel
 from nanovllm.sampling.sampler import Sampler
 
 _AT_ONCE = 16

@@ -23,11 +23,10 @@ from nanovllm.attention.flex_gpu_kinds import GpuFlexKinds, build_gpu_attention,
 from nanovllm.attention.kv_writes import use_write_kernel
 from nanovllm.attention.operator import AttentionPlan, AttentionStep
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch import ScheduledBatch
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.device import to_device
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_inputs import StepPacking, tables_of, with_sampled
@@ -35,6 +34,7 @@ from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.rank_sampler import RankExtras, RankSampler
 from nanovllm.model.binding import ModelBinding
+from nanovllm.process.device import to_device
 from nanovllm.sampling.draw import DrawInputs, DrawTensors
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens

@@ -12,10 +12,10 @@ from torch import Tensor
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.grouped import GroupedAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionPlan, AttentionStep
-from nanovllm.batch import NULL_BLOCK, ScheduledBatch
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.graph_inputs import with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from nanovllm.batch import ScheduledBatch, ScheduledSequence
-from nanovllm.config import EngineConfig
+from nanovllm.core.batch import ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.model.binding import ModelBinding
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 
 Spans = Iterable[tuple[int, int]]  # (start, number of new tokens) of each sequence of a batch
 COMPARED_ROWS = 8  # at an end of the positions

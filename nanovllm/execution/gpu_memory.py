@@ -13,8 +13,8 @@ from nanovllm.attention.flex_decodes import most_kv_tiles
 from nanovllm.attention.flex_gpu_kinds import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionBackend
-from nanovllm.batch_layout import BatchLayout, build_layout
-from nanovllm.config import EngineConfig
+from nanovllm.core.batch_layout import BatchLayout, build_layout
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets
 from nanovllm.execution.direct import DirectExecutor
 from nanovllm.execution.dummy_batches import dummy_batch

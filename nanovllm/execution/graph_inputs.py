@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.attention.flex_gpu import StepTables
 from nanovllm.attention.shared_prefixes import SharedPrefixes
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch_layout import BatchLayout
+from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.sampling.draw import DrawInputs, DrawTensors
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.device import DEVICE_LOCK
-from nanovllm.interrupts import interrupts_let_through
+from nanovllm.process.device import DEVICE_LOCK
+from nanovllm.process.interrupts import interrupts_let_through
 
 
 class GraphPool:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.device import find_kernel
+from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import HeadShape, round_up
 from nanovllm.execution.mask_buffer import build_mask_buffer
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
 from nanovllm.sampling.penalties import PENALTY_FIELDS, LatestTokens, penalises, penalty_entries, write_tokens
-from nanovllm.sequence import Sequence
 
 _LEAST_TOKENS = 2**20  # of the buffer; a larger one is made, and graphs captured anew, when a step needs it
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.device import find_kernel
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.structured import num_mask_words, write_masks
-from nanovllm.sequence import Sequence
 
 
 class MaskBuffer:

@@ -8,10 +8,10 @@ import psutil
 import torch
 
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.config import EngineConfig
-from nanovllm.device import DEVICE_LOCK, raise_device_error
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.gpu_memory import measure_peaks, workspace_bytes
 from nanovllm.model.binding import ModelBinding
+from nanovllm.process.device import DEVICE_LOCK, raise_device_error
 
 # On a CPU the cache competes with everything else in memory, so by default it takes at most half of what is
 # available, and no more than this: enough for 64 requests of 2,800 tokens with the default model.

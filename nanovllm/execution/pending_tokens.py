@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.device import raise_device_error, to_host
+from nanovllm.process.device import raise_device_error, to_host
 from nanovllm.sampling.logprobs import StepLogprobs
 
 

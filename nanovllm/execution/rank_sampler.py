@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE
-from nanovllm.device import find_kernel
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.sequence import Sequence
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.model.binding import ModelBinding
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw_extras
 from nanovllm.sampling.draw_on_cpu import best_on_cpu
 from nanovllm.sampling.embeddings import EmbeddedRows
@@ -25,7 +26,6 @@ from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import Sequence
 
 _UNKNOWN: Any = object()
 

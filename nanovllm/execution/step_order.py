@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanovllm.batch_layout import BatchLayout
+from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs

@@ -31,13 +31,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import DeviceError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import DeviceError
 from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
 
 ENTRY = """
 import sys
-from nanovllm.import_index import import_index_kept
+from nanovllm.process.import_index import import_index_kept
 with import_index_kept():
     from nanovllm.build import run_worker
 run_worker(int(sys.argv[1]), int(sys.argv[2]))

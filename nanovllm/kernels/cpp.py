@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.device import cpp_compiler
-from nanovllm.errors import CompilerError, KernelBuildError
+from nanovllm.core.errors import CompilerError, KernelBuildError
+from nanovllm.core.paths import cache_root
 from nanovllm.kernels.packed_product import LANES, can_pack
 from nanovllm.kernels.processor_classes import Target, targets
 from nanovllm.kernels.start_check import first_wrong
-from nanovllm.paths import cache_root
+from nanovllm.process.device import cpp_compiler
 
 logger = logging.getLogger("nanovllm")
 

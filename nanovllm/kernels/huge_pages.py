@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device import HUGE_PAGE_BYTES, fresh_pages, use_huge_pages
+from nanovllm.process.device import HUGE_PAGE_BYTES, fresh_pages, use_huge_pages
 
 _ALIGNMENT = 64  # bytes: a line of the processor's cache
 _MARGIN = 2**16  # bytes, for what lies between tensors

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.core.paths import cache_root
 from nanovllm.kernels import nvrtc
-from nanovllm.paths import cache_root
 
 NUM_ROWS = (4,)  # of the steps that are served, padding included
 _WARPS = 8

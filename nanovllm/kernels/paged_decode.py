@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.layer_traits import FULL_SIGHT, Sight
+from nanovllm.core.layer_traits import FULL_SIGHT, Sight
 
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
 _MERGED_ELEMENTS = 4096  # of the workspace, read in one go

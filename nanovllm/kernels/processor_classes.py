@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nanovllm.errors import ProcessorClassError
+from nanovllm.core.errors import ProcessorClassError
 
 VARIABLE = "NANOVLLM_CPU_CLASS"
 _NO_TILES = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")

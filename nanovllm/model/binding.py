@@ -24,8 +24,7 @@ from nanovllm.attention.operator import (
     attention_function,
     step_in_force,
 )
-from nanovllm.device import find_kernel
-from nanovllm.errors import NotFusedError
+from nanovllm.core.errors import NotFusedError
 from nanovllm.model.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.forward import ForwardPasses
@@ -41,6 +40,7 @@ from nanovllm.model.redirections import redirected_to
 from nanovllm.model.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.sharding import ShardedHead
 from nanovllm.model.stacked_layers import stacked_calls
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import zipfile
 from collections import deque
 from pathlib import Path
 
+from nanovllm.core.paths import cache_root
 from nanovllm.model.gguf.config import read_config, token_ids
 from nanovllm.model.gguf.file import GGUFFile
-from nanovllm.paths import cache_root
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

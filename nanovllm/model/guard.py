@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.packed_linears import Hiding
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe, positions_of
-from nanovllm.unsupported import unsupported
+from nanovllm.model.unsupported import unsupported
 
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
 

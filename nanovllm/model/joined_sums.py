@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from nanovllm.device import find_kernel
+from nanovllm.process.device import find_kernel
 
 
 def join_last_sum(module: GraphModule) -> None:

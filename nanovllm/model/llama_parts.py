@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.errors import NotFusedError
+from nanovllm.core.errors import NotFusedError
 
 # How far a fused layer's change of the hidden states may lie from the module's own, in relation to its size: in the
 # median of the rows, and four times as far in the worst row. Measured on SmolLM2: median 2e-6 and 0.013, worst 2e-5 and

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.gguf import loading as gguf
@@ -27,8 +28,7 @@ from nanovllm.model.quantising import quantise_model
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 from nanovllm.model.source import find
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.unsupported import unsupported
+from nanovllm.model.unsupported import unsupported
 
 if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.layer_traits import FULL_SIGHT, Sight
-from nanovllm.unsupported import unsupported
+from nanovllm.core.layer_traits import FULL_SIGHT, Sight
+from nanovllm.model.unsupported import unsupported
 
 MaskFunction = Callable[..., Tensor]  # of indices of batch, head, query and key: whether the query sees the key
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.device import find_kernel
 from nanovllm.model.packed_linears import with_own_weights
+from nanovllm.process.device import find_kernel
 
 
 class _Shared:

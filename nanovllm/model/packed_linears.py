@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.device import find_kernel
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.quantised import QuantisedLinear
+from nanovllm.process.device import find_kernel
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels

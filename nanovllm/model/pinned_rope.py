@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.model.patches import Change
-from nanovllm.unsupported import unsupported
+from nanovllm.model.unsupported import unsupported
 
 logger = logging.getLogger("nanovllm")
 

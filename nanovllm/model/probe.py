@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
-from nanovllm.errors import UnsupportedModelError
-from nanovllm.layer_traits import LayerTraits, Sight
+from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.core.layer_traits import LayerTraits, Sight
 from nanovllm.model.mask_probe import MaskProbe, sizes_of
-from nanovllm.unsupported import reason_of_layer_type, unsupported
+from nanovllm.model.unsupported import reason_of_layer_type, unsupported
 
 PROBE_NAME = "nanovllm-probe"
 PROBE_ARGUMENT = "nanovllm_probe"  # among the model's keyword arguments, to see which layers get them

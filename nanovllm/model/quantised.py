@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 
 # That are converted at a time, 4 MiB of float32: of more the system clears the memory, page by page, each time.
 _ELEMENTS_AT_ONCE = 1 << 20

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
 
 logger = logging.getLogger("nanovllm")

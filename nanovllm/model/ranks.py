@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from nanovllm.device import find_kernel
+from nanovllm.process.device import find_kernel
 
 # A rank that died ends its peers' collectives within seconds; this is for one that lives and hangs. It must outlast
 # what one rank may do alone: compile, or load weights.

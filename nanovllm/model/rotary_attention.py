@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
-from nanovllm.errors import NotFusedError
+from nanovllm.core.errors import NotFusedError
 from nanovllm.model.llama_parts import check_attention
 from nanovllm.model.merged_linears import MergedLinear, MergedPart
 

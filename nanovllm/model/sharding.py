@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanovllm.errors import ModelLoadError
+from nanovllm.core.errors import ModelLoadError
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.gguf.file import is_gguf, open_gguf, parts_of
 

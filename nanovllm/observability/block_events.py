@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm.batch import ScheduledBatch
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_groups import known_prefixes
+from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.core.sequence import Sequence
 from nanovllm.observability.step_records import Observer, StepObservers, StepRecord
-from nanovllm.prefix_entry import PrefixEntry
-from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
 

@@ -23,7 +23,7 @@ from collections import deque
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
 from nanovllm.observability.step_records import Observer, StepObservers
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.batch import ScheduledBatch
-from nanovllm.cache_groups import group_stats
-from nanovllm.outputs import CacheGroupStats, EngineStats
+from nanovllm.cache.cache_groups import group_stats
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.outputs import CacheGroupStats, EngineStats
+from nanovllm.core.sequence import Sequence
 from nanovllm.requests.output_processor import TokenTimes
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
 

@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from nanovllm.observability.pages import read_page
 from nanovllm.observability.timeline import STEP_VALUES, Run, summary
 from nanovllm.observability.timeline_figures import RunFigures
 from nanovllm.observability.trace_writer import STATES
-from nanovllm.pages import read_page
 
 
 def to_html(runs: dict[str, Run]) -> str:

@@ -12,8 +12,9 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from nanovllm.config import EngineConfig
-from nanovllm.features import check_on_ray
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import check_on_ray
+from nanovllm.core.validation import integer
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.ray.cluster import uses_gpu
 from nanovllm.ray.front import Front
@@ -21,7 +22,6 @@ from nanovllm.ray.replica import Replica
 from nanovllm.ray.router import STATS_SECONDS
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
-from nanovllm.validation import integer
 
 # Of a server's options those that belong to the listener, which is Serve's own.
 NOT_OURS = {

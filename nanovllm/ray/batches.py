@@ -17,13 +17,13 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.config import EngineConfig
-from nanovllm.features import check_on_ray
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import check_on_ray
+from nanovllm.core.outputs import OutputKind
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.validation import integer
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.outputs import OutputKind
 from nanovllm.ray.cluster import uses_gpu
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import integer
 
 # What a stage adds to a row, with types of their own, so that all batches have one schema.
 COLUMNS = {

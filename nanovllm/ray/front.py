@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.model.loader import load_tokenizer
 from nanovllm.ray.prompt import Prompt
 from nanovllm.requests.chat import ChatTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.block_hashes import PromptHashes
+from nanovllm.core.block_hashes import PromptHashes
 
 
 class Prompt:

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.cache_groups import known_prefixes
+from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.core.errors import EngineDeadError
 from nanovllm.engine import Engine
-from nanovllm.errors import EngineDeadError
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import MAX_REPORTED, fingerprints
 from nanovllm.server.app import create_app

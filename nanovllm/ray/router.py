@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.block_hashes import num_leading_hits
+from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.ray.prompt import Prompt
 from nanovllm.replicas.routing import POLICIES
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.gc_control import collector_paused
-from nanovllm.import_index import import_index_kept
 from nanovllm.observability.step_records import StepHook
+from nanovllm.process.gc_control import collector_paused
+from nanovllm.process.import_index import import_index_kept
 from nanovllm.streaming.engines import AnyEngine
 
 

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.batch import ScheduledBatch
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.outputs import OutputKind, RequestOutput
+from nanovllm.core.sequence import NewRequest
 from nanovllm.engine import Engine
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.json_lines import JsonLines, write_json
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.outputs import OutputKind, RequestOutput
 from nanovllm.rank_runner import RankRunner
 from nanovllm.replicas.channel import Channel, inherited
 from nanovllm.replicas.messages import (
@@ -42,7 +43,6 @@ from nanovllm.replicas.messages import (
 from nanovllm.replicas.prefix_index import encode as encode_events
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
-from nanovllm.sequence import NewRequest
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
 

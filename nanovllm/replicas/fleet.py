@@ -9,7 +9,7 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
-from nanovllm.errors import ModelLoadError
+from nanovllm.core.errors import ModelLoadError
 from nanovllm.model.source import stored_files
 from nanovllm.replicas.messages import Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica

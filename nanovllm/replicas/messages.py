@@ -22,9 +22,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from nanovllm.features import REPLICAS, check_sampling_params
-from nanovllm.observability.step_records import StepRecord
-from nanovllm.outputs import (
+from nanovllm.core.features import REPLICAS, check_sampling_params
+from nanovllm.core.outputs import (
     CompletionOutput,
     EngineStats,
     ErrorKind,
@@ -33,11 +32,12 @@ from nanovllm.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from nanovllm.core.resumed import Resumed
+from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
+from nanovllm.core.sequence import NewRequest
+from nanovllm.observability.step_records import StepRecord
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.requests.scores import AnswerLogits
-from nanovllm.resumed import Resumed
-from nanovllm.sampling_params import EmbeddingParams, SamplingParams
-from nanovllm.sequence import NewRequest
 
 # ----------------------------------------------------------------------------------------------- to the engine process
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineDeadError
-from nanovllm.features import REPLICAS, refuse
-from nanovllm.import_index import import_index_kept
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import EngineDeadError
+from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.model.source import find
-from nanovllm.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
+from nanovllm.process.import_index import import_index_kept
+from nanovllm.process.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
 from nanovllm.replicas.messages import LoadFailed, Ready

@@ -24,12 +24,15 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from nanovllm.block_hashes import PromptHashes
-from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
-from nanovllm.features import refuse
+from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.core.features import refuse
+from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.core.seeds import sample_seeds
+from nanovllm.core.sequence import NewRequest
+from nanovllm.core.validation import text
 from nanovllm.observability.step_records import StepObservers, StepRecord
-from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
@@ -38,9 +41,6 @@ from nanovllm.replicas.replica import Replica
 from nanovllm.replicas.routing import Route
 from nanovllm.replicas.waiting import WaitingRequests, may_have_run
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.seeds import sample_seeds
-from nanovllm.sequence import NewRequest
-from nanovllm.validation import text
 
 logger = logging.getLogger("nanovllm")
 

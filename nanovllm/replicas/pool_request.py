@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.config import EngineConfig
-from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput, TokenLogprobs
+from nanovllm.core.resumed import Resumed, ResumedSample
+from nanovllm.core.sequence import NewRequest
 from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
-from nanovllm.resumed import Resumed, ResumedSample
-from nanovllm.sequence import NewRequest
 
 # Replicas that may die with a request which got no token from them, until the request itself is what killed them.
 MAX_DEATHS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nanovllm.outputs import CacheGroupStats, EngineStats
+from nanovllm.core.outputs import CacheGroupStats, EngineStats
 
 # Those that only grow: they keep what processes that died had counted.
 COUNTERS = (

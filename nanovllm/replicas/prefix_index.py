@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from struct import Struct
 
-from nanovllm.block_hashes import HASH_BYTES, num_leading_hits
+from nanovllm.core.block_hashes import HASH_BYTES, num_leading_hits
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
 
 MAX_EXPECTED = 256  # blocks of a prompt, behind those that hit, that are expected of a replica; bounds the hashing

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.outputs import EngineStats, ReplicaStatus
+from nanovllm.core.outputs import EngineStats, ReplicaStatus
 from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.foreign_process import ForeignProcess
 from nanovllm.replicas.messages import Start, ToEngine, encode
@@ -118,8 +118,8 @@ class Replica:
         # Not by multiprocessing, which would import the caller's main module again.
         program = (
             f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {paths}\n"
-            "from nanovllm.gc_control import collector_paused\n"
-            "from nanovllm.import_index import import_index_kept\n"
+            "from nanovllm.process.gc_control import collector_paused\n"
+            "from nanovllm.process.import_index import import_index_kept\n"
             "with collector_paused(), import_index_kept():\n"
             "    from nanovllm.replicas.engine_process import main\n"
             f"main({descriptor}, {os.getpid()})"

@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from nanovllm.core.validation import texts
 from nanovllm.requests.control_tokens import ChatEncoder
-from nanovllm.validation import texts
 
 Message = Mapping[str, Any]
 

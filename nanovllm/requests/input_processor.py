@@ -12,14 +12,14 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from nanovllm.errors import PromptTooLongError
-from nanovllm.grammar.compiler import GrammarCompiler
-from nanovllm.outputs import OutputKind
+from nanovllm.core.errors import PromptTooLongError
+from nanovllm.core.outputs import OutputKind
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
+from nanovllm.core.structured_output import Matcher
+from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.chat import ChatTemplate
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest
-from nanovllm.structured_output import Matcher
-from nanovllm.validation import MAX_PRIORITY, text
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 Prompt = str | SequenceABC[int]
 Spellings = tuple[tuple[int, ...], ...]

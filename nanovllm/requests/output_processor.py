@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from nanovllm.config import EngineConfig
-from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.seeds import sample_seeds
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.resumption import restore
-from nanovllm.seeds import sample_seeds
-from nanovllm.sequence import NewRequest, Sequence
 
 
 @dataclass(slots=True)

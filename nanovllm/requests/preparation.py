@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 

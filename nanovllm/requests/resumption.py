@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanovllm.resumed import Resumed
-from nanovllm.sequence import Sequence
+from nanovllm.core.resumed import Resumed
+from nanovllm.core.sequence import Sequence
 
 
 def restore(sequence: Sequence, resumed: Resumed) -> None:

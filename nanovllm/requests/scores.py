@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
+from nanovllm.core.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
+from nanovllm.core.sampling_params import EmbeddingParams, SamplingParams
+from nanovllm.core.validation import text
 from nanovllm.requests.chat import ChatTemplate, Message
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.sampling_params import EmbeddingParams, SamplingParams
-from nanovllm.validation import text
 
 METHODS = ("yes_no", "cosine")
 INSTRUCTION = "Decide whether the document is relevant to the query. Reply with one word only: yes or no."

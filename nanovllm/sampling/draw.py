@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE
-from nanovllm.device import to_device
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.sampling_params import COLD_TEMPERATURE
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import to_device
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely_by_sort
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
-from nanovllm.sampling_params import COLD_TEMPERATURE
-from nanovllm.sequence import Sequence
 
 _MAX_TOP_K = 2**31 - 1
 # The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.

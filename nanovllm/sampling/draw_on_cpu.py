@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.filters import keep_likely, least_levels
 from nanovllm.sampling.noise import gumbel_noise, token_counters

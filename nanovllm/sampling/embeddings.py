@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.batch import EMBEDDED, NON_FINITE, ScheduledBatch
-from nanovllm.device import to_host
-from nanovllm.sequence import Sequence
+from nanovllm.core.batch import EMBEDDED, NON_FINITE, ScheduledBatch
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import to_host
 
 
 class EmbeddedRows:

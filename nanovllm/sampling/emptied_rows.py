@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.device import to_device
+from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.process.device import to_device
 
 
 def emptied_rows(logits: Tensor, rows: list[int], *, are_kept: bool) -> Callable[[Tensor], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.device import to_device
+from nanovllm.process.device import to_device
 
 NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
 FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes of memory a token

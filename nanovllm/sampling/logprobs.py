@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.device import find_kernel, to_device, to_host
-from nanovllm.outputs import Logprob, TokenLogprobs
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.outputs import Logprob, TokenLogprobs
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import find_kernel, to_device, to_host
 from nanovllm.sampling.embeddings import EmbeddedRows
 from nanovllm.sampling.filters import total_masses
-from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.seeds import GAMMA, MIX_1, MIX_2
+from nanovllm.core.seeds import GAMMA, MIX_1, MIX_2
 
 # SplitMix64's idea in 32 bits, at a third of the price: counters apart by the golden ratio, mixed by Wellons'
 # `lowbias32` once with each half of the row's key.

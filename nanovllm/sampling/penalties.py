@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.batch_layout import BatchLayout
-from nanovllm.device import find_kernel, to_device
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import find_kernel, to_device
 from nanovllm.sampling.structured import has_kernels, keep_bits, keep_bits_by_kernel, token_masks
-from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels

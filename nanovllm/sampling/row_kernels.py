@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device import find_kernel
-from nanovllm.errors import KernelBuildError
+from nanovllm.core.errors import KernelBuildError
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.draw_on_cpu import draw_on_cpu
 from nanovllm.sampling.filters import masses

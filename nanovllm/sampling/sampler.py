@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.device import find_kernel, to_device
+from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.sequence import Sequence
+from nanovllm.process.device import find_kernel, to_device
 from nanovllm.sampling.draw import DrawInputs, draw
 from nanovllm.sampling.draw_on_cpu import draw_on_cpu
 from nanovllm.sampling.emptied_rows import emptied_rows
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens, change_logits
-from nanovllm.sequence import Sequence
 
 
 class Sampler:

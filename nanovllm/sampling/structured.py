@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.device import find_kernel, to_device
-from nanovllm.sequence import Sequence
-from nanovllm.structured_output import GrammarError
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.structured_output import GrammarError
+from nanovllm.process.device import find_kernel, to_device
 
 
 def token_masks(

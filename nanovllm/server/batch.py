@@ -16,12 +16,12 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import EngineDeadError
+from nanovllm.core.errors import EngineDeadError
+from nanovllm.core.validation import MAX_PRIORITY
 from nanovllm.server.app import create_app
 from nanovllm.server.batch_files import BatchRequest
 from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
-from nanovllm.validation import MAX_PRIORITY
 
 logger = logging.getLogger("nanovllm")
 

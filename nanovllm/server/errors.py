@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
+from nanovllm.core.errors import EngineDeadError, PromptTooLongError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
 

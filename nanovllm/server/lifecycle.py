@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.outputs import ReplicaStatus
+from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.server import errors
 from nanovllm.server.listening import format_address
 from nanovllm.server.retry_after import RetryAfter

@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
+from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.outputs import CacheGroupStats, ReplicaStatus, RequestOutput
-from nanovllm.sequence import NewRequest
 from nanovllm.server.request_facts import RequestFacts
 from nanovllm.streaming.heartbeat import Heartbeat
 

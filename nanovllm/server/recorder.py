@@ -20,8 +20,8 @@ from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.outputs import RequestOutput
-from nanovllm.sequence import NewRequest
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.sequence import NewRequest
 from nanovllm.server.metrics import worst_reason
 
 logger = logging.getLogger("nanovllm")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 
-from nanovllm.outputs import RequestOutput
-from nanovllm.sequence import NewRequest
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm.option_fields import documented, option
-from nanovllm.validation import MAX_PRIORITY, integer, real, strings, truth
+from nanovllm.core.option_fields import documented, option
+from nanovllm.core.validation import MAX_PRIORITY, integer, real, strings, truth
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nanovllm.outputs import RequestOutput
-from nanovllm.sequence import NewRequest
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.sequence import NewRequest
 from nanovllm.server.request_facts import RequestFacts
 
 try:

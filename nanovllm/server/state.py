@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.validation import texts
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.model.gguf.file import is_gguf
 from nanovllm.server.answers.answer_format import AnswerFormat
@@ -22,7 +23,6 @@ from nanovllm.server.request_facts import InFlight
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import EventStream, data_error
 from nanovllm.server.token_text import TokenText
-from nanovllm.validation import texts
 
 CHARS_PER_TOKEN = 32  # more than the average of text in any language
 

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
-from nanovllm.gc_control import OldObjectsFrozen
-from nanovllm.outputs import ReplicaStatus, RequestOutput
+from nanovllm.core.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
+from nanovllm.core.outputs import ReplicaStatus, RequestOutput
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.heartbeat import Heartbeat
 

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import DeviceError, StepError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import DeviceError, StepError
+from nanovllm.core.outputs import EngineStats, ReplicaStatus, RequestOutput
+from nanovllm.core.sequence import NewRequest
 from nanovllm.observability.step_records import StepObservers
-from nanovllm.outputs import EngineStats, ReplicaStatus, RequestOutput
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.sequence import NewRequest
 
 
 class AnyEngine(Protocol):

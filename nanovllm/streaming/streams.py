@@ -13,8 +13,8 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 
-from nanovllm.outputs import OutputKind, RequestOutput
-from nanovllm.sequence import NewRequest
+from nanovllm.core.outputs import OutputKind, RequestOutput
+from nanovllm.core.sequence import NewRequest
 
 logger = logging.getLogger("nanovllm")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch_layout import build_layout
 from tests.support.paged_cases import DEVICE, MIXED_STEPS, PagedCase, cpp, flex, sdpa
 
 # The C++ kernel is the CPU's own.

@@ -19,8 +19,8 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.attention import cpp
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
 from nanovllm.kernels import cpp as kernels
 from nanovllm.model.binding import ModelBinding
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens

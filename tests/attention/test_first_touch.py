@@ -23,7 +23,7 @@ import torch
 from nanovllm.attention import first_touch
 from nanovllm.attention.first_touch import PIECE_BYTES, RESERVE_BYTES, FirstTouch
 from nanovllm.attention.kv_cache import KVCaches
-from nanovllm.gc_control import collector_paused
+from nanovllm.process.gc_control import collector_paused
 from tests.support import async_llms
 from tests.support.async_llms import bounded, comes_true
 from tests.support.llms import GREEDY, generate, open_llm, token_ids

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.layer_traits import FULL_SIGHT, LayerTraits, Sight, kinds_of
+from nanovllm.core.layer_traits import FULL_SIGHT, LayerTraits, Sight, kinds_of
 from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, cpp, flex, sdpa
 
 # FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:

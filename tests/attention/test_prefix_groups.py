@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch_layout import build_layout
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.graph_inputs import BUNDLE_NUMBERS, StepPacking
 from tests.support.shared_decodes import decode_entries, random_tables

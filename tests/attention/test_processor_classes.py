@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.device import cpp_compiler
-from nanovllm.errors import CompilerError, KernelBuildError
+from nanovllm.core.errors import CompilerError, KernelBuildError
 from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes
 from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.packed_linears import OneDnnLinear
+from nanovllm.process.device import cpp_compiler
 from nanovllm.sampling import row_kernels
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.paged_cases import TRAITS, PagedCase, cpp

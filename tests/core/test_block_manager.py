@@ -2,9 +2,9 @@
 
 import pytest
 
-from nanovllm.batch import NULL_BLOCK
-from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
+from nanovllm.cache.block_checks import check_blocks
+from nanovllm.core.batch import NULL_BLOCK
 from tests.support.blocks import SIZE, A, B, C, D, compute, computed, make_manager, num_hits, release
 from tests.support.scheduling import make_sequence
 

@@ -9,8 +9,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.operator import AttentionStep
-from nanovllm.cache_groups import CacheGroups
-from nanovllm.errors import StepError
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.core.errors import StepError
 from nanovllm.replicas.pool_stats import PoolStats
 from tests.support.layer_kinds import WINDOW, expected, model, prompts
 from tests.support.llms import fail_in_step

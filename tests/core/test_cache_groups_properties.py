@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_groups import known_prefixes
-from nanovllm.prefix_entry import PrefixEntry
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler

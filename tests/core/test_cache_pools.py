@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_pools import CachePools, cache_groups_of, resolve_pools
-from nanovllm.config import EngineConfig
-from nanovllm.layer_traits import LayerTraits
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import LayerTraits
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
 FULL, WINDOW = CacheGroup((0,), 1000, None, None), CacheGroup((1, 2), 5000, 64, None)

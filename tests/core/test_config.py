@@ -5,8 +5,8 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from nanovllm import cache_pools
-from nanovllm.config import BLOCK_SIZES, DEVICE_DEFAULTS, EngineConfig
+from nanovllm.cache import cache_pools
+from nanovllm.core.config import BLOCK_SIZES, DEVICE_DEFAULTS, EngineConfig
 
 POSITIONS = 8192
 

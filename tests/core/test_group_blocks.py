@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.block_checks import check_blocks
-from nanovllm.cache_group import CacheGroup
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.scheduling import Loop, make_group_scheduler, tables_of
 
 FULL, WINDOW = CacheGroup(), CacheGroup(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import EngineDeadError
-from nanovllm.errors import DeviceError
+from nanovllm.core.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import (
     GREEDY,

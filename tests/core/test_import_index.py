@@ -40,7 +40,7 @@ INDEX = define_import_structure(__file__)
 PROGRAM = """
 import json, sys
 from importlib.machinery import SourceFileLoader
-from nanovllm.import_index import import_index_kept
+from nanovllm.process.import_index import import_index_kept
 before = list(sys.meta_path)
 with import_index_kept():
     import transformers, transformers.models
@@ -50,7 +50,7 @@ print(json.dumps({
     "calls": len(import_utils.CALLS),
     "indices": [{key: sorted(values) for key, values in index[frozenset()].items()}
                 for index in (transformers.INDEX, transformers.models.INDEX)],
-    "is_own": function is None or type(function).__module__ != "nanovllm.import_index",
+    "is_own": function is None or type(function).__module__ != "nanovllm.process.import_index",
     "is_clean": sys.meta_path == before
     and type(import_utils.__loader__) is type(import_utils.__spec__.loader) is SourceFileLoader,
 }))
@@ -175,8 +175,8 @@ print("""
 
 
 def test_what_is_imported_already_stays(library):
-    first = "import transformers, transformers.models\nfrom nanovllm.import_index"
-    program = PROGRAM.replace("from nanovllm.import_index", first)
+    first = "import transformers, transformers.models\nfrom nanovllm.process.import_index"
+    program = PROGRAM.replace("from nanovllm.process.import_index", first)
     for _ in range(2):
         assert imported(library, program)["calls"] == 2
 
@@ -186,7 +186,7 @@ def test_an_import_that_fails_leaves_nothing_behind(library):
     (library / "models" / "__init__.py").write_text(good + "\n1 / 0\n")
     program = """
 import sys
-from nanovllm.import_index import import_index_kept
+from nanovllm.process.import_index import import_index_kept
 before = list(sys.meta_path)
 try:
     with import_index_kept():
@@ -204,7 +204,7 @@ START = """
 import json, sys
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
-from nanovllm.import_index import _Index, import_index_kept
+from nanovllm.process.import_index import _Index, import_index_kept
 def function():
     from transformers.utils import import_utils
     return import_utils.define_import_structure
@@ -331,7 +331,7 @@ with import_index_kept():
     from transformers.utils import import_utils
     assert not hasattr(function(), "cache_info")
     from functools import cache
-    from nanovllm import import_index
+    from nanovllm.process import import_index
     import_utils.define_import_structure = cache(import_utils.define_import_structure._original)
     held = import_index._Index(import_utils)
     assert held.cache_info().currsize == 0
@@ -418,7 +418,7 @@ def test_the_kept_index_is_the_one_that_transformers_makes(tmp_path):
     program = """
 import marshal, sys
 from pathlib import Path
-from nanovllm import import_index
+from nanovllm.process import import_index
 kept = {}
 keep = import_index._Index._keep
 import_index._Index._keep = lambda index: (kept.update(index._results), keep(index))

@@ -13,7 +13,7 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, EngineDeadError, SamplingParams
-from nanovllm.interrupts import InterruptsHeld, interrupts_let_through
+from nanovllm.process.interrupts import InterruptsHeld, interrupts_let_through
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
@@ -76,7 +76,7 @@ FILES = {
         "engine.py",
         "scheduler.py",
         "block_manager.py",
-        "sequence.py",
+        "core/sequence.py",
         "observability/step_records.py",
     ),
     "text": ("requests/output_processor.py", "requests/detokenizer.py"),
@@ -123,7 +123,7 @@ REPORTING = (
     "engine.py",
     "scheduler.py",
     "requests/",
-    "sequence.py",
+    "core/sequence.py",
     "sampling/logprobs.py",
     "model/binding.py",
 )
@@ -247,7 +247,7 @@ def test_a_second_sigint_while_the_first_is_raised_leaves_no_handler_behind():
     for number in range(2, 8):
         held = InterruptsHeld().__enter__()
         signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), SigintAt(number, ("interrupts.py",)) as interrupt:
+        with pytest.raises(KeyboardInterrupt), SigintAt(number, ("process/interrupts.py",)) as interrupt:
             held.__exit__()
         places.add(interrupt.place)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interrupt.place

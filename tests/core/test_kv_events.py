@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from nanovllm import SamplingParams
-from nanovllm.block_hashes import PromptHashes
-from nanovllm.config import EngineConfig
+from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.core.config import EngineConfig
 from nanovllm.observability import kv_events
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
 from nanovllm.observability.kv_events import KvEventPublisher, as_number, endpoint_of_rank, in_schema

@@ -1,6 +1,6 @@
 """The scheduler: logits that are not finite end their request, and its blocks are never found."""
 
-from nanovllm.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE
 from tests.support.scheduler_loops import make_loop, prompt, running, update_with, waiting
 from tests.support.scheduling import chunks, generate_alone
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 

@@ -5,8 +5,8 @@ Those of scheduler, block manager and options; the mock model checks every read.
 
 import pytest
 
-from nanovllm.config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
 from tests.support.scheduling import Loop, chunks, generate_alone, make_scheduler
 
 SIZE = 4

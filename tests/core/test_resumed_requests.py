@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.outputs import OutputKind, RequestMetrics
-from nanovllm.resumed import Resumed, ResumedSample
+from nanovllm.core.outputs import OutputKind, RequestMetrics
+from nanovllm.core.resumed import Resumed, ResumedSample
 from tests.support.llms import open_llm
 from tests.support.tiny_models import random_prompts
 

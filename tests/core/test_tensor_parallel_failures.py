@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
+from nanovllm.core.errors import DeviceError, EngineDeadError, StepError, UnsupportedModelError
 from nanovllm.execution import workers
 from nanovllm.model.ranks import Ranks
 from nanovllm.rank_runner import RankRunner

@@ -18,7 +18,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-from nanovllm.evaluation import lm_eval_model
+from nanovllm.tools.evaluation import lm_eval_model
 from tests.support.evaluation_tasks import TASKS, write_tasks
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
@@ -146,7 +146,7 @@ def test_sampled_answers_take_the_tasks_options(folder):
 
 def test_the_command_knows_the_model_type(folder, tasks, tmp_path):
     command = [
-        sys.executable, "-m", "nanovllm.evaluation", "run", "--model", "nanovllm",
+        sys.executable, "-m", "nanovllm.tools.evaluation", "run", "--model", "nanovllm",
         "--model_args", f"pretrained={folder},dtype=float32,max_length=1500,num_kv_blocks=400",
         "--tasks", "store_choice", "--include_path", str(tasks), "--output_path", str(tmp_path / "out"),
     ]  # fmt: skip

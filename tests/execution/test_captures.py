@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution import cuda_graphs, forward_graphs
 from nanovllm.execution.buckets import Buckets, GraphShape
 from nanovllm.execution.cuda_graphs import GraphExecutor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.dummy_batches import comparison_spans
 
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.execution import gpu_memory, memory
 from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
 from nanovllm.kernels import paged_decode
 from nanovllm.kernels.paged_decode import PagedDecode
-from nanovllm.layer_traits import LayerTraits
 
 H200 = Gpu(132, 232_448)
 GIB = 2**30

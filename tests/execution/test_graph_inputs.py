@@ -12,16 +12,16 @@ from nanovllm.attention.flex_chunks import fill_tiles
 from nanovllm.attention.flex_decodes import fill_decodes
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
-from nanovllm.config import EngineConfig
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
 from nanovllm.execution.graph_inputs import StepPacking, with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 from nanovllm.tools.simulate.cost_model import StepWork as StepCosts
 from tests.support.scheduling import Loop, make_scheduler
 

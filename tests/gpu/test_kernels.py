@@ -13,11 +13,11 @@ from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.batch import NON_FINITE
-from nanovllm.batch_layout import build_layout
-from nanovllm.device import find_kernel
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.batch_layout import build_layout
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawTensors
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler

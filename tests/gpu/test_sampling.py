@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from nanovllm import SamplingParams
-from nanovllm.device import find_kernel
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import HeadShape
 from nanovllm.execution.head_extras import HeadExtras
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import NewRequest, Sequence
 
 # By name, since their files need Triton, and this one is read where the tests are skipped too.
 filter_floors: Any = find_kernel("filter_floors", "filter_floors")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import NON_FINITE, NOTHING_LEFT
-from nanovllm.device import find_kernel
+from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs, DrawTensors, draw
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.structured import keep_bits, keep_bits_by_kernel
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import random_prompts, save_tiny
 

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm.outputs import CompletionOutput, OutputKind
+from nanovllm.core.outputs import CompletionOutput, OutputKind
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.detokenizer import IncrementalDetokenizer, decode
 from nanovllm.requests.output_processor import Sample
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.errors import QueueFullError
+from nanovllm.core.errors import QueueFullError
 from nanovllm.requests import input_processor
 from nanovllm.requests.preparation import LONG_CHARS, Preparation, text_size
 from tests.support.async_llms import OPTIONS, bounded, offline

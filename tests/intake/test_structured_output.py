@@ -11,10 +11,10 @@ import pydantic
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutput
-from nanovllm.grammar import compiler
-from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.core.structured_output import GrammarError
+from nanovllm.requests.grammar import compiler
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
-from nanovllm.structured_output import GrammarError
 from tests.support.structured import allowed, assert_equal_masks
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 

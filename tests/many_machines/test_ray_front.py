@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from nanovllm.block_hashes import num_leading_hits
+from nanovllm.core.block_hashes import num_leading_hits
 from nanovllm.ray.front import Front
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.replica import Replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from nanovllm.block_hashes import PromptHashes
+from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import EXPECTED_SECONDS, HeldBlocks, KnownReplica, fingerprints
 from nanovllm.replicas.routing import prefix_aware

@@ -12,7 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import UnsupportedModelError
-from nanovllm.unsupported import REASONS
+from nanovllm.model.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, REFUSED
 from tests.support.models_page import PAGE, VERSION, page, served_row

@@ -11,7 +11,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backends import AttentionChoice
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.kernels.cpp import load_kernels
 from nanovllm.model import experts
 from nanovllm.model.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured

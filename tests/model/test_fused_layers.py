@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.operator import STEP_HANDLE
-from nanovllm.errors import NotFusedError
+from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import can_pack
 from nanovllm.model import direct_pass, fused_layers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, ModelLoadError, UnsupportedModelError
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.model.gguf import loading
 from nanovllm.model.gguf.config import generation_defaults
 from nanovllm.model.gguf.file import GGUFFile

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.build import _free_threads
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.memory import memory_for_cache
 from nanovllm.kernels import huge_pages
 from nanovllm.kernels.huge_pages import HugePages

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model import loader, quantising
 from nanovllm.model.quantised import QuantisedEmbedding, QuantisedLinear, quantise
 from nanovllm.model.quantising import quantise_model

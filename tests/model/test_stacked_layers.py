@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm.attention.flex_gpu import GpuFlexPlan, StepTables
 from nanovllm.attention.operator import AttentionStep
-from nanovllm.errors import NotFusedError
+from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.stacked_layers import StackedLayers

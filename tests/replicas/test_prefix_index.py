@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nanovllm.block_hashes import PromptHashes, digest, root_hash
+from nanovllm.core.block_hashes import PromptHashes, digest, root_hash
 from nanovllm.observability.block_events import BlockEvent, BlockEvents, Findable
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
-from nanovllm.features import FEATURES, REPLICAS, TENSOR_PARALLEL
+from nanovllm.core.features import FEATURES, REPLICAS, TENSOR_PARALLEL
 from nanovllm.requests import scores
 from tests.support.async_llms import collect
 from tests.support.replicas import completions, tiny_folder

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, EngineDeadError, SamplingParams
-from nanovllm.errors import EngineClosedError, ModelLoadError
+from nanovllm.core.errors import EngineClosedError, ModelLoadError
+from nanovllm.core.outputs import OutputKind
 from nanovllm.model.source import stored_files
-from nanovllm.outputs import OutputKind
 from nanovllm.replicas import fleet, keeper, opening, pool, pool_request, replica
 from nanovllm.replicas.pool_request import PoolRequest
 from tests.support.replicas import (

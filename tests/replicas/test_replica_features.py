@@ -11,8 +11,8 @@ import torch
 
 from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
-from nanovllm.config import ROUTING_POLICIES
-from nanovllm.features import FEATURES, REPLICAS, check_on_ray, check_sampling_params
+from nanovllm.core.config import ROUTING_POLICIES
+from nanovllm.core.features import FEATURES, REPLICAS, check_on_ray, check_sampling_params
 from nanovllm.replicas import opening, replica
 from nanovllm.replicas.engine_process import options_of
 from nanovllm.replicas.routing import POLICIES

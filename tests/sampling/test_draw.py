@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import NewRequest, Sequence
 
 CPU = torch.device("cpu")
 WAYS: list[dict[str, Any]] = [

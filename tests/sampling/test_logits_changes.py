@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from nanovllm import LLM, ErrorKind, SamplingParams
-from nanovllm.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.requests.input_processor import spellings_of
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens, change_logits
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 

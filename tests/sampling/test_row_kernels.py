@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import SamplingParams
-from nanovllm.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.draw_on_cpu import best_on_cpu, draw_on_cpu
@@ -21,7 +22,6 @@ from nanovllm.sampling.logprobs import Measured, StepLogprobs
 from nanovllm.sampling.noise import noise_keys
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sequence import NewRequest, Sequence
 
 FILTERS: list[dict[str, float]] = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.95}, {"top_p": 0.2}, {"top_p": 0.99999},

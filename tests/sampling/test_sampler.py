@@ -16,13 +16,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.seeds import mix64, sample_seeds
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.seeds import mix64, sample_seeds
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
 
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's

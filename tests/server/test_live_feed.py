@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams, StepRecord
-from nanovllm.errors import EngineClosedError, EngineDeadError
+from nanovllm.core.errors import EngineClosedError, EngineDeadError
 from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.server.live import live_feed
 from nanovllm.server.live.engine_snapshot import (

@@ -13,7 +13,7 @@ import pytest
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.outputs import CompletionOutput
+from nanovllm.core.outputs import CompletionOutput
 from nanovllm.server.openai.completions import CompletionJob
 from nanovllm.server.openai.generation import finish_reasons
 from nanovllm.server.token_text import TokenText

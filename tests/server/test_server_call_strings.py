@@ -11,7 +11,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from nanovllm.grammar.compiler import lark_regex
+from nanovllm.requests.grammar.compiler import lark_regex
 from nanovllm.server.answers.grammar import Demand
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.string_formats import FORMATS

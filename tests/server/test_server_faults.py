@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import SamplingParams
 from nanovllm.cli.main import main
-from nanovllm.errors import DeviceError
+from nanovllm.core.errors import DeviceError
 from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import bounded, in_engine_steps, offline
 from tests.support.serving import MODEL, Serving, comes_true, raw_stream, serving

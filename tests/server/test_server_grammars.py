@@ -10,12 +10,12 @@ import jsonschema
 import llguidance
 import pytest
 
-from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.server.answers.grammar import Demand, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.forms import named_by
-from nanovllm.structured_output import StructuredOutput
 from tests.support.answer_grammars import setting_of
 
 WEATHER = {

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
 from nanovllm.server.logs import JsonFormatter
 from nanovllm.server.request_facts import CURRENT, InFlight, RequestFacts
 from nanovllm.server.security import ApiKeys

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import EngineConfig
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
 from nanovllm.server import recorder as module
 from nanovllm.server.recorder import Recorder, prefix_hashes
 from nanovllm.server.settings import ServerSettings

@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from nanovllm.core.sampling_params import MAX_SEED
 from nanovllm.requests import scores
-from nanovllm.sampling_params import MAX_SEED
 from tests.support.serving import Serving, serving
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
-from nanovllm.grammar.compiler import GrammarCompiler
+from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import build_form
 from nanovllm.server.answers.tool_calls import FORMATS

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from nanovllm.outputs import CompletionOutput
+from nanovllm.core.outputs import CompletionOutput
 from nanovllm.server.answers.answer_format import AnswerFormat, template_text
 from nanovllm.server.answers.tool_calls import FORMATS, ToolStream, detect_format
 from nanovllm.server.anthropic.messages import EventWriter

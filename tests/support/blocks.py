@@ -1,7 +1,7 @@
 """Block managers with blocks of four tokens, and sequences computed in them."""
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 from tests.support.scheduling import make_sequence
 
 SIZE = 4

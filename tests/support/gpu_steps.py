@@ -14,7 +14,7 @@ from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.tiles import Tiles
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets, GraphShape
 from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.paged_decode import PagedDecode

@@ -9,9 +9,9 @@ from typing import Any
 import transformers
 
 from nanovllm import UnsupportedModelError
-from nanovllm.layer_traits import kinds_of
+from nanovllm.core.layer_traits import kinds_of
 from nanovllm.model.binding import ModelBinding
-from nanovllm.unsupported import REASONS
+from nanovllm.model.unsupported import REASONS
 from tests.support.class_outcomes import NOT_BUILT, REFUSED, SINCE
 from tests.support.tiny_classes import class_names, tiny_class_model
 

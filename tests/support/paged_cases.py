@@ -18,12 +18,12 @@ from nanovllm.attention.operator import (
     step_in_force,
 )
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.layer_traits import LayerTraits
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp import load_kernels
-from nanovllm.layer_traits import LayerTraits
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 40

@@ -5,7 +5,7 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanovllm.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 from tests.support.scheduling import Loop
 
 MAX_IN_FLIGHT = 3

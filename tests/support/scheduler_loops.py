@@ -1,6 +1,6 @@
 """Loops of scheduler and mock model in the start states of the scheduler's tests."""
 
-from nanovllm.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 from tests.support.scheduling import Loop, chunks, make_scheduler
 
 

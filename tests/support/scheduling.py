@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from nanovllm.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
-from nanovllm.block_checks import check_blocks
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_groups import CacheGroups
-from nanovllm.config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 
 VOCAB_SIZE = 8
 UNWRITTEN = None  # a slot that no successful step has written

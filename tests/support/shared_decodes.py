@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.tiles import Tiles
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import build_layout
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import GraphShape
 from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.paged_decode import PagedDecode
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MAX_DECODES = 300

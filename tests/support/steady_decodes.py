@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 4096

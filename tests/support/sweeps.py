@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.tools.simulate.simulator import simulate

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import EngineConfig
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.observability.step_records import StepObservers, StepTimes
 from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import NewRequest, Sequence
 
 REQUESTS = 2
 

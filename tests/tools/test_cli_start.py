@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm.attention import backends
 from nanovllm.cli import main
-from nanovllm.device import cpp_compiler
+from nanovllm.process.device import cpp_compiler
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 # None of them serves a first token; each costs a tenth of a second or more, or pulls in what does.

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from nanovllm.block_hashes import PromptHashes
+from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.replicas.routing import (
     BALANCE,
     LOAD_COST,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache_group import CacheGroup
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.core.config import EngineConfig
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost, StepWork

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.gguf.architectures import ARCHITECTURES, KEYS_WITH_RULES, NEUTRAL_VALUES, Architecture
 from nanovllm.model.gguf.file import GGUFFile
 

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import ModelLoadError
+from nanovllm.core.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.gguf.file import open_gguf
 from nanovllm.model.gguf.tokenizer import build_tokenizer
 from nanovllm.model.gguf.weights import dtype_of, load_model, model_config

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.gguf.config import TOKEN_IDS
 from nanovllm.model.gguf.file import GGUFFile
 

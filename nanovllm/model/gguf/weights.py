@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from nanovllm.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.gguf.config import architecture_of, generation_defaults, read_config, refuse_types, some
 from nanovllm.model.gguf.file import GGUFFile, StoredTensor
 from nanovllm.model.quantised import FORMATS, QuantisedEmbedding, QuantisedLinear, dequantise_blocks

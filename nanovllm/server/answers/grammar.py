@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.core.structured_output import StructuredOutput, with_white_space
 from nanovllm.server.answers import harmony
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.call_grammars import CALLS, calls_to_channels
 from nanovllm.server.answers.rules import ANY_TEXT, Rules
-from nanovllm.structured_output import StructuredOutput, with_white_space
 
 
 @dataclass(frozen=True, slots=True)

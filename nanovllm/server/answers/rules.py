@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from nanovllm.grammar.vocabulary import is_marker
+from nanovllm.requests.grammar.vocabulary import is_marker
 from nanovllm.server.answers.thought_count import marker_id
 
 _META = re.compile(r"[\\^$.|?*+()\[\]{}/]")

@@ -11,10 +11,10 @@ import json
 import re
 from typing import Any
 
-from nanovllm.grammar.compiler import check_form, lark_regex, schema_problem
+from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.requests.grammar.compiler import check_form, lark_regex, schema_problem
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.string_formats import FORMATS
-from nanovllm.structured_output import StructuredOutput
 
 _ANY = "(?s:.*)"
 _MAX_LEAST = 2000  # llguidance looks for the shortest text of an intersection, within a limit of its work

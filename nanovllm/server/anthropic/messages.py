@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from nanovllm.server.anthropic.translation import (
     as_chat,

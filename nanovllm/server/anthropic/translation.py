@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput
+from nanovllm.core.outputs import CompletionOutput
 from nanovllm.server.anthropic import protocol
 from nanovllm.server.openai.protocol import ChatRequest
 

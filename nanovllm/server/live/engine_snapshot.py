@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine import Engine
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.replicas.pool import ReplicaPool

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import EngineClosedError, EngineDeadError
+from nanovllm.core.errors import EngineClosedError, EngineDeadError
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
 from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot, with_places
 from nanovllm.server.sse import compact, event

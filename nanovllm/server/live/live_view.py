@@ -15,8 +15,8 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import HTMLResponse, Response
 
 from nanovllm import __version__
+from nanovllm.observability.pages import read_page
 from nanovllm.observability.step_records import RECENT_STEPS, OnStep
-from nanovllm.pages import read_page
 from nanovllm.server.errors import ApiError
 from nanovllm.server.live.engine_snapshot import REQUEST_VALUES, STEP_VALUES
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS
 from nanovllm.server.openai.forms import named_by, output_form

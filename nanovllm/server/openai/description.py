@@ -11,11 +11,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from nanovllm.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from nanovllm.core.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from nanovllm.core.validation import MAX_PRIORITY
 from nanovllm.server.openai import embeddings
 from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES
 from nanovllm.server.state import ServerState
-from nanovllm.validation import MAX_PRIORITY
 
 Schema = dict[str, Any]
 

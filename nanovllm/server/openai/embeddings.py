@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
-from nanovllm.errors import EngineClosedError, QueueFullError
-from nanovllm.outputs import OutputKind, RequestOutput
+from nanovllm.core.errors import EngineClosedError, QueueFullError
+from nanovllm.core.outputs import OutputKind, RequestOutput
+from nanovllm.core.sampling_params import EmbeddingParams
+from nanovllm.core.validation import MAX_PRIORITY
 from nanovllm.requests.scores import ScoringPlan, embedding_output
-from nanovllm.sampling_params import EmbeddingParams
 from nanovllm.server import errors
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError
@@ -30,7 +31,6 @@ from nanovllm.server.security import require_api_key
 from nanovllm.server.sse import CLIENT_GONE, ClientGone, compact, until_disconnect
 from nanovllm.server.state import ServerState, server_state
 from nanovllm.server.strict import Each, Strict
-from nanovllm.validation import MAX_PRIORITY
 
 logger = logging.getLogger("nanovllm")
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)

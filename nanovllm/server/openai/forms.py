@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.grammar.compiler import schema_problem
+from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.requests.grammar.compiler import schema_problem
 from nanovllm.server.answers.call_grammars import parameters_of
 from nanovllm.server.answers.grammar import Demand
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.constraints import Shape
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.openai.tool_choice import NamedTool
-from nanovllm.structured_output import StructuredOutput
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from nanovllm.errors import EngineClosedError, QueueFullError
-from nanovllm.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
+from nanovllm.core.errors import EngineClosedError, QueueFullError
+from nanovllm.core.outputs import CompletionOutput, ErrorKind, OutputKind, RequestOutput
 from nanovllm.server import errors
 from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.openai.protocol import SamplingFields

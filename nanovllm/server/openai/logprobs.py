@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.outputs import TokenLogprobs
+from nanovllm.core.outputs import TokenLogprobs
 from nanovllm.requests.detokenizer import IncrementalDetokenizer
 from nanovllm.server.token_text import TokenText
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, field_validator, model_validator
 
-from nanovllm.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.core.sampling_params import MAX_SEED, SamplingParams
 from nanovllm.server.answers.template_options import EFFORTS
 from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.body_limits import LimitedRoute
 from nanovllm.server.errors import ANSWERS, ApiError
 from nanovllm.server.openai.generation import AnswerForm, Tally, choices_of, queued, respond

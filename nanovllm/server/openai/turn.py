@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
-from nanovllm.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.core.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.delta import AnswerDelta
 from nanovllm.server.answers.grammar import build_form

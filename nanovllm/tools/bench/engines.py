@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.import_index import import_index_kept
+from nanovllm.process.import_index import import_index_kept
 from nanovllm.tools.bench.other_engines import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
 from nanovllm.tools.bench.replay import BenchEngine, Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
@@ -32,12 +32,12 @@ class NanoVLLM:
         sampling: dict[str, Any] | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        from nanovllm.numa import place_engine
+        from nanovllm.process.numa import place_engine
 
         place_engine(options)
         with import_index_kept():
             from nanovllm.build import build_engine
-        from nanovllm.features import check_one_process
+        from nanovllm.core.features import check_one_process
 
         check_one_process("nanovllm bench", options)
         self._sampling = {"temperature": 0.0, **(sampling or {})}
@@ -48,8 +48,8 @@ class NanoVLLM:
         self._engine.model_runner.binding.caches.take_memory()
 
     def prepare(self, workload: Workload) -> None:
+        from nanovllm.core.sampling_params import SamplingParams
         from nanovllm.requests.input_processor import check_prompt
-        from nanovllm.sampling_params import SamplingParams
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
@@ -62,7 +62,7 @@ class NanoVLLM:
             )
 
     def add(self, number: int, request: TimedRequest) -> None:
-        from nanovllm.sampling_params import SamplingParams
+        from nanovllm.core.sampling_params import SamplingParams
 
         params = SamplingParams(**self._sampling, ignore_eos=True, max_tokens=request.num_output_tokens)
         options = {"priority": request.priority, "cache_salt": request.cache_salt}
@@ -119,7 +119,7 @@ SHARED_SAMPLING = (
 
 def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if requests of an engine cannot be sampled so."""
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.core.sampling_params import SamplingParams
 
     if unknown := sampling.keys() - set(SHARED_SAMPLING):
         raise ValueError(f"--sampling has no option {min(unknown)!r}; there are {', '.join(SHARED_SAMPLING)}.")

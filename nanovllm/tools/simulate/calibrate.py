@@ -24,17 +24,17 @@ import transformers
 from torch import nn
 
 import nanovllm
-from nanovllm.batch import ScheduledBatch
 from nanovllm.build import build_engine
-from nanovllm.cache_group import CacheGroup
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import check_one_process
+from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.engine import Engine
 from nanovllm.execution.buckets import RowSizes
-from nanovllm.features import check_one_process
-from nanovllm.gc_control import OldObjectsFrozen
 from nanovllm.model.loader import LoadedModel
 from nanovllm.observability.step_records import Observer, StepRecord
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_model import CostModel, StepSample, StepWork, fit
 

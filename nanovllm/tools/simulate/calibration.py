@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_pools import CachePools, resolve_pools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CachePools, resolve_pools
+from nanovllm.core.config import EngineConfig
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 
 FORMAT = 4

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nanovllm.batch import ScheduledBatch
-from nanovllm.cache_group import CacheGroup
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.core.batch import ScheduledBatch
 from nanovllm.execution.buckets import RowSizes
 
 FULL = CacheGroup()

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.batch import ScheduledBatch
-from nanovllm.block_hashes import PromptHashes
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.sequence import Sequence
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.step_records import Observer, StepHook, StepRecord
 from nanovllm.replicas.prefix_index import PrefixIndex, encode
-from nanovllm.sequence import Sequence
 from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 

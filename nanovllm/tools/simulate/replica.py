@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from nanovllm.batch import ScheduledBatch
-from nanovllm.block_checks import check_blocks
-from nanovllm.block_hashes import num_leading_hits
-from nanovllm.cache_group import CacheGroup
-from nanovllm.cache_groups import build_block_manager, known_prefixes
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
+from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import build_block_manager, known_prefixes
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.batch import ScheduledBatch
+from nanovllm.core.block_hashes import num_leading_hits
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import EngineStats, RequestMetrics
+from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import RowSizes
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers, StepTimes
-from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
 from nanovllm.tools.simulate.cost_model import CostModel, StepWork
 
 ONE_POOL = CachePools((CacheGroup(),), (0,))  # of num_kv_blocks

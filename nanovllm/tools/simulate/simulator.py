@@ -15,17 +15,17 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from nanovllm.block_hashes import PromptHashes
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.features import check_one_process
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.core.block_hashes import PromptHashes
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.features import check_one_process
+from nanovllm.core.outputs import EngineStats, RequestMetrics
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest
+from nanovllm.core.sequence import Sequence as RequestSequence
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.observability.step_records import StepRecord
-from nanovllm.outputs import EngineStats, RequestMetrics
 from nanovllm.replicas.routing import Route, round_robin
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest
-from nanovllm.sequence import Sequence as RequestSequence
 from nanovllm.tools.simulate.cost_model import CostModel
 from nanovllm.tools.simulate.indexed_replica import IndexedReplica
 from nanovllm.tools.simulate.replica import ONE_POOL, Replica

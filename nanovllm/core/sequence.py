@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
-from nanovllm.cache_group import GroupTables
-from nanovllm.outputs import ErrorKind, OutputKind, TokenLogprobs
-from nanovllm.resumed import Resumed
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_output import Matcher
+from nanovllm.core.block_tables import GroupTables
+from nanovllm.core.outputs import ErrorKind, OutputKind, TokenLogprobs
+from nanovllm.core.resumed import Resumed
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.structured_output import Matcher
 
 
 @dataclass(frozen=True, slots=True)

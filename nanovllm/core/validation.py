@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nanovllm.frozen_dict import FrozenDict
+from nanovllm.core.frozen_dict import FrozenDict
 
 MAX_INTEGER = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_group import CacheGroup, HasBlockTable
-from nanovllm.prefix_entry import PrefixEntry
-from nanovllm.prefix_tree import PrefixNode, PrefixTree
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.block_tables import HasBlockTable
+from nanovllm.core.prefix_entry import PrefixEntry
 
 
 class GroupBlocks(BlockManager):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.structured_output import GrammarError
+from nanovllm.core.structured_output import GrammarError
 
 
 class Matcher:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.validation import items, text, truth
+from nanovllm.core.validation import items, text, truth
 
 if TYPE_CHECKING:
     import numpy as np

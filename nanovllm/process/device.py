@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nanovllm.errors import DeviceError
+from nanovllm.core.errors import DeviceError
 
 # While one thread captures a CUDA graph, no other may wait for the device or give memory back to it.
 DEVICE_LOCK = threading.RLock()

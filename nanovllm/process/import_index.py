@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from nanovllm.paths import cache_root
+from nanovllm.core.paths import cache_root
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
 _FORMAT = 2  # of the file; the number goes up with a change

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nanovllm.batch import NULL_BLOCK
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_groups import CacheGroups
-from nanovllm.group_blocks import GroupBlocks
-from nanovllm.sequence import Sequence
+from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.core.batch import NULL_BLOCK
+from nanovllm.core.sequence import Sequence
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:

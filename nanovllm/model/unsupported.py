@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.core.errors import UnsupportedModelError
 
 OWN_GENERATE = "Use the model's own generate()."
 

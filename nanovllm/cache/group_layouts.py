@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.batch import ScheduledSequence
-from nanovllm.batch_layout import BatchLayout, map_slots
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import BatchLayout, map_slots
 
 
 def with_groups(layout: BatchLayout, num_groups: int, block_size: int) -> BatchLayout:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class CacheGroup(NamedTuple):
@@ -61,30 +60,3 @@ class CacheGroup(NamedTuple):
         if self.chunk is not None:
             span = min(span, self.chunk)
         return longest if self.is_full else min(longest, max(1, -(-span // block_size)) + 1)
-
-
-class HasBlockTable(Protocol):
-    """A sequence, or what stands for it in one of its groups."""
-
-    block_table: list[int]
-
-
-@dataclass(slots=True)
-class GroupTable:
-    """A sequence's block table in one more group; the null block stands where a block fell behind the window."""
-
-    block_table: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class GroupTables:
-    """What a sequence holds beyond the block table of the first group.
-
-    others: a table for each further group.
-    first_held: in each group, the first block that was not let go yet.
-    junctions: lengths in blocks at which it met known prefixes that were not wholly in the cache.
-    """
-
-    others: list[GroupTable]
-    first_held: list[int]
-    junctions: set[int] = field(default_factory=set)

@@ -10,9 +10,9 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nanovllm.option_checks import check_options
-from nanovllm.option_fields import documented, option
-from nanovllm.validation import integer, truth
+from nanovllm.core.option_checks import check_options
+from nanovllm.core.option_fields import documented, option
+from nanovllm.core.validation import integer, truth
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")

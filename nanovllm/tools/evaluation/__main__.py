@@ -1,4 +1,4 @@
-"""`python -m nanovllm.evaluation`: the command of lm-eval, which then knows the model type `nanovllm`.
+"""`python -m nanovllm.tools.evaluation`: the command of lm-eval, which then knows the model type `nanovllm`.
 
 For releases of lm-eval that do not look for model types among the entry points of installed packages.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lm_eval.__main__ import cli_evaluate
 
-from nanovllm.evaluation import lm_eval_model
+from nanovllm.tools.evaluation import lm_eval_model
 
 if __name__ == "__main__":
     lm_eval_model.register()

@@ -10,10 +10,10 @@ import numbers
 import re
 from typing import TYPE_CHECKING
 
-from nanovllm.validation import real
+from nanovllm.core.validation import real
 
 if TYPE_CHECKING:
-    from nanovllm.config import EngineConfig
+    from nanovllm.core.config import EngineConfig
 
 FLASH_BLOCK_SIZE = 128
 MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from nanovllm.prefix_entry import PrefixEntry
+from nanovllm.core.prefix_entry import PrefixEntry
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ class ModelLoadError(ValueError):
 class UnsupportedModelError(ValueError):
     """The model does something that the engine does not implement; the message names it and what would serve it.
 
-    `reason` is its key in `nanovllm.unsupported.REASONS`; empty for what another option would allow.
+    `reason` is its key in `nanovllm.model.unsupported.REASONS`; empty for what another option would allow.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.grammar.matcher import Matcher, shortened
-from nanovllm.grammar.vocabulary import makes_markers, read_vocabulary
-from nanovllm.structured_output import GrammarError, StructuredOutput, with_white_space
+from nanovllm.core.structured_output import GrammarError, StructuredOutput, with_white_space
+from nanovllm.requests.grammar.matcher import Matcher, shortened
+from nanovllm.requests.grammar.vocabulary import makes_markers, read_vocabulary
 
 MAX_CACHED = 256  # compiled grammars of one tokenizer
 # llguidance's limits, and what they bound: some 20 ms for the first token's expressions and 15 ms for any other's;

@@ -23,16 +23,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
-from nanovllm.batch import ScheduledSequence
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache_group import CacheGroup, GroupTable, GroupTables, HasBlockTable
-from nanovllm.cache_pools import CachePools
-from nanovllm.config import EngineConfig
-from nanovllm.group_blocks import GroupBlocks
-from nanovllm.outputs import CacheGroupStats
-from nanovllm.prefix_entry import PrefixEntry
-from nanovllm.prefix_tree import PrefixNode, PrefixTree
-from nanovllm.sequence import Sequence
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.block_tables import GroupTable, GroupTables, HasBlockTable
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.outputs import CacheGroupStats
+from nanovllm.core.prefix_entry import PrefixEntry
+from nanovllm.core.sequence import Sequence
 
 
 def known_prefixes(manager: BlockManager) -> dict[bytes, PrefixEntry] | dict[bytes, PrefixNode]:

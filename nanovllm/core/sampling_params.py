@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.option_fields import documented, option
-from nanovllm.structured_output import StructuredOutput, structured_output
-from nanovllm.validation import biases, functions, integer, real, strings, token_ids, truth
+from nanovllm.core.option_fields import documented, option
+from nanovllm.core.structured_output import StructuredOutput, structured_output
+from nanovllm.core.validation import biases, functions, integer, real, strings, token_ids, truth
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanovllm.cache_group import CacheGroup
-from nanovllm.config import EngineConfig
-from nanovllm.layer_traits import LayerTraits
+from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.layer_traits import LayerTraits
 
 
 class CachePools(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.outputs import ErrorKind, RequestMetrics, TokenLogprobs
+from nanovllm.core.outputs import ErrorKind, RequestMetrics, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.batch import ScheduledSequence
-from nanovllm.sequence import Sequence
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm.outputs import ErrorKind
-from nanovllm.sequence import Sequence
+from nanovllm.core.outputs import ErrorKind
+from nanovllm.core.sequence import Sequence
 
 # The runner's answers in place of a token: a row of the model's logits is not finite, or what the request asks for left
 # no token that could be drawn.

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
-from nanovllm.features import check_one_process
-from nanovllm.outputs import EmbeddingOutput, OutputKind, RequestOutput, ScoreOutput
+from nanovllm.core.features import check_one_process
+from nanovllm.core.outputs import EmbeddingOutput, OutputKind, RequestOutput, ScoreOutput
+from nanovllm.core.sampling_params import EmbeddingParams
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.scores import ScoringPlan, embedding_output, plan_scores
-from nanovllm.sampling_params import EmbeddingParams
 
 
 class Scoring:
@@ -119,7 +119,7 @@ class AsyncScoring:
         **options: Any,
     ) -> list[ScoreOutput]:
         """As `LLM.score`; **options are those of `generate`."""
-        plan = await self.plan_scores(
+        plan: ScoringPlan = await self.plan_scores(
             query,
             documents,
             method=method,

@@ -1,0 +1,1 @@
+"""Plain data that every room reads: options, requests, sequences, batches, outputs, errors."""

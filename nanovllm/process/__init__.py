@@ -1,0 +1,1 @@
+"""The process and its machine: device, threads, NUMA nodes, garbage collection, signals, import cache."""
