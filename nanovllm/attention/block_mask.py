@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-MIN_TILES = 2  # one would be compiled as a special case
+MIN_TILES = 2  # of a call: one would be compiled as a special case
+# Tiles that tables have room for, at least: the compiler refuses a symbol that can only be MIN_TILES.
+MIN_TABLE_TILES = MIN_TILES + 1
 
 _numbers = itertools.count()
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from nanovllm.attention.block_mask import MIN_TILES, IndexBuffers, forward_mask, own_code
+from nanovllm.attention.block_mask import MIN_TABLE_TILES, MIN_TILES, IndexBuffers, forward_mask, own_code
 from nanovllm.attention.flex_kinds import KindCalls
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.layer_traits import LayerTraits
@@ -54,9 +54,9 @@ class FlexAttention:
         self.block_size = block_size
         self.kinds = tuple(kinds)
         self.device = device
-        max_decode_tiles = max(MIN_TILES, max_num_seqs)
+        max_decode_tiles = max(MIN_TABLE_TILES, max_num_seqs)
         # A chunk of n tokens has at most n / block_size + 2 tiles, and there are at most max_num_seqs chunks.
-        max_chunk_tiles = max_num_batched_tokens // block_size + 2 * max_num_seqs
+        max_chunk_tiles = max(MIN_TABLE_TILES, max_num_batched_tokens // block_size + 2 * max_num_seqs)
         # The lowering wants one index column for each physical block.
         self.decode_index = IndexBuffers(max_decode_tiles, num_blocks, device)
         self.chunk_index = IndexBuffers(max_chunk_tiles, num_blocks, device)

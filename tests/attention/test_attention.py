@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.attention.flex_cpu import FlexAttention
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
 from nanovllm.core.batch_layout import build_layout
-from tests.support.paged_cases import DEVICE, MIXED_STEPS, PagedCase, cpp, flex, sdpa
+from tests.support.paged_cases import DEVICE, MIXED_STEPS, NUM_BLOCKS, PagedCase, cpp, flex, sdpa
 
 # The C++ kernel is the CPU's own.
 BACKENDS = pytest.mark.parametrize("backend", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
@@ -143,6 +144,24 @@ def test_the_operator_declares_what_it_does():
     with step_in_force(-2, AttentionStep(sdpa(case).plan(case.layout), case.layout.num_tokens)):
         arguments = (case.inputs()[0], *case.caches, torch.tensor([-2]), case.scaling)
         torch.library.opcheck(paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's tables have at least four tiles")
+@pytest.mark.parametrize("traits", [{}, pytest.param({"window": 20}, marks=pytest.mark.slow)], ids=["plain", "window"])
+@pytest.mark.parametrize("max_num_seqs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_flex_compiles_for_steps_of_one_or_two_sequences(max_num_seqs, traits):
+    backend = None
+    for span in [(37, 1), (0, 15)]:
+        case = PagedCase([span] * max_num_seqs, **traits)
+        backend = backend or FlexAttention(
+            num_blocks=NUM_BLOCKS,
+            block_size=case.block_size,
+            kinds=[case.traits],
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=15,
+            device=DEVICE,
+        )
+        case.check(case.run(backend))
 
 
 def test_flex_compiles_a_bounded_number_of_graphs_over_many_shapes():
