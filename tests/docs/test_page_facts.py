@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 import yaml
@@ -21,10 +20,10 @@ from nanovllm.cli import main as command_line
 from nanovllm.model.default_model import ensure_default_model
 from nanovllm.server.openai.protocol import ChatRequest, CompletionRequest
 from nanovllm.server.settings import ServerSettings
+from tests.support.command_line import own_flags
 from tests.support.messages import logged_texts, says, source_texts
-from tests.support.pages import PAGES, ROOT, Snippet, commands, snippets
+from tests.support.pages import PAGES, ROOT, TEXTS, Snippet, commands, inline_code, snippets, tables
 
-TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 GUIDES = [name for name in PAGES if name == "README.md" or name.startswith("docs/guide/")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SHELL = [snippet for name in PAGES for snippet in snippets(name) if snippet.language == "bash"]
@@ -39,28 +38,6 @@ def is_valid(arguments: list[str]) -> bool:
     except SystemExit as exit_:
         return exit_.code == 0
     return True
-
-
-def own_flags() -> set[str]:
-    """Every flag of every command."""
-    (commands,) = (action for action in command_line._parser()._actions if action.dest == "command")
-    return {
-        flag for parser in commands.choices.values() for action in parser._actions for flag in action.option_strings
-    }
-
-
-def inline_code(text: str) -> Iterator[str]:
-    """Code between single backticks, outside of fences."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for code in re.findall(r"`([^`]+)`", text):
-        yield re.sub(r"\s+", " ", code)
-
-
-def tables(text: str) -> Iterator[list[list[str]]]:
-    """Each table's rows of cells, the head first, without the line below it."""
-    for found in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
-        rows = [re.split(r"(?<!\\)\|", line.strip()[1:-1]) for line in found.splitlines()]
-        yield [[cell.strip() for cell in row] for number, row in enumerate(rows) if number != 1]
 
 
 @pytest.mark.parametrize("snippet", SHELL, ids=str)

@@ -1,15 +1,30 @@
-"""Flags of a tiny engine, and readers and checks of a command's output."""
+"""Parsers and flags of the commands, flags of a tiny engine, readers and checks of a command's output."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli import main
 
 ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--max-model-len", "256"]
 SHORT = ["--max-tokens", "6"]
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
+    (commands,) = (action for action in main._parser()._actions if action.dest == "command")
+    return dict(commands.choices)
+
+
+def own_flags() -> set[str]:
+    """Every flag of every command."""
+    return {
+        flag for parser in command_parsers().values() for action in parser._actions for flag in action.option_strings
+    }
 
 
 def records(out: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Snippets of the documentation: fenced blocks, each with the note that stands before it in a comment of the page."""
+"""The documentation's pages: texts, tables, code, and fenced blocks with the notes in front of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
 }
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 # A note is a comment, which readers do not see: before a block its own, with "of this page" that of all its blocks.
 _FENCE = re.compile(
     r"^(?:<!-- snippet: (?P<note>[^\n]*?) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$",
@@ -50,7 +51,7 @@ class Snippet:
 
 def snippets(page: str) -> list[Snippet]:
     """The fenced blocks of a page, in order."""
-    text = PAGES[page].read_text(encoding="utf-8")
+    text = TEXTS[page]
     of_page = _OF_PAGE.search(text)
     return [
         Snippet(
@@ -83,3 +84,17 @@ def _without_redirections(words: list[str]) -> list[str]:
         for number, word in enumerate(words)
         if not re.fullmatch(r"[<>]+&?", word) and not (number and re.fullmatch(r"[<>]+&?", words[number - 1]))
     ]
+
+
+def inline_code(text: str) -> Iterator[str]:
+    """Code between single backticks, outside of fences."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", text):
+        yield re.sub(r"\s+", " ", code)
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Each table's rows of cells, the head first, without the line below it."""
+    for found in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        rows = [re.split(r"(?<!\\)\|", line.strip()[1:-1]) for line in found.splitlines()]
+        yield [[cell.strip() for cell in row] for number, row in enumerate(rows) if number != 1]

@@ -1,0 +1,99 @@
+"""Tables of pages that list what the code has: options, parameters, flags, commands, choices; with their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm import EngineConfig, SamplingParams
+from nanovllm.core.config import ATTENTION_BACKENDS
+from nanovllm.core.sampling_params import CHECKS
+from nanovllm.server.settings import ServerSettings
+from tests.support.command_line import command_parsers
+from tests.support.pages import TEXTS, inline_code, tables
+
+OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig)}
+PARAMETERS = {field.name: field for field in dataclasses.fields(SamplingParams)}
+
+
+def rows(page: str, head: str) -> Iterator[list[str]]:
+    """Rows, without their heads, of the tables of a page whose first column has this head."""
+    for first, *others in tables(TEXTS[page]):
+        if first[0] == head:
+            yield from others
+
+
+def first_codes(found: Iterable[list[str]]) -> list[str]:
+    """The code in the first cells."""
+    return [code for row in found for code in inline_code(row[0])]
+
+
+def as_written(value: Any) -> str:
+    """A default as the tables write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`" if isinstance(value, str) else f"{value:,}"
+
+
+def test_every_engine_option_has_a_row():
+    named = first_codes(rows("docs/guide/tuning.md", "option"))
+    assert sorted(named) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_defaults_of_engine_options_are_those_of_the_code(device: str):
+    resolved = EngineConfig().resolve_limits({"CPU": "cpu", "GPU": "cuda"}[device], 40_960)
+    for head, *found in tables(TEXTS["docs/guide/tuning.md"]):
+        for row in found if head[0] == "option" else ():
+            cell = row[head.index(device if device in head else "default")]
+            names = list(inline_code(row[0]))
+            for name, default in zip(names, cell.split(", ") if len(names) > 1 else [cell], strict=True):
+                value = getattr(resolved, name)
+                if value not in (None, "") and re.match(r"[\d`]|on$|off$|none$", default):
+                    assert re.match(rf"{as_written(value)}(?![\w,])", default), f"{name} is {value}: {default}"
+
+
+def test_every_sampling_parameter_has_a_row_with_its_default_and_range():
+    found = list(rows("docs/guide/api.md", "parameter"))
+    assert [code for row in found for code in list(inline_code(row[0]))[:1]] == list(dict.fromkeys(first_codes(found)))
+    assert set(first_codes(found)) == set(PARAMETERS)
+    for name, _, limits, default, *_ in found:
+        (name,) = inline_code(name)
+        value, check = PARAMETERS[name].default, getattr(CHECKS[name], "keywords", {})
+        if isinstance(value, bool):
+            assert default == f"`{value}`", name
+        elif isinstance(value, int | float):
+            assert float(default) == value, name
+        texts = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", limits.replace("2^64 - 1", str(2**64 - 1)))
+        numbers = {float(text.replace(",", "")) for text in texts}
+        bounds = {float(check[end]) for end in ("low", "high") if end in check}
+        assert bounds - {float("inf")} <= numbers, name
+
+
+def test_every_flag_of_the_server_is_on_its_page():
+    page = TEXTS["docs/guide/server.md"]
+    for field in dataclasses.fields(ServerSettings):
+        name = field.name.replace("_", "-")
+        assert re.search(rf"--(?:no-)?{name}(?![\w-])", page), f"--{name}"
+
+
+def test_every_command_is_in_each_list_of_commands():
+    for page in ("README.md", "docs/guide/command_line.md"):
+        named = [code for code in first_codes(rows(page, "command")) if not code.startswith("/")]
+        names = [code.removeprefix("nanovllm ").split()[0] for code in named]
+        assert sorted(names) == sorted(command_parsers()), page
+
+
+def test_every_attention_backend_is_in_each_list_of_them():
+    backends = set(ATTENTION_BACKENDS) - {"auto"}
+    (glossary,) = (row[1] for row in rows("docs/glossary.md", "word") if row[0] == "**attention backend**")
+    assert set(inline_code(glossary)) == backends
+    assert set(first_codes(rows("docs/guide/tuning.md", "`attention_backend`"))) == backends
+    (bullet,) = re.findall(r"^- \*\*Paged attention.*?(?=^- )", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    assert backends <= set(inline_code(bullet))
+    walk = TEXTS["docs/internals/life_of_a_request.md"]
+    assert {code for found in re.findall(r"^- (`.*?):", walk, re.MULTILINE) for code in inline_code(found)} == backends
