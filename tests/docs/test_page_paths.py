@@ -1,0 +1,69 @@
+"""Files and names that pages say are there, and the page of private names of torch and transformers, both ways."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from tests.support.pages import PAGES, ROOT, TEXTS, inline_code, tables
+
+PACKAGE = ROOT / "nanovllm"
+FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+INTERNALS = "docs/internals/torch_internals.md"
+ROWS = [row for table in tables(TEXTS[INTERNALS]) for row in table[1:]]
+NAME = re.compile(r"[A-Za-z_]\w+")
+# Private attributes of `nn.Module`, which any object of the package may be.
+OF_MODULES = {name for name in {*vars(nn.Module()), *vars(nn.Module)} if re.match(r"_[a-z]", name)}
+
+
+def files(cell: str) -> list[str]:
+    """The package's files that a cell names."""
+    return [code for code in inline_code(cell) if code.endswith(".py")]
+
+
+def source(file: str) -> str:
+    return (PACKAGE / file).read_text(encoding="utf-8")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private names of torch that a file reaches: within modules of torch, and private attributes of `nn.Module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_of_torch = re.match(r"torch\.", ast.unparse(node)) and re.match(r"_[A-Za-z]", node.attr)
+            if is_of_torch or (node.attr in OF_MODULES and ast.unparse(node.value) != "self"):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and re.match(r"torch\..*\b_|torch\._", node.module or ""):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
+def test_files_that_a_page_names_are_there(name: str):
+    """Below the repository, or below the package where the first folder is one of its rooms."""
+    for code in inline_code(TEXTS[name]):
+        path = re.match(r"([\w.]+)/[\w./]+\.(?:py|cpp|html|md|service|yaml|jsonl)(?=$| )", code)
+        if path and (path[1] in FOLDERS or (ROOT / path[1]).is_dir()):
+            assert (ROOT / path[0]).is_file() or (PACKAGE / path[0]).is_file(), code
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0][:60] for row in ROWS])
+def test_a_private_name_is_used_where_its_row_says(row: list[str]):
+    names = [NAME.findall(code.partition("(")[0])[-1] for code in inline_code(row[0])]
+    for file in files(row[1]):
+        assert not names or any(name in source(file) for name in names), file
+    for file, symbol in re.findall(r"`([\w/]+\.py)`: `(\w+)`", row[1]):
+        assert re.search(rf"\b{symbol}\b", source(file)), f"{file}: {symbol}"
+
+
+def test_every_private_name_of_torch_has_a_row_with_its_file():
+    used = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(used) > 20
+    for file, name in used:
+        assert any(re.search(rf"\b{name}\b", row[0]) and file in files(row[1]) for row in ROWS), f"{file}: {name}"
