@@ -33,7 +33,7 @@ engine
 build
 streaming
 replicas
-llm async_llm
+llm | async_llm
 server | tools
 ray
 cli
@@ -147,6 +147,17 @@ def test_the_files_of_a_room_import_one_another_without_a_cycle(room):
         if room_name(importer) == room
     }
     TopologicalSorter(imports).prepare()
+
+
+def test_contributing_has_the_same_rows_and_limits():
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE))
+    for number, line in enumerate(ROWS.strip().splitlines()):
+        row = re.sub(r"`(\w+)(?:/|\.py)`", r"\1", shown.pop(str(number))).replace(",", "").replace(";", " |")
+        assert row == line, number
+    assert shown == {}
+    assert f"files up to {MAX_LINES} lines, functions up to {MAX_FUNCTION_LINES}" in page
+    assert f"a file up to {MAX_TEST_LINES} lines" in (ROOT.parent / "tests" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():

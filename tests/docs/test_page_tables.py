@@ -9,15 +9,41 @@ from typing import Any
 
 import pytest
 
-from nanovllm import EngineConfig, SamplingParams
-from nanovllm.core.config import ATTENTION_BACKENDS
+from nanovllm import EngineConfig, OutputKind, SamplingParams, StructuredOutput
+from nanovllm.cli import conversation
+from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
 from nanovllm.core.sampling_params import CHECKS
-from nanovllm.server.settings import ServerSettings
+from nanovllm.model.gguf.architectures import ARCHITECTURES
+from nanovllm.requests.scores import METHODS
+from nanovllm.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
+from nanovllm.tools.bench.engines import ENGINES
+from nanovllm.tools.workloads.files import FIELDS as TRACE_FIELDS
+from nanovllm.tools.workloads.workloads import WORKLOADS
 from tests.support.command_line import command_parsers
 from tests.support.pages import TEXTS, inline_code, tables
 
 OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 PARAMETERS = {field.name: field for field in dataclasses.fields(SamplingParams)}
+
+# A page, the head of a table's first column, and what the column lists.
+CHOICES = [
+    ("docs/guide/agents.md", "`--reasoning-format`", {*REASONING_FORMATS} - {"auto"}),
+    ("docs/guide/agents.md", "`--tool-format`", {*TOOL_FORMATS} - {"auto"}),
+    ("docs/guide/async.md", "`output_kind`", {f'"{kind.value}"' for kind in OutputKind}),
+    ("docs/guide/benchmarking.md", "name", {*WORKLOADS, *ENGINES}),
+    ("docs/guide/benchmarking.md", "field", {*TRACE_FIELDS}),
+    ("docs/guide/embeddings.md", "`method`", {f'"{method}"' for method in METHODS}),
+    ("docs/guide/gguf.md", "`general.architecture`", {*ARCHITECTURES}),
+    ("docs/guide/kv_events.md", "option", {name for name in OPTIONS if name.startswith("kv_events")}),
+    ("docs/guide/quantisation.md", "`quantization`", {*QUANTIZATIONS}),
+    ("docs/guide/replicas.md", "`routing`", {*ROUTING_POLICIES}),
+    ("docs/guide/simulator.md", "policy", {*ROUTING_POLICIES}),
+    (
+        "docs/guide/structured_output.md",
+        "field, exactly one",
+        {field.name for field in dataclasses.fields(StructuredOutput)},
+    ),
+]
 
 
 def rows(page: str, head: str) -> Iterator[list[str]]:
@@ -97,3 +123,13 @@ def test_every_attention_backend_is_in_each_list_of_them():
     assert backends <= set(inline_code(bullet))
     walk = TEXTS["docs/internals/life_of_a_request.md"]
     assert {code for found in re.findall(r"^- (`.*?):", walk, re.MULTILINE) for code in inline_code(found)} == backends
+
+
+@pytest.mark.parametrize("page, head, choices", CHOICES, ids=[f"{page}, {head}" for page, head, _ in CHOICES])
+def test_a_table_of_choices_lists_all_of_them(page: str, head: str, choices: set[str]):
+    assert {code.partition("=")[0] for code in first_codes(rows(page, head))} == choices
+
+
+def test_every_command_of_a_chat_has_a_row():
+    named = {code.split()[0] for code in first_codes(rows("docs/guide/command_line.md", "command")) if code[0] == "/"}
+    assert named == {"/help", *re.findall(r"^/\w+", conversation.HELP, re.MULTILINE)}
