@@ -4,11 +4,12 @@
 
 A tiny Llama on `sdpa` answers one prompt with one new token, for the second time in the process. A room is a folder or
 a top-level module of the package; a room change is a call into another room than the caller's. Where a thread begins
-there is no caller. Lambdas, comprehensions and modules' own code are not counted.
+there is no caller. Lambdas, comprehensions and the bodies of modules and classes are not counted.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class Walk:
     functions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (file, name)
     num_room_changes: int = 0
 
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions}
+
     def install(self) -> None:
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
@@ -45,23 +50,27 @@ class Walk:
         threading.setprofile(None)
 
     @contextmanager
-    def report(self, name: str, *, with_list: bool) -> Iterator[None]:
+    def count(self) -> Iterator[None]:
+        """Counts from zero what runs within."""
+        self.functions.clear()
+        self.num_room_changes = 0
         self.is_counting = True
         yield
         self.is_counting = False
-        files = sorted({file for file, _ in self.functions})
-        print(
-            f"walk, {name}: {len(files)} files, {len(self.functions)} functions, {self.functions.total()} calls, "
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.files)} files, {len(self.functions)} functions, {self.functions.total()} calls, "
             f"{self.num_room_changes} room changes"
         )
-        for file in files if with_list else ():
+
+    def listed(self) -> Iterator[str]:
+        for file in sorted(self.files):
             calls = (f"{function} {n}" for (where, function), n in sorted(self.functions.items()) if where == file)
-            print(f"    {file}: {', '.join(calls)}")
-        self.functions.clear()
-        self.num_room_changes = 0
+            yield f"    {file}: {', '.join(calls)}"
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not self.is_counting or frame.f_code.co_name.startswith("<"):
+        if event != "call" or not self.is_counting or not is_function(frame.f_code):
             return
         file = _file_in_package(frame)
         if file is None:
@@ -74,6 +83,11 @@ class Walk:
             self.num_room_changes += 1
 
 
+def is_function(code: CodeType) -> bool:
+    """Whether it has a name and local variables of its own: the body of a module or a class has none."""
+    return not code.co_name.startswith("<") and bool(code.co_flags & inspect.CO_OPTIMIZED)
+
+
 def _file_in_package(frame: FrameType) -> str | None:
     path = frame.f_code.co_filename
     return path.removeprefix(PACKAGE) if path.startswith(PACKAGE) else None
@@ -83,8 +97,8 @@ def _room(file: str | None) -> str | None:
     return file and file.split("/", 1)[0]
 
 
-def main() -> None:
-    with_list = "--list" in sys.argv[1:]
+def walks() -> Iterator[tuple[str, Walk]]:
+    """The walk of construction, then that of one token; each before the next is counted."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128,
@@ -98,14 +112,19 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1)
     walk = Walk()
     walk.install()
-    with walk.report("construction", with_list=with_list):
+    with walk.count():
         llm = LLM(model, attention_backend="sdpa", max_model_len=64, num_kv_blocks=16, block_size=16)
+    yield "construction", walk
     llm.generate([[1, 2, 3, 4, 5, 6]], params, use_tqdm=False)
-    with walk.report("one token", with_list=with_list):
+    with walk.count():
         llm.generate([[7, 8, 9, 4, 5, 6]], params, use_tqdm=False)
     walk.remove()
+    yield "one token", walk
     llm.close()
 
 
 if __name__ == "__main__":
-    main()
+    for name, walk in walks():
+        print(f"walk, {name}: {walk}")
+        if "--list" in sys.argv[1:]:
+            print(*walk.listed(), sep="\n")
