@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def main() -> None:
         work = Path(folder)
         wheel, sdist = build(work)
         check_contents(wheel)
+        check_metadata(work, wheel, sdist)
         check_sdist(sdist, wheel, work)
         scripts = install(wheel, work / "environment")
         model = save_model(work / "model")
@@ -56,9 +58,9 @@ def main() -> None:
 
 
 def build(work: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist, by the build system that pyproject.toml names, installed into a folder of its own."""
+    """The wheel and the sdist, by the build system that pyproject.toml names; with twine in a folder of its own."""
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
-    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(work / "tools"), *requires])
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(work / "tools"), *requires, "twine>=6"])
     run_build(work, ROOT, work / "dist")
     (wheel,), (sdist,) = (work / "dist").glob("nanovllm-*.whl"), (work / "dist").glob("nanovllm-*.tar.gz")
     return wheel, sdist
@@ -67,6 +69,17 @@ def build(work: Path) -> tuple[Path, Path]:
 def run_build(work: Path, source: Path, folder: Path) -> None:
     environ = dict(os.environ) | {"PYTHONPATH": str(work / "tools")}
     run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=source, environ=environ)
+
+
+def check_metadata(work: Path, wheel: Path, sdist: Path) -> None:
+    """An index takes both, and shows a description that has no link into the repository."""
+    environ = dict(os.environ) | {"PYTHONPATH": str(work / "tools")}
+    run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)], environ=environ)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        description = archive.read(name).decode()
+    if found := re.findall(r"\]\((?!https?://)[^)]*\)|<picture>|<img", description):
+        raise SystemExit(f"the description of {wheel.name} has {found[0]}, which leads nowhere on an index's page.")
 
 
 def check_contents(wheel: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from operator import itemgetter
 
 import pytest
 import yaml
@@ -25,7 +26,7 @@ from tests.support.messages import logged_texts, says, source_texts
 from tests.support.pages import PAGES, ROOT, TEXTS, Snippet, commands, inline_code, snippets, tables
 
 GUIDES = [name for name in PAGES if name == "README.md" or name.startswith("docs/guide/")]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT, TOOLS = itemgetter("project", "tool")(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
 SHELL = [snippet for name in PAGES for snippet in snippets(name) if snippet.language == "bash"]
 COMING_FROM, TROUBLE = "docs/guide/coming_from.md", "docs/guide/troubleshooting.md"
 FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
@@ -224,3 +225,14 @@ def test_alerts_of_the_pages_are_those_of_the_file():
     rules = yaml.safe_load((ROOT / "examples" / "prometheus_alerts.yaml").read_text(encoding="utf-8"))
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
     assert re.findall(r"`(Nanovllm\w+)`", TEXTS["docs/guide/production.md"]) == alerts
+
+
+def test_the_description_of_the_package_has_no_link_into_the_repository():
+    """README as the package's page on an index shows it, by the substitutions of pyproject.toml."""
+    hook = TOOLS["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = TEXTS[hook["fragments"][0]["path"]]
+    assert "](docs/" in text and "<picture>" in text
+    for change in hook["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    assert re.findall(r"\]\((?!https?://)[^)]*\)|<picture>|<!--|docs/images", text) == []
+    assert len(text) > 0.7 * len(TEXTS["README.md"]) and text.count("```") == TEXTS["README.md"].count("```")
