@@ -19,7 +19,7 @@ from nanovllm.core.config import DEVICE_DEFAULTS
 from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
 from nanovllm.core.sampling_params import MAX_SAMPLES, MIN_TEMPERATURE
 from nanovllm.core.structured_output import MAX_CHOICES, MAX_FORM_BYTES, MAX_SCHEMA_DEPTH
-from nanovllm.execution import forward_graphs, memory
+from nanovllm.execution import buckets, forward_graphs, memory
 from nanovllm.kernels import layer_stack, processor_classes
 from nanovllm.model.gguf.config import READ_TYPES
 from nanovllm.observability import kv_events, trace_writer
@@ -45,6 +45,7 @@ from nanovllm.tools.workloads import recorded, workloads
 from tests.support.command_line import command_parsers
 from tests.support.pages import ROOT, TEXTS
 
+PAGES = ROOT / "nanovllm" / "pages"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CPU, GPU, ENGINE, SERVER = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"], EngineConfig(), ServerSettings()
 ENGINE_LIMITS = ENGINE.resolve_limits("cpu", 40_960)
@@ -81,6 +82,12 @@ D = [f"D/{1 / factor:g}" if factor < 1 else f"{factor:g} D" for factor in settin
 
 MODELS = re.search(r"Of (\d+) classes (\d+) are served", TEXTS["docs/guide/models.md"])
 QUANTISED = ", ".join(kind for kind in READ_TYPES if kind.startswith("Q"))
+
+# Of the pages in a browser.
+PATIENCE = re.search(r"PATIENCE_MS = \[(.*)\]", (PAGES / "live_server.js").read_text(encoding="utf-8"))[1].split(",")
+MOST_ROWS = re.search(r"MOST_ROWS = (\d+)", (PAGES / "timeline_tables.js").read_text(encoding="utf-8"))[1]
+SCREEN = r"\(min-width: (\d+)px\) and \(min-height: (\d+)px\)"
+WIDE = [int(size) for size in re.search(SCREEN, (PAGES / "live.css").read_text(encoding="utf-8")).groups()]
 
 QUOTED = {
     "README.md": [
@@ -129,6 +136,7 @@ QUOTED = {
         f"{GPU.max_num_seqs:,} and {GPU.max_num_batched_tokens:,} on a GPU, "
         f"{CPU.max_num_seqs} and {CPU.max_num_batched_tokens:,} on a CPU",
         f"| {CPU.max_num_seqs} on a CPU, {GPU.max_num_seqs:,} on a GPU |",
+        f"half the budget, {ENGINE_LIMITS.max_num_partial_prefills}, {ENGINE_LIMITS.max_long_partial_prefills} |",
         f"{ENGINE_DEFAULTS['max_queue']:,}; beyond it 429",
         f"{SERVER.host}:{SERVER.port}",
         f"{QUANTISED}, F16, BF16 and F32",
@@ -150,6 +158,8 @@ QUOTED = {
         f"The last {kv_events.MAX_REPLAYED:,} batches are kept",
     ],
     "docs/guide/live_view.md": [
+        f"From {WIDE[0]:,} by {WIDE[1]} pixels up",
+        f"(retried every {int(PATIENCE[-1]) // 1000} seconds at most)",
         f"the sparkline covers the last {RECENT_STEPS:,} steps",
         f"per several blocks above {engine_snapshot.MAX_CELLS:,}",
         f"the first {engine_snapshot.MAX_ROWS} running and the first {engine_snapshot.MAX_ROWS} waiting",
@@ -217,7 +227,10 @@ QUOTED = {
         f"kept for {MAX_CACHED} forms",
         f"formats but {', '.join(f'`{name}`' for name in sorted(FORMATS))}.",
     ],
-    "docs/guide/tracing.md": [f"written {WORDS[round(1 / trace_writer._FLUSH_SECONDS)]} times per second"],
+    "docs/guide/tracing.md": [
+        f"lists the first {MOST_ROWS}, and a click",
+        f"written {WORDS[round(1 / trace_writer._FLUSH_SECONDS)]} times per second",
+    ],
     "docs/guide/troubleshooting.md": [
         f"after {WORDS[engine_thread.MAX_FAILED_STEPS]} failures requests in it end",
         f"up to {WORDS[len(one_replica.BACKOFF_SECONDS) + 1]} times in a row",
@@ -248,10 +261,12 @@ QUOTED = {
         f"up to {layer_stack._MAX_LAYER_BYTES // MIB} MiB of weights a layer",
     ],
     "docs/decisions/two_graphs_a_step.md": [
+        f"half as many rows again, and more than {buckets.STAND_IN_ROWS:,}, it runs without",
+        f"with more than {buckets.MAX_MORE_TILES} tiles beyond whole blocks are not captured",
         f"after {forward_graphs.STEPS_TO_CAPTURE} steps that would have used it",
         f"that {forward_graphs.STALE_STEPS:,} steps had no use for, once {forward_graphs.MAX_GRAPHS} are kept",
     ],
-    "docs/results/gpu.md": [f"{forward_graphs.MAX_GRAPHS} are kept"],
+    "docs/results/gpu.md": [f"; {forward_graphs.MAX_GRAPHS} are kept"],
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from nanovllm.core.config import ATTENTION_BACKENDS
 from tests.support.pages import PAGES, ROOT, TEXTS, inline_code, tables
 
 PACKAGE = ROOT / "nanovllm"
@@ -47,6 +48,22 @@ def test_files_that_a_page_names_are_there(name: str):
         path = re.match(r"([\w.]+)/[\w./]+\.(?:py|cpp|html|md|service|yaml|jsonl)(?=$| )", code)
         if path and (path[1] in FOLDERS or (ROOT / path[1]).is_dir()):
             assert (ROOT / path[0]).is_file() or (PACKAGE / path[0]).is_file(), code
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
+def test_a_name_is_in_the_file_that_a_page_says_it_is_in(name: str):
+    """As "`name` in `room/file.py`" or "`name` (`room/file.py`)"."""
+    found = re.findall(r"`([\w.]+)`\s(?:in|of|\()\s?`((?:nanovllm/)?[\w/]+\.py)`", TEXTS[name])
+    for symbol, file in ((symbol, file) for symbol, file in found if symbol not in ATTENTION_BACKENDS):
+        text = source(file.removeprefix("nanovllm/"))
+        assert all(re.search(rf"\b{part}\b", text) for part in symbol.split(".")), f"{symbol} in {file}"
+
+
+@pytest.mark.parametrize("part, pattern", [(0, "**/test_*.py"), (1, "support/[a-z]*.py")], ids=["tests", "support"])
+def test_every_file_is_on_the_map_of_the_tests(part: int, pattern: str):
+    rows = [row for table in tables(TEXTS["tests/README.md"].split("**support**")[part]) for row in table[1:]]
+    listed = {code for row in rows for cell in row[:2] for code in inline_code(cell)}
+    assert {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob(pattern)} <= listed
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0][:60] for row in ROWS])
