@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import EngineConfig, OutputKind, SamplingParams, StructuredOutput
+from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, StructuredOutput
 from nanovllm.cli import conversation
 from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
 from nanovllm.core.sampling_params import CHECKS
@@ -133,3 +133,9 @@ def test_a_table_of_choices_lists_all_of_them(page: str, head: str, choices: set
 def test_every_command_of_a_chat_has_a_row():
     named = {code.split()[0] for code in first_codes(rows("docs/guide/command_line.md", "command")) if code[0] == "/"}
     assert named == {"/help", *re.findall(r"^/\w+", conversation.HELP, re.MULTILINE)}
+
+
+def test_every_call_of_the_asynchronous_engine_has_a_row():
+    codes = first_codes(rows("docs/guide/async.md", "call"))
+    named = [re.match(r"(?:await )?(\w+)", code)[1] for code in codes]
+    assert sorted(named) == sorted(name for name in dir(AsyncLLM) if not name.startswith("_"))
