@@ -42,6 +42,7 @@ from nanovllm.tools.bench import other_engines, worker
 from nanovllm.tools.simulate import cost_model, utilisation
 from nanovllm.tools.tune import find_rate, forecast, ranking, report, settings, shares
 from nanovllm.tools.workloads import recorded, workloads
+from nanovllm.tools.workloads.specs import build
 from tests.support.command_line import command_parsers
 from tests.support.pages import ROOT, TEXTS
 
@@ -126,6 +127,7 @@ QUOTED = {
         f"`minLength` (at most {text_values._MAX_LEAST:,})",
     ],
     "docs/guide/benchmarking.md": [
+        *(f"{load.num_prompt_tokens:,} and {load.num_output_tokens:,}" for load in map(build, ("W", "P", "W1", "W2"))),
         f"ids from {workloads.LOWEST_ID} up to `vocab`",
         f"with ids from {workloads.LOWEST_ID} to {workloads.LOWEST_ID + recorded.DRAWN - 1}",
         f"blocks of {recorded.MOONCAKE_BLOCK} tokens",
