@@ -48,7 +48,8 @@ class StructuredOutput:
     json_schema: a JSON document that this schema accepts: a dict, JSON text, True, or a pydantic model class. Kept as
         JSON text. Properties come in the schema's order.
     json_object: a JSON object of any content.
-    regex: a text that the whole expression matches (Rust's syntax: no look-around but at the end, no back-references).
+    regex: a text that the whole expression matches (Rust's syntax: no look-around but at the end, no back-references;
+        `\\d`, `\\w` and `\\s` are ASCII).
     grammar: a text of this Lark grammar from `start`, in llguidance's dialect: `%json {...}` embeds a schema, and
         `[lazy]` ends a rule of one expression as early as it can.
     choice: one of these texts.

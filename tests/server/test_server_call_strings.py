@@ -11,7 +11,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from nanovllm.requests.grammar.compiler import lark_regex
+from nanovllm.requests.grammar.ascii_classes import ascii_regex
 from nanovllm.server.answers.grammar import Demand
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.string_formats import FORMATS
@@ -134,7 +134,7 @@ def accepted(setting: Setting, grammar: str, texts: list[str]) -> list[bool]:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_formats_are_those_of_strings_in_json(name):
     setting, texts = setting_of("none"), FORMATTED.split()
-    own = accepted(setting, f"start: T\nT: /{lark_regex(FORMATS[name])}/\n", texts)
+    own = accepted(setting, f"start: T\nT: /{ascii_regex(FORMATS[name])}/\n", texts)
     schema = json.dumps({"type": "string", "format": name})
     assert own == accepted(setting, f"start: %json {schema}", [f'"{text}"' for text in texts])
     assert any(own) and not all(own)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.core.structured_output import GrammarError, StructuredOutput, with_white_space
+from nanovllm.requests.grammar.ascii_classes import ascii_lark, ascii_regex, ascii_schema
 from nanovllm.requests.grammar.matcher import Matcher, shortened
 from nanovllm.requests.grammar.vocabulary import makes_markers, read_vocabulary
 
@@ -124,13 +125,6 @@ def check_form(form: StructuredOutput) -> None:
         raise problem
 
 
-def lark_regex(regex: str) -> str:
-    """A regular expression as Lark has it between slashes; its classes are of ASCII, as in JSON Schema."""
-    from llguidance import regex_to_lark
-
-    return str(regex_to_lark(regex, "dw"))
-
-
 def _problem(name: str, grammar: str) -> ValueError | None:
     from llguidance import LLMatcher, LLParserLimits
 
@@ -142,13 +136,14 @@ def _grammar(form: StructuredOutput) -> str:
     from llguidance import LLMatcher
 
     if form.grammar is not None:
-        return str(LLMatcher.grammar_from_lark(form.grammar))
+        return str(LLMatcher.grammar_from_lark(ascii_lark(form.grammar)))
     if form.regex is not None:
-        return str(LLMatcher.grammar_from_regex(form.regex))
+        return str(LLMatcher.grammar_from_regex(ascii_regex(form.regex)))
     if form.choice:
         return str(LLMatcher.grammar_from_regex("|".join(map(_escaped, form.choice))))
     schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(with_white_space(schema), ensure_ascii=False)))
+    text = json.dumps(with_white_space(ascii_schema(schema)), ensure_ascii=False)
+    return str(LLMatcher.grammar_from_json_schema(text))
 
 
 def _unforced(grammar: str) -> str:

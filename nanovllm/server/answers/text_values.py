@@ -12,7 +12,8 @@ import re
 from typing import Any
 
 from nanovllm.core.structured_output import StructuredOutput
-from nanovllm.requests.grammar.compiler import check_form, lark_regex, schema_problem
+from nanovllm.requests.grammar.ascii_classes import ascii_regex
+from nanovllm.requests.grammar.compiler import check_form, schema_problem
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.string_formats import FORMATS
 
@@ -38,7 +39,7 @@ def text_value(rules: Rules, schema: dict[str, Any], closing: str, owner: str, *
         parts = _terminals(schema, owner)
         if parts:
             if not values:
-                parts.append(f"~/{_ANY}{lark_regex(re.escape(closing.strip()))}{_ANY}/")
+                parts.append(f"~/{_ANY}{ascii_regex(re.escape(closing.strip()))}{_ANY}/")
             _check(" & ".join(values + parts), owner)
     except ValueError:
         if is_strict:
@@ -74,9 +75,9 @@ def _terminals(schema: dict[str, Any], owner: str) -> list[str]:
         raise ValueError(f"tools: {owner}{problem}")
     found = []
     if (pattern := schema.get("pattern")) is not None:
-        found.append(f"/{lark_regex(_search(pattern, owner))}/")
+        found.append(f"/{ascii_regex(_search(pattern, owner))}/")
     if own := FORMATS.get(schema.get("format", "")):
-        found.append(f"/{lark_regex(own)}/")
+        found.append(f"/{ascii_regex(own)}/")
     least, most = schema.get("minLength") or 0, schema.get("maxLength")
     if least > _MAX_LEAST:
         raise ValueError(
