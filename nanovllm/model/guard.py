@@ -37,7 +37,7 @@ class _Tolerance(NamedTuple):
     share_of_rows: float
 
 
-_FULL = _Tolerance(1e-3, 0.0)
+FULL = _Tolerance(1e-3, 0.0)
 _HALF = _Tolerance(1e-2, 0.25)  # a router may have taken the next best expert for some rows
 _NONE = _Tolerance(0.0, 0.0)
 
@@ -54,7 +54,7 @@ class RowBatches(Batch):
         num_positions = positions_of(model.config.get_text_config(decoder=True)) or NUM_ROWS
         num_rows = min(NUM_ROWS, num_positions)
         kept = range(num_rows - num_rows // 4)
-        token_ids = _plain_tokens(model, num_rows + num_rows // 4)
+        token_ids = plain_tokens(model, num_rows + num_rows // 4)
         last = list(range(num_positions - num_rows, num_positions))
         return cls(token_ids[:num_rows], list(kept[::-2]), token_ids[num_rows:], last)
 
@@ -76,7 +76,7 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
     token_ids, sampled, far = batches.token_ids, batches.sample_rows, batches.last
     near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.others)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
-    tolerance = _HALF if is_half else _FULL
+    tolerance = _HALF if is_half else FULL
 
     # The same by us; the model by itself; and most of these rows backwards, behind others at the last positions.
     ours = _Observation(probe.states, probe.logits)
@@ -86,20 +86,20 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
     with hiding():
         moved = run(*others, [moved_to[row] for row in sampled])
 
-    seen = _first_difference(own.states, ours.states, tolerance)
+    seen = first_difference(own.states, ours.states, tolerance)
     if seen is not None:
         raise unsupported(
             "positions from padding",
             f"{name} cannot be served: it",
             f"{seen} between its own forward without position_ids and one at positions 0, 1, 2 and so on",
         )
-    seen = _first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
+    seen = first_difference(_rows_of(ours.states, kept), _rows_of(moved.states, moved_to[: len(kept)]), tolerance)
     if seen is None:
         _check_sampled_rows(name, own, ours, sampled, tolerance)
-        seen = _first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
+        seen = first_difference({"logits": ours.logits}, {"logits": moved.logits}, tolerance)
     if seen is not None:
         reason, at_far = "mixed rows", run(token_ids, far, sampled)
-        if far != near and _first_difference(ours.states, at_far.states, _NONE) is None:
+        if far != near and first_difference(ours.states, at_far.states, _NONE) is None:
             reason = "positions by row"
         raise unsupported(
             reason,
@@ -140,14 +140,14 @@ def _check_sampled_rows(
     if len(ours.logits) != len(rows):
         returned = str(len(ours.logits))
     elif len(own.logits) > rows[0]:  # else the forward by itself keeps fewer rows
-        seen = _first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
+        seen = first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
         returned = seen and "the logits of other rows"
     if returned is not None:
         seen = f"asked for the logits of {len(rows)} rows, it returned {returned}"
         raise unsupported("logits of other rows", f"{name} cannot be served: it", seen)
 
 
-def _plain_tokens(model: Any, count: int) -> list[int]:
+def plain_tokens(model: Any, count: int) -> list[int]:
     """Ids spread over the vocabulary, without special ones, which a model may treat differently."""
     special: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True)):
@@ -165,7 +165,7 @@ def _rows_of(states: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
     return {name: tensor[rows] for name, tensor in states.items()}
 
 
-def _first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: _Tolerance) -> str | None:
+def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: _Tolerance) -> str | None:
     """Where rows differ by more than a tolerance, relative to the mean size of a row, in words; None if nowhere."""
     for name, states in one.items():
         # Overflows of a broken model say nothing about its rows.

@@ -25,6 +25,7 @@ from nanovllm.model.gguf.file import forget_opened, is_gguf
 from nanovllm.model.packed_linears import memory_for_packing
 from nanovllm.model.probe import positions_of
 from nanovllm.model.quantising import quantise_model
+from nanovllm.model.rank_guard import RankGuard
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
 from nanovllm.model.source import find
@@ -160,9 +161,13 @@ def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) 
             module = gguf.load_module(source, config, device, is_sharded=ranks is not None)
     else:
         module = _load_module(source, config, device, options)
+    guard = None if ranks is None else RankGuard(module, ranks)
     head = None if ranks is None else shard_model(module, ranks)
+    module = module.to(device).eval()
+    if guard is not None:
+        guard.check()
     identity = ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
-    return LoadedModel(module.to(device).eval(), None, is_live=False, identity=identity, head=head)
+    return LoadedModel(module, None, is_live=False, identity=identity, head=head)
 
 
 def _commit_of(source: str, config: EngineConfig) -> str | None:

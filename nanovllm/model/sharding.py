@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.model.ranks import Ranks, all_reduce, gather_columns
+from nanovllm.model.unsupported import unsupported
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _REPLICATED = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwise"}
 _OF_LINEARS = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"}
 _OF_EXPERTS = {"packed_colwise", "rowwise", "moe_tp_experts"}
+_OF_HEADS = {"colwise_gather_output", "rowwise_split_input"}
 _OF_KEYS_AND_VALUES = ("k_proj", "v_proj")
+PART_OF_LAYER = re.compile(r"(.*?\.\d+)\.(.*)")  # a layer of a list, and the name of a module or parameter in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +91,16 @@ def plan_shards(model: Any, size: int) -> list[Shard]:
     """
     name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
-        raise UnsupportedModelError(
-            f"{name} has no tensor parallel plan in `transformers` (base_model_tp_plan), so tensor_parallel_size must "
-            "be 1. Models such as Llama, Qwen, Mistral and Gemma have one."
-        )
+        raise unsupported("no plan", name)
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{name} is quantised, which tensor_parallel_size > 1 does not serve. Set it to 1.")
+    head = model.get_output_embeddings()
     shards = [shard for pattern, style in plan.items() for shard in _matches(model, pattern, style)]
     for shard in shards:
-        if not _is_understood(shard):
-            raise UnsupportedModelError(
-                f"{name} has {shard.name} sharded as {shard.style!r} ({type(shard.module).__name__}), which is not "
-                "implemented. Set tensor_parallel_size to 1."
-            )
+        is_checked = PART_OF_LAYER.fullmatch(shard.name) or (shard.module is head and shard.style in _OF_HEADS)
+        if not is_checked or not _is_understood(shard):  # `RankGuard` compares layers; a head has only to be whole
+            seen = f"{shard.name} sharded as {shard.style!r}, of {type(shard.module).__name__}"
+            raise unsupported("part of the plan", name, seen)
     possible = _possible_sizes(model, shards)
     if size not in possible:
         config = model.config.get_text_config(decoder=True)

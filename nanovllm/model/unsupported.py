@@ -7,6 +7,7 @@ from typing import NamedTuple
 from nanovllm.core.errors import UnsupportedModelError
 
 OWN_GENERATE = "Use the model's own generate()."
+ONE_RANK = "Set tensor_parallel_size to 1."
 
 
 class Reason(NamedTuple):
@@ -104,6 +105,19 @@ REASONS = {
     "scales by row": Reason(
         "scales queries by their place in the row (attn_temperature_tuning)",
         "Set max_num_batched_tokens and max_model_len below the place from which the scale changes.",
+    ),
+    "no plan": Reason(
+        "has no tensor parallel plan in `transformers` (base_model_tp_plan)",
+        f"{ONE_RANK} Models such as Llama, Qwen, Mistral and Gemma have one.",
+    ),
+    "part of the plan": Reason(
+        "has a tensor parallel plan with a part that is not implemented",
+        ONE_RANK,
+    ),
+    "other results on ranks": Reason(
+        "computes something else when ranks share its weights, such as a statistic over a width of which each has a "
+        "part",
+        ONE_RANK,
     ),
     "dynamic rope": Reason(
         "has 'dynamic' rotary embeddings, whose frequencies depend on the longest sequence of the batch",
