@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_flags, engine_options, model_source
 from nanovllm.cli.workload_flags import (
     about_workloads,
@@ -97,12 +98,8 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError("two workloads have the same name, which identifies them in results. Leave one out.")
     sampling = parse_values(options.sampling)
     if options.export:
-        if sampling:
-            raise ValueError("--export writes prompts and lengths, which --sampling does not change. Leave it out.")
-        if len(workloads) != 1:
-            raise ValueError(f"--export writes one workload, but {len(workloads)} are given. Leave the others out.")
-        write_trace(workloads[0], options.export)
-        return 0
+        return _export(options, workloads, sampling)
+    _check_early(options, engines)
     for engine in engines:
         check_sampling(engine.name, sampling)
         for workload in workloads:
@@ -122,6 +119,25 @@ def _bench(options: argparse.Namespace) -> int:
     result = processes.run_all(engines, workloads, settings, after_run=after_run, after_workload=after_workload)
     print(json.dumps(result) if options.json == "-" else report.table(result))
     return 0
+
+
+def _export(options: argparse.Namespace, workloads: list[Workload], sampling: dict[str, Any]) -> int:
+    if sampling:
+        raise ValueError("--export writes prompts and lengths, which --sampling does not change. Leave it out.")
+    if len(workloads) != 1:
+        raise ValueError(f"--export writes one workload, but {len(workloads)} are given. Leave the others out.")
+    write_trace(workloads[0], options.export)
+    return 0
+
+
+def _check_early(options: argparse.Namespace, engines: list[EngineSpec]) -> None:
+    """Raise for files that cannot be written, and for what this engine's processes would refuse."""
+    check_output("--record", options.record)
+    if options.json != "-":
+        check_output("--json", options.json)
+    for engine in engines:
+        if engine.name == "nanovllm":
+            check_start(options, {name: value for name, value in engine.options.items() if name != "tokenizer"})
 
 
 def _compare(options: argparse.Namespace) -> int:

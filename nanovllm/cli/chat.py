@@ -12,9 +12,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.conversation import QUOTES, Conversation, Left
+from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
-from nanovllm.cli.flags import add_model_argument, add_model_flags, take_model_argument
-from nanovllm.cli.model_names import check_model_exists
+from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.sampling_flags import (
     add_sampling_flags,
     add_timeout_flag,
@@ -57,7 +57,7 @@ def add_chat_command(commands: Any) -> None:
 def _chat(options: argparse.Namespace) -> int:
     take_model_argument(options)
     conversation = Conversation(options.system, sampling_options(options), show=_show)
-    check_model_exists(options.model, options.tokenizer)
+    check_start(options, engine_options(options))
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return _talk_at_terminal(conversation, options)
     with load_llm(options) as llm:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from nanovllm.cli.answers import AnswerWriter
-from nanovllm.cli.flags import add_model_flags
+from nanovllm.cli.early_checks import check_start
+from nanovllm.cli.flags import add_model_flags, engine_options
 from nanovllm.cli.prompt_files import Request, read_requests
 from nanovllm.cli.sampling_flags import (
     add_sampling_flags,
@@ -89,6 +90,7 @@ def _generate(options: argparse.Namespace) -> int:
     requests = read_requests(options.prompts, options.file, options.format)
     _check_templates(requests, options)
     own = [_own_options(number, request, sampling, options) for number, request in enumerate(requests, 1)]
+    check_start(options, engine_options(options))  # before the file of an earlier trace is emptied
     writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
         prompts = [_as_prompt(llm, request, options) for request in requests]

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser(given).parse_args(given)
     atexit.register(gc.freeze)  # else Python's last collection goes through all of torch: a second
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)

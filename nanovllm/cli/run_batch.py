@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
-from nanovllm.cli.model_names import check_model_exists
-from nanovllm.cli.serve import NEEDS
 from nanovllm.process.numa import place_engine
 from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
+from nanovllm.server.preparing import check_packages
 
 DESCRIPTION = f"""
 Answer a file in OpenAI's batch format: each line has custom_id, method, url ({", ".join(ENDPOINTS)}) and body. Each
@@ -48,12 +47,13 @@ def add_run_batch_command(commands: Any) -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(f"run-batch needs {', '.join(missing)}: pip install 'nanovllm[serve]'.")
+    check_packages("run-batch")
     take_model_argument(options)
     engine_given = engine_options(options)
     requests = _read(options.input_file)
+    check_output("--output-file", str(Path(options.output_file).expanduser()))
+    if options.error_file is not None:
+        check_output("--error-file", str(Path(options.error_file).expanduser()))
     outputs = [Path(name).expanduser() for name in (options.output_file, options.error_file) if name is not None]
     for path in outputs:
         if path.exists() and not options.resume:
@@ -63,7 +63,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     if not left:
         print(f"nanovllm: all {len(requests)} lines have a response", file=sys.stderr)
         return 0
-    check_model_exists(options.model, options.tokenizer)
+    check_start(options, engine_given)
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("a", encoding="utf-8")) for path in outputs]
         return _answer(left, files, options, engine_given)

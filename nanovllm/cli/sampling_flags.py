@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
-from nanovllm.cli.model_names import check_model_exists
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import KINDS, StructuredOutput
 from nanovllm.process.gc_control import collector_paused
@@ -95,7 +95,7 @@ def _text_of(path: str, flag: str) -> str:
 def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> LLM:
     """Load the model with the engine options that were set."""
     given = engine_options(options)
-    check_model_exists(options.model, options.tokenizer)
+    check_start(options, given)
     place_engine(given)
     with collector_paused():
         from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks

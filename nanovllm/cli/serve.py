@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import logging
 import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.flags import (
     ENGINE_NAMES,
     add_flags,
@@ -20,14 +20,14 @@ from nanovllm.cli.flags import (
     options_given,
     take_model_argument,
 )
-from nanovllm.cli.model_names import check_model_exists
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.validation import utf8
 from nanovllm.process.numa import place_engine
+from nanovllm.server.preparing import check_packages, prepared
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that always have a value, beside --model
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
@@ -52,22 +52,20 @@ def add_serve_command(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(f"the server needs {', '.join(missing)}: pip install 'nanovllm[serve]'.")
+    check_packages("the server")
     take_model_argument(options)
     if options.config is not None:
         _read_config(options)
     engine_given = ENGINE_DEFAULTS | engine_options(options)
     settings = _settings(options)
-    settings.api_keys()
-    check_model_exists(options.model, options.tokenizer)
-    place_engine(engine_given)
-    from nanovllm.server.app import serve
+    check_start(options, engine_given)
+    with prepared(settings) as listeners:
+        place_engine(engine_given)
+        from nanovllm.server.app import serve  # imports torch
 
-    logging.getLogger().setLevel(logging.INFO)
-    logging.getLogger("nanovllm").setLevel(logging.INFO)
-    return serve(options.model, options.tokenizer, settings, engine_given)
+        logging.getLogger().setLevel(logging.INFO)
+        logging.getLogger("nanovllm").setLevel(logging.INFO)
+        return serve(options.model, options.tokenizer, settings, engine_given, listeners)
 
 
 def _settings(options: argparse.Namespace) -> ServerSettings:
@@ -81,7 +79,7 @@ def _read_config(options: argparse.Namespace) -> None:
     """Set options from the file unless the command line does; raises ValueError for an unknown name."""
     path = Path(options.config)
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(utf8(str(path), path.read_bytes()))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     kinds = {"model": "str", "tokenizer": "str", "verbose": "bool"}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.core.config import EngineConfig
@@ -89,11 +90,9 @@ def add_simulate_command(commands: Any) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    given, folder = engine_options(options), Path(options.output).parent
-    if not folder.is_dir():  # before minutes of measuring
-        raise ValueError(
-            f"--output is {options.output!r}, but the folder {str(folder)!r} does not exist. Create it first."
-        )
+    given = engine_options(options)
+    check_output("--output", options.output)
+    check_start(options, given)
     place_engine(given)  # as the engine that the calibration stands for
     with import_index_kept():
         from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
@@ -106,6 +105,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    if options.json != "-":
+        check_output("--json", options.json)
     calibration = Calibration.load(options.calibration)
     config = calibration.resolve(EngineConfig.from_options(**engine_options(options)), model=options.model)
     workload = one_workload(options)

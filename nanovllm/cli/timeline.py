@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.early_checks import check_output
 from nanovllm.cli.flags import add_verbose_flag
+from nanovllm.core.validation import packages
 
 
 def add_timeline_command(commands: Any) -> None:
@@ -35,6 +37,10 @@ def _timeline(options: argparse.Namespace) -> int:
         raise ValueError(
             "--plot draws one trace, and two are given: give one, or -o run.html for a page with both side by side."
         )
+    if options.plot is not None:
+        packages("--plot", ("matplotlib",), "plot")
+    check_output("--output", options.output)
+    check_output("--plot", options.plot)
     paths = [path for path in (options.trace, options.other) if path is not None]
     runs = dict(zip(_titles(paths), map(timeline.read_trace, paths), strict=True))
     if options.output is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nanovllm.cli.early_checks import check_output_folder, check_start
 from nanovllm.cli.flags import engine_options
 from nanovllm.cli.workload_flags import (
     arrival_options,
@@ -75,6 +76,8 @@ def build_question(options: argparse.Namespace) -> Question:
     check_arrival_flags(options)
     fixed, goals = engine_options(options), goals_from_flags(options)
     check_one_process("nanovllm tune", fixed)
+    check_output_folder("--output", options.output)
+    check_start(options, fixed)
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
         raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")

@@ -80,6 +80,11 @@ def _check_kv_events(config: EngineConfig) -> None:
             f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
             f"number. Set ports that are at least {config.data_parallel_size} apart."
         )
+    if (last := max(ports, default=0) + config.kv_events_rank + config.data_parallel_size - 1) > 65535:
+        raise ValueError(
+            f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is the "
+            "highest. Set lower ones."
+        )
     if config.kv_events is not None and not config.enable_prefix_caching:
         raise ValueError(
             f"kv_events is {config.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -96,6 +97,32 @@ def texts(name: str, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             texts(f"{name}[{number}]", item)
+
+
+def utf8(name: str, data: bytes) -> str:
+    """The text of bytes, with "\\n" for each line end; raises ValueError that names byte, position and line."""
+    try:
+        return data.decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}, in line {line}. "
+            "Convert it, such as with iconv -f latin1 -t utf-8."
+        ) from None
+
+
+def packages(feature: str, names: Iterable[str], extra: str) -> None:
+    """Raise RuntimeError if a package that a feature needs is missing; nothing but parents of packages is imported."""
+    missing = [name for name in names if not _is_installed(name)]
+    if missing:
+        raise RuntimeError(f"{feature} needs {', '.join(missing)}: pip install 'nanovllm[{extra}]'.")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the parent
+        return False
 
 
 def truth(name: str, value: Any) -> bool:

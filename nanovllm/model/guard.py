@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.core.errors import UnsupportedModelError
+from nanovllm.model.limits import positions_of
 from nanovllm.model.packed_linears import Hiding
-from nanovllm.model.probe import Batch, Probe, Probing, StateProbe, positions_of
+from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 
 NUM_ROWS = 16  # of a pass, whose time is that of reading the weights

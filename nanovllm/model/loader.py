@@ -18,17 +18,17 @@ from transformers.utils import logging as transformers_logging
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
-from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.gguf import loading as gguf
 from nanovllm.model.gguf.file import forget_opened, is_gguf
+from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
 from nanovllm.model.packed_linears import memory_for_packing
-from nanovllm.model.probe import positions_of
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.rank_guard import RankGuard
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
-from nanovllm.model.source import find
+from nanovllm.model.source import find, find_tokenizer
 from nanovllm.model.unsupported import unsupported
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     """
     if isinstance(model, nn.Module):
         return _take_module(model, tokenizer, config)
-    source = find_source(model, needs_tokenizer=tokenizer is None)
+    source = find_source(model, tokenizer, config)
     try:
         loaded = load_weights(source, config)
         memory = memory_for_packing(loaded.model) if _may_pack(config, loaded.model) else None
@@ -127,11 +127,18 @@ def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks
     return loaded if ranks.rank > 0 else replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config))
 
 
-def find_source(model: Any, *, needs_tokenizer: bool) -> str:
-    """The folder, file or hub id behind a model's name; raises ModelLoadError for a folder that lacks something."""
+def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
+    """The folder, file or hub id behind a model's name, before anything is loaded.
+
+    Raises ModelLoadError if the model or the named tokenizer is not there, ValueError for limits beyond the model's.
+    """
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
-    return find(os.fspath(model), needs_tokenizer=needs_tokenizer)
+    if isinstance(tokenizer, (str, os.PathLike)):
+        find_tokenizer(os.fspath(tokenizer))
+    source = find(os.fspath(model), needs_tokenizer=tokenizer is None, revision=config.revision)
+    check_stored_limits(source, config)
+    return source
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -185,7 +192,10 @@ def _load_module(source: str, config: EngineConfig, device: torch.device, option
             f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
             "Leave it out, or set device='cpu'."
         )
-    _refuse_quantised(source, options)
+    with _load_errors(f"the model {source!r}"):
+        model_config = AutoConfig.from_pretrained(source, **options)
+    check_limits(model_config.get_text_config(decoder=True), config)  # with the defaults of the config's class
+    _refuse_quantised(model_config)
     with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
         module, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
@@ -199,13 +209,11 @@ def _load_module(source: str, config: EngineConfig, device: torch.device, option
     return module
 
 
-def _refuse_quantised(source: str, options: dict[str, Any]) -> None:
+def _refuse_quantised(config: Any) -> None:
     """Before gigabytes of weights are read that would be refused afterwards.
 
     Where the library would load them dequantised, for lack of kernels or by their config, they are served.
     """
-    with _load_errors(f"the model {source!r}"):
-        config = AutoConfig.from_pretrained(source, **options)
     quantisation = getattr(config, "quantization_config", None)
     if not quantisation:
         return
@@ -230,7 +238,7 @@ def _name_of(config: Any) -> str:
 def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: EngineConfig) -> Any:
     """The tokenizer that `load` would return, without the weights; raises ModelLoadError."""
     name = os.fspath(model)
-    source = find(name, needs_tokenizer=tokenizer is None)
+    source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
     options = _lookup_options(source, config, name)
     with _load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
         if tokenizer is not None:
@@ -249,13 +257,15 @@ def _load_errors(what: str) -> Iterator[None]:
 
 
 def _lookup_options(source: str, config: EngineConfig, name: str | None = None) -> dict[str, Any]:
-    """Options of `from_pretrained`: a local folder is never looked up on the hub, online or offline.
+    """Options of `from_pretrained`: a local folder is never looked up on the hub, a hub model only if that answers.
 
     Args:
         name: of the model, whose revision applies; None for a tokenizer apart from it.
     """
     is_local = os.path.exists(source)
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": is_local}
+    revision, file = (None, "tokenizer_config.json") if name is None else (config.revision, "config.json")
+    reads_cache = is_local or not hub.is_reachable(source, revision, file=file)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": reads_cache}
     if name is not None and config.revision is not None:
         if is_local:
             raise ValueError(f"revision is {config.revision!r}, but {name!r} is no hub model. Leave revision out.")
@@ -294,8 +304,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
 def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
     """A tokenizer named apart from the model, whose revision does not apply to it."""
     if isinstance(tokenizer, (str, os.PathLike)):
-        name = os.fspath(tokenizer)
-        source = str(ensure_default_model()) if name == DEFAULT_MODEL else name
+        source = find_tokenizer(os.fspath(tokenizer))
         if is_gguf(source):
             return gguf.load_tokenizer(source)
         return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config), **added_tokens_option(source))

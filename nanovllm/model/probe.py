@@ -159,15 +159,6 @@ def probe_model(model: Any, probing: Probing, batch_for: Callable[[Any], Batch] 
     return probe
 
 
-def positions_of(config: Any) -> int | None:
-    """How many positions a text model has; None if its config does not say."""
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        limit = getattr(config, name, None)
-        if limit:
-            return int(limit)
-    return None
-
-
 def refuse_quantised_weights(model: nn.Module) -> None:
     """Dequantised weights are served, though the config still names a quantisation."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanovllm.core.errors import ModelLoadError
+from nanovllm.model import hub
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.model.gguf.file import is_gguf, open_gguf, parts_of
 
@@ -24,12 +25,38 @@ def stored_files(source: str) -> dict[str, tuple[int, int]]:
     return {name: (state.st_size, state.st_mtime_ns) for name, state in states}
 
 
-def find(name: str, *, needs_tokenizer: bool) -> str:
-    """The folder, GGUF file or hub id behind a name; makes the embedded model, and raises what `find_folder` does."""
+def find(name: str, *, needs_tokenizer: bool, revision: str | None = None) -> str:
+    """The folder, GGUF file or hub id behind a model's name; makes the embedded model.
+
+    Raises ModelLoadError as `find_folder`, and as `hub.is_reachable`.
+    """
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
     folder = find_folder(name, needs_tokenizer=needs_tokenizer)
+    if folder is None:
+        hub.is_reachable(name, revision)
     return name if folder is None else str(folder)
+
+
+def find_tokenizer(name: str) -> str:
+    """The folder, GGUF file or hub id behind a tokenizer's name; makes the embedded model.
+
+    Raises ModelLoadError for a path without a tokenizer, and as `hub.is_reachable`.
+    """
+    if name == DEFAULT_MODEL:
+        return str(ensure_default_model())
+    path = Path(name).expanduser()
+    has_one = is_gguf(path) and open_gguf(path).has_tokenizer
+    if has_one or any((path / file).is_file() for file in TOKENIZER_FILES):
+        return str(path)
+    if path.exists():
+        raise ModelLoadError(
+            f"tokenizer is {name!r}, which holds none ({', '.join(TOKENIZER_FILES)}, or a GGUF file's)."
+        )
+    if _is_path(name):
+        raise ModelLoadError(f"tokenizer is {name!r}, and there is no such folder or file.")
+    hub.is_reachable(name, file="tokenizer_config.json")
+    return name
 
 
 def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
@@ -59,6 +86,11 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
             f"{folder} is a file, but no GGUF file; a model is one, or a folder with config.json, weights and a "
             "tokenizer."
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.suffix == ".gguf":
+    if _is_path(name):
         raise ModelLoadError(f"there is no {'file' if folder.suffix == '.gguf' else 'folder'} {folder}.")
     return None
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name cannot be an id of the hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")

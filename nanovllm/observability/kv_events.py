@@ -13,17 +13,18 @@ numbers; subscribers ask for it at the replay endpoint.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import queue
 import threading
 import time
 from array import array
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.validation import packages
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, BlockEvents, Findable, Forgotten
 from nanovllm.observability.step_records import Observer, StepObservers
 
@@ -50,8 +51,7 @@ class KvEventPublisher(Observer):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-            raise RuntimeError(f"kv_events needs {', '.join(missing)}: pip install 'nanovllm[kv-events]'.")
+        packages("kv_events", NEEDS, "kv-events")
         from msgspec.msgpack import Encoder
         from zmq import ROUTER, XPUB, Context
 
@@ -70,6 +70,13 @@ class KvEventPublisher(Observer):
             self._context.destroy(linger=0)
             raise
         self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def check(config: EngineConfig) -> None:
+        """Raise what the publishers of all replicas would, before a model is loaded."""
+        for replica in range(config.data_parallel_size):
+            own = replace(config, kv_events_rank=config.kv_events_rank + replica)
+            KvEventPublisher(own)._context.destroy(linger=0)
 
     def begin(self, manager: BlockManager, observers: StepObservers) -> None:
         """Follow the engine of this block manager and these observers until it closes."""

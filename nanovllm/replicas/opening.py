@@ -17,6 +17,7 @@ import torch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import EngineDeadError
 from nanovllm.core.features import REPLICAS, refuse
+from nanovllm.model.limits import check_stored_limits
 from nanovllm.model.source import find
 from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
@@ -59,8 +60,8 @@ def open_pool(
     config = EngineConfig.from_options(**options)
     setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
     shares = shares_of_host(config, gpus_each=config.tensor_parallel_size)
-    source = find(setup["model"], needs_tokenizer=tokenizer is None)
-    _check_shards(source, config)
+    source = find(setup["model"], needs_tokenizer=tokenizer is None, revision=config.revision)
+    _check_model(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
     records, events = sends_records or hook is not None, sends_block_events(config)
     fleet = Fleet(
@@ -87,7 +88,8 @@ def open_pool(
     return pool
 
 
-def _check_shards(source: str, config: EngineConfig) -> None:
+def _check_model(source: str, config: EngineConfig) -> None:
+    check_stored_limits(source, config)
     if config.tensor_parallel_size > 1:
         with import_index_kept():
             from nanovllm.model.loader import check_shards

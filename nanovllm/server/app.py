@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
@@ -22,7 +24,6 @@ from nanovllm.server.body_limits import BodyLimits
 from nanovllm.server.connections import allow_open_files, protocol_class
 from nanovllm.server.hosts import HostGate, allowed_names, log_exposure
 from nanovllm.server.lifecycle import LAST_SECONDS, Admission, DrainingServer
-from nanovllm.server.listening import bind
 from nanovllm.server.live import live_view
 from nanovllm.server.logs import JsonFormatter, RequestLog
 from nanovllm.server.metrics import CountResponses, ServerMetrics
@@ -114,29 +115,32 @@ def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> I
     return in_flight
 
 
-def serve(model: str, tokenizer: str | None, settings: ServerSettings, engine_options: dict[str, Any]) -> int:
-    """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died."""
+def serve(
+    model: str,
+    tokenizer: str | None,
+    settings: ServerSettings,
+    engine_options: dict[str, Any],
+    listeners: Sequence[socket.socket],
+) -> int:
+    """Load a model and serve it until SIGTERM or SIGINT; returns the exit code: 0, or 1 if the engine died.
+
+    Args:
+        listeners: bound sockets, see `prepare`; the caller closes them.
+    """
     if settings.log_format == "json":
         write_json(JsonFormatter())
     allow_open_files(settings.max_connections)
-    listeners = bind(settings.host, settings.port)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
-    recorder = None
+    engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
+    if settings.log_format == "json":
+        write_json(JsonFormatter())
+    app = create_app(engine, settings, model=model)
     try:
-        if settings.record is not None:
-            Recorder.check(settings.record)
-        engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
-        if settings.log_format == "json":
-            write_json(JsonFormatter())
-        app = create_app(engine, settings, model=model)
-        recorder = app.state.recorder
         server = build_server(app, engine, settings)
-        server.run(listeners)
+        server.run(list(listeners))
     finally:
-        for listener in listeners:
-            listener.close()
-        if recorder is not None:
-            recorder.close()
+        if app.state.recorder is not None:
+            app.state.recorder.close()
     return server.exit_code
 
 

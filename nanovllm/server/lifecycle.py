@@ -16,7 +16,7 @@ import uvicorn
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.server import errors
-from nanovllm.server.listening import format_address
+from nanovllm.server.listening import allow_restart, format_address
 from nanovllm.server.retry_after import RetryAfter
 
 logger = logging.getLogger("nanovllm")
@@ -104,6 +104,8 @@ class DrainingServer(uvicorn.Server):
         self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():
+            allow_restart(listener)
         await super().startup(sockets)
         if sockets:  # uvicorn logs no address for given sockets
             address = format_address(self.config.host, sockets[0].getsockname()[1])

@@ -48,13 +48,25 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def allow_restart(listener: socket.socket) -> None:
+    """Let a later process bind the port while connections of this one linger; call it right before `listen`."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
 def _bind(family: int, address: object) -> socket.socket:
+    """A bound socket, which no other process can bind beside; SO_REUSEADDR on both would allow it until one listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(listener.close)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
-        listener.bind(address)  # type: ignore[arg-type]
+        try:
+            listener.bind(address)  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended server linger
+            listener.bind(address)  # type: ignore[arg-type]
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         on_failure.pop_all()
     return listener

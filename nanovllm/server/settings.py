@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.validation import MAX_PRIORITY, integer, real, strings, truth
+from nanovllm.core.validation import MAX_PRIORITY, integer, real, strings, truth, utf8
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
@@ -177,7 +177,8 @@ class ServerSettings:
 
     def _read_keys(self) -> dict[str, str]:
         """The keys of the file and their names, empty for none."""
-        lines = Path(str(self.api_key_file)).read_text(encoding="utf-8").splitlines()
+        path = Path(str(self.api_key_file))
+        lines = utf8(f"api_key_file {path}", path.read_bytes()).splitlines()
         parts = [line.partition(" #") for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not parts:
             raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one key a line.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -423,8 +424,8 @@ def test_batches_that_the_thread_cannot_keep_up_with_are_lost_with_their_numbers
 
 @pytest.mark.parametrize("missing", ["zmq", "msgspec"])
 def test_without_its_packages_the_error_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, endpoint: str):
-    find = kv_events.importlib.util.find_spec
-    monkeypatch.setattr(kv_events.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(RuntimeError, match=rf"kv_events needs {missing}: pip install 'nanovllm\[kv-events\]'"):
         open_llm(kv_events=endpoint)
 

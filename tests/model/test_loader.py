@@ -262,7 +262,7 @@ def test_a_hub_id_that_cannot_be_reached_is_a_model_load_error_that_names_it(mon
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", unreachable)
     message = refusal("somebody/some-model")
     assert "somebody/some-model" in message
-    assert "couldn't connect" in message
+    assert "cannot be reached" in message
 
 
 def test_a_hub_id_offline_fails_within_seconds_and_without_a_traceback_of_the_library():
@@ -296,6 +296,7 @@ def test_revision_and_trust_remote_code_reach_the_hub(monkeypatch):
         seen.append(options)
         return PreTrainedConfig()
 
+    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.setattr(AutoConfig, "from_pretrained", note_config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
     refusal("somebody/some-model", revision="v2", trust_remote_code=True)
@@ -310,6 +311,7 @@ def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, m
         seen.append(options)
         raise OSError("that is all")
 
+    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
     assert "that is all" in refusal(saved, tokenizer="somebody/some-tokenizer")
     assert seen[0] == {"trust_remote_code": False, "local_files_only": False}

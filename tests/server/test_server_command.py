@@ -14,12 +14,13 @@ from nanovllm import EngineConfig
 from nanovllm.cli import serve as command
 from nanovllm.cli.main import main
 from nanovllm.model.default_model import DEFAULT_MODEL
+from nanovllm.server import preparing
 from nanovllm.server.settings import ServerSettings
 
 
 @pytest.fixture
 def served(monkeypatch) -> list[tuple[Any, ...]]:
-    """Record the arguments of `serve`: model, tokenizer, settings and engine options of each call."""
+    """Record the arguments of `serve`: model, tokenizer, settings, engine options and sockets of each call."""
     calls: list[tuple[Any, ...]] = []
 
     def serve(*arguments: Any) -> int:
@@ -27,6 +28,8 @@ def served(monkeypatch) -> list[tuple[Any, ...]]:
         return 0
 
     monkeypatch.setattr("nanovllm.server.app.serve", serve)
+    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
+    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     return calls
 
@@ -38,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_flags_reach_server_and_engine(served):
     assert main(["serve", "--port", "9", "--api-key", "a", "--api-key", "b", "--no-ui", "--max-queue", "7"]) == 0
-    ((_, _, settings, engine),) = served
+    ((_, _, settings, engine, _),) = served
     assert settings == ServerSettings(port=9, api_key=("a", "b"), ui=False)
     assert engine == {"max_queue": 7}
 
@@ -59,7 +62,7 @@ def test_a_file_has_the_same_names_and_flags_go_before_it(served, tmp_path):
         'port = 9\nmodel = "m"\napi-key = ["a"]\nmax_queue = 5\nblock-size = 16\nui = false\nverbose = true\n'
     )
     assert main(["serve", "--config", str(file), "--port", "10", "--block-size", "32"]) == 0
-    ((model, _, settings, engine),) = served
+    ((model, _, settings, engine, _),) = served
     assert (model, settings) == ("m", ServerSettings(port=10, api_key=("a",), ui=False))
     assert engine == {"max_queue": 5, "block_size": 32}
 
@@ -118,8 +121,17 @@ def test_options_that_are_wrong_are_refused_before_a_model_is_loaded(served, cap
 
 
 def test_without_its_packages_the_command_says_what_to_install(served, capsys, monkeypatch):
-    monkeypatch.setattr(command, "NEEDS", ("fastapi", "no_such_package"))
+    monkeypatch.setattr(preparing, "NEEDS", ("fastapi", "no_such_package"))
     assert "no_such_package: pip install 'nanovllm[serve]'" in refused(capsys)
+    assert not served
+
+
+def test_spans_need_packages_of_their_own_which_are_asked_for_before_a_model_is_loaded(served, capsys, monkeypatch):
+    monkeypatch.setattr(preparing, "SPANS_NEED", ("no_such_parent.package",))
+    assert "no_such_parent.package: pip install 'nanovllm[otel]'" in refused(
+        capsys, "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"
+    )
+    assert not served
 
 
 def test_other_commands_need_none_of_them():
@@ -127,6 +139,6 @@ def test_other_commands_need_none_of_them():
     script = (
         "import sys; from nanovllm.cli import main; main._parser(); print([n for n in sys.modules if n in sys.argv])"
     )
-    arguments = [sys.executable, "-c", script, *command.NEEDS, "pydantic", "starlette"]
+    arguments = [sys.executable, "-c", script, *preparing.NEEDS, "pydantic", "starlette"]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "[]", done.stderr

@@ -52,8 +52,9 @@ def test_the_configuration_file_is_one(monkeypatch, tmp_path):
     file.write_text(text.replace("/etc/nanovllm", str(tmp_path)))
     calls = []
     monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("nanovllm.server.preparing.bind", lambda host, port: [])
     assert main(["serve", "--config", str(file)]) == 0
-    ((model, _, settings, engine),) = calls
+    ((model, _, settings, engine, _),) = calls
     written = tomllib.loads(file.read_text())
     assert {name: ({"model": model} | engine).get(name, getattr(settings, name, None)) for name in written} == written
 

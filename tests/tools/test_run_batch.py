@@ -172,7 +172,7 @@ def test_files_are_checked_before_the_model_is_loaded(batch, run, monkeypatch, t
     monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     flags = ["-i", "/no/such/file", "-o", str(tmp_path / "out.jsonl")]
     assert_refused(run("run-batch", *flags), "no folder for the file", "/no/such")
-    assert_refused(batch(GOOD, name="nowhere/out.jsonl")[0], "no folder for the file")
+    assert_refused(batch(GOOD, name="nowhere/out.jsonl")[0], "--output-file", "does not exist")
     (tmp_path / "notes.txt").write_text("notes\n")
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(GOOD[0]))

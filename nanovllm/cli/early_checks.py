@@ -1,0 +1,61 @@
+"""What a command refuses before torch is imported: a model that is not there, limits beyond it, files, endpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.core.config import EngineConfig
+from nanovllm.model.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.model.limits import check_stored_limits
+from nanovllm.model.source import find, find_tokenizer
+
+
+def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
+    """Check a command's model, tokenizer and engine options, as far as files and packages tell.
+
+    Raises ModelLoadError, UnsupportedModelError, ValueError for options that the model or each other contradict, and
+    RuntimeError for missing packages.
+    """
+    config = EngineConfig.from_options(**engine_options)
+    if options.tokenizer is not None and options.tokenizer != DEFAULT_MODEL:
+        find_tokenizer(options.tokenizer)
+    if options.model != DEFAULT_MODEL:
+        source = find(options.model, needs_tokenizer=options.tokenizer is None, revision=config.revision)
+        check_stored_limits(source, config)
+    elif default_folder().is_dir():  # else it is made when it is loaded
+        check_stored_limits(str(default_folder()), config)
+    if config.kv_events is not None:
+        from nanovllm.observability.kv_events import KvEventPublisher
+
+        KvEventPublisher.check(config)
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raise ValueError for a file that cannot be written; it is not changed, and not left behind if it is new."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ValueError(f"{flag} is {path!r}, but the folder {str(folder)!r} does not exist. Create it first.")
+    is_new = not Path(path).exists()
+    if not (is_new or Path(path).is_file() or Path(path).is_dir()):
+        return  # a device, or a pipe that opening would wait for
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+    except OSError as error:
+        raise ValueError(f"{flag} is {path!r}, which cannot be written: {error.strerror}. Name another file.") from None
+    if is_new:
+        os.unlink(path)
+
+
+def check_output_folder(flag: str, path: str) -> None:
+    """Raise ValueError for a folder that cannot be written, or made."""
+    there = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise ValueError(f"{flag} is {path!r}, but {there} is a file. Name another folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} is {path!r}, but this user may not write to {there}. Name another folder.")

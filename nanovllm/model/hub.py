@@ -1,0 +1,88 @@
+"""Models of the Hugging Face hub: asked for once, in one request, before anything is loaded; without torch."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from functools import lru_cache
+
+from nanovllm.core.errors import ModelLoadError
+from nanovllm.model.default_model import DEFAULT_MODEL
+
+KNOWN_SECONDS = 60.0  # that an answer of the hub is used for
+
+
+def is_reachable(name: str, revision: str | None = None, *, file: str = "config.json") -> bool:
+    """Whether the hub answers for a model; if not, its files are in the hub's cache, and must be taken from there.
+
+    The libraries would try each file six times, half a minute each, be it in the cache or not.
+
+    Args:
+        file: that tells whether the cache has the model.
+
+    Raises ModelLoadError for a name that no model can have, a model or revision that the hub does not know, and one
+    that the cache lacks while the hub cannot be reached.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+    except HFValidationError as error:
+        raise ModelLoadError(f"{name!r} is no folder, and no id of the hub either: {error}") from None
+    refusal, failure = _ask(name, revision, file, int(time.monotonic() / KNOWN_SECONDS))
+    if is_cached or not (refusal or failure):
+        return failure is None
+    reason = f"the hub refuses it: {refusal}" if refusal else _unreachable(failure)
+    raise ModelLoadError(
+        f"there is no folder {name!r}, and no such model in the hub's cache; {reason}.{_near(name)} `nanovllm models` "
+        "lists what is there."
+    )
+
+
+@lru_cache(maxsize=32)
+def _ask(name: str, revision: str | None, file: str, period: int) -> tuple[str | None, str | None]:
+    """What the hub refuses, and why it cannot be asked; in a `period` it is asked once."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, revision=revision))
+    except EntryNotFoundError:
+        pass  # a model without this file: what reads it says so
+    except GatedRepoError:
+        return f"its owner grants access by request; ask for it at https://hf.co/{name}, and set HF_TOKEN", None
+    except RepositoryNotFoundError:
+        return "there is none of this name, or it is private and needs HF_TOKEN", None
+    except RevisionNotFoundError:
+        return f"it has no revision {revision!r}", None
+    except Exception as error:  # of whichever HTTP client this release of the library uses
+        return None, str(error).partition("\n")[0]
+    return None, None
+
+
+def _unreachable(failure: str | None) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE forbids a download (cache: {constants.HF_HUB_CACHE})"
+    return f"the hub cannot be reached ({failure})"
+
+
+def _near(name: str) -> str:
+    """The models of this machine with a similar name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cached = [repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        cached = []
+    is_begin = "/" not in name and DEFAULT_MODEL.startswith(name.lower())
+    near = [DEFAULT_MODEL] if is_begin else difflib.get_close_matches(name, [DEFAULT_MODEL, *cached], n=2, cutoff=0.6)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

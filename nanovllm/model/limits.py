@@ -1,0 +1,63 @@
+"""Options that a model's config contradicts, refused before its weights are read; without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.model.gguf.config import read_config
+from nanovllm.model.gguf.file import is_gguf, open_gguf
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a text model has; None if its config does not say."""
+    return _first(config, "max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def check_limits(config: Any, options: EngineConfig) -> None:
+    """Check the options against a text model's config, as far as it says what they depend on.
+
+    Raises ValueError for a limit beyond the model's or one that contradicts another, UnsupportedModelError for heads
+    that the ranks do not divide.
+    """
+    positions = positions_of(config)
+    if positions is not None:  # no contradiction depends on the device
+        options.resolve_limits("cpu", positions)
+    heads, size = _first(config, "num_attention_heads", "n_head"), options.tensor_parallel_size
+    if heads is not None and heads % size:
+        possible = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}, but the model has {heads} attention heads, which do not divide among so "
+            f"many ranks. It can be one of {', '.join(possible)} at most."
+        )
+
+
+def check_stored_limits(source: str, options: EngineConfig) -> None:
+    """As `check_limits`, for the config of a folder, a GGUF file or a hub model in the cache; none is no error here."""
+    if is_gguf(source):
+        found: Any = read_config(open_gguf(source))
+    else:
+        path = Path(source) / "config.json"
+        if not path.is_file():
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(source, "config.json", revision=options.revision)
+            if not isinstance(cached, str):
+                return
+            path = Path(cached)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelLoadError(f"the model {source!r} could not be loaded: {path} is not JSON: {error}") from None
+    if isinstance(found, dict):
+        text = found.get("text_config")
+        check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -1,0 +1,146 @@
+"""What a command can know before the model is loaded, it refuses before torch is imported."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, UnsupportedModelError
+from nanovllm.cli.early_checks import check_output
+from nanovllm.cli.main import main
+from nanovllm.model import loader
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import tiny_model
+
+PROGRAM = """
+import sys
+from nanovllm.cli.main import main
+status = main(sys.argv[1:])
+print(status, "torch" in sys.modules)
+"""
+WORKLOAD = ("--workload", "chat")
+
+
+@pytest.fixture(scope="module")
+def held() -> int:
+    """A port that another process listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["serve", "--port", "HELD"], ["HELD", "--port"]),
+        (["serve", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "does not resolve"]),
+        (["serve", "--record", "/no/such/folder/record.jsonl"], ["/no/such/folder/record.jsonl"]),
+        (["serve", "--kv-events", "tcp://*:HELD"], ["kv_events", "HELD"]),
+        (["serve", "--max-model-len", "4096"], ["max_model_len is 4096", "at most 2048"]),
+        (["serve", "--tensor-parallel-size", "4"], ["tensor_parallel_size is 4", "6 attention heads", "1, 2, 3, 6"]),
+        (
+            ["serve", "--max-num-seqs", "64", "--max-num-batched-tokens", "64"],
+            ["max_num_batched_tokens is 64", "at least 80"],
+        ),
+        (["serve", "--tokenizer", "/no/such/tokenizer"], ["tokenizer", "/no/such/tokenizer"]),
+        (["generate", "one", "--max-model-len", "4096"], ["at most 2048"]),
+        (["generate", "one", "--trace", "/no/such/folder/trace.json"], ["/no/such/folder/trace.json"]),
+        (["chat", "--max-model-len", "4096"], ["at most 2048"]),
+        (["run-batch", "-i", "BATCH", "-o", "/no/such/folder/out"], ["--output-file", "/no/such/folder"]),
+        (["run-batch", "-i", "BATCH", "-o", "out.jsonl", "--max-model-len", "4096"], ["at most 2048"]),
+        (["bench", *WORKLOAD, "--json", "/no/such/folder/x.json"], ["--json", "/no/such/folder"]),
+        (["bench", *WORKLOAD, "--record", "/no/such/folder/x.json"], ["--record", "/no/such/folder"]),
+        (["bench", *WORKLOAD, "--engines", "nanovllm:max_model_len=4096"], ["at most 2048"]),
+        (["tune", *WORKLOAD, "--output", "/dev/null/folder"], ["--output", "/dev/null is a file"]),
+        (["tune", *WORKLOAD, "--max-model-len", "4096"], ["at most 2048"]),
+        (["calibrate", "--output", "x.json", "--max-model-len", "4096"], ["at most 2048"]),
+    ],
+    ids=lambda value: " ".join(value)[:60] if value and value[0].isalpha() and len(value) > 1 else None,
+)
+def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imported(
+    folder, held, tmp_path, arguments, named
+):
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n')
+    known = {"HELD": str(held), "BATCH": str(batch)}
+
+    def filled(text: str) -> str:
+        for name, value in known.items():
+            text = text.replace(name, value)
+        return text
+
+    command = [sys.executable, "-c", PROGRAM, *map(filled, arguments), "--model", str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, stdin=subprocess.DEVNULL
+    )
+    assert done.stdout == "2 False\n", done.stderr
+    assert [part for part in map(filled, named) if part not in done.stderr] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["batch.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_model_len": 4096}, "at most 2048"),
+        ({"tensor_parallel_size": 4, "device": "cpu"}, "6 attention heads"),
+        ({"data_parallel_size": 2, "max_model_len": 4096, "device": "cpu"}, "at most 2048"),
+        ({"tokenizer": "/no/such/tokenizer"}, "/no/such/tokenizer"),
+    ],
+    ids=["length", "ranks", "replicas", "tokenizer"],
+)
+def test_an_llm_refuses_options_beyond_the_model_before_weights_are_read(folder, monkeypatch, options, named):
+    monkeypatch.setattr(loader, "load_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("nanovllm.replicas.fleet.Fleet.launch", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(ValueError, match=named):
+        LLM(folder, **options)
+
+
+def test_limits_of_a_configs_class_count_too_where_the_file_leaves_them_out(folder, tmp_path, monkeypatch):
+    config = (folder / "config.json").read_text(encoding="utf-8").replace('"max_position_embeddings": 2048,', "")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
+    )
+    with pytest.raises(ValueError, match="at most 2048"):  # that of LlamaConfig
+        LLM(tmp_path, max_model_len=4096)
+
+
+def test_the_header_of_a_gguf_file_has_the_limits(tmp_path, monkeypatch, capsys):
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(head_dim=64))
+    monkeypatch.setattr("nanovllm.llm.LLM.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "one", "--model", str(path), "--max-model-len", "100000"]) == 2
+    assert "max_model_len is 100000, but the model has positions for" in capsys.readouterr().err
+
+
+def test_heads_that_ranks_do_not_divide_are_told_with_the_sizes_that_do(folder):
+    with pytest.raises(UnsupportedModelError, match="can be one of 1, 2, 3, 6"):
+        LLM(folder, tensor_parallel_size=5, device="cpu")
+
+
+def test_a_file_that_can_be_written_is_neither_changed_nor_left_behind(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("results")
+    for path in (old, new, Path("/dev/null")):
+        check_output("--json", str(path))
+    assert old.read_text() == "results" and not new.exists()
+
+
+def test_a_folder_in_place_of_an_output_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"--json is .* Is a directory"):
+        check_output("--json", str(tmp_path))
+
+
+def test_a_trace_of_an_earlier_run_outlives_a_misspelt_model(tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.json"
+    trace.write_text("[]")
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "one", "--model", str(tmp_path / "nowhere"), "--trace", str(trace)]) == 2
+    assert trace.read_text() == "[]"
