@@ -61,6 +61,7 @@ class OldObjectsFrozen:
     # Weak: a call that an interrupt cut short at its begin or end leaves by itself, and the next call thaws for it.
     _calls: ClassVar[weakref.WeakSet[OldObjectsFrozen]] = weakref.WeakSet()
     _has_frozen = False
+    _is_for_good = False
     _begin = 0.0
     _seconds, _count = 0.0, 0  # of calls since the last collection
 
@@ -68,7 +69,7 @@ class OldObjectsFrozen:
         cls = OldObjectsFrozen
         with cls._lock:
             cls._calls.add(self)
-            if not cls._has_frozen and gc.isenabled() and gc.get_freeze_count() < cls.OF_PYTHON:
+            if not (cls._has_frozen or cls._is_for_good) and gc.isenabled() and gc.get_freeze_count() < cls.OF_PYTHON:
                 gc.collect(0)
                 cls._has_frozen, cls._begin = True, time.monotonic()
                 gc.freeze()
@@ -92,6 +93,19 @@ class OldObjectsFrozen:
             gc.collect()
 
     @classmethod
+    def freeze_for_good(cls) -> None:
+        """In a process that has loaded what it serves: no later collection, between calls neither, goes through that.
+
+        Takes a full collection, tenths of a second; garbage cycles of what is alive now are never found.
+        """
+        with cls._lock:
+            gc.collect()
+            gc.freeze()
+            gc.collect()  # of nothing: the next full one is due by the number of objects that the last one saw
+            cls._has_frozen, cls._is_for_good = False, True  # no call thaws
+            cls._follow_calls()
+
+    @classmethod
     def _follow_calls(cls) -> None:
         """Freeze survivors while one of the calls keeps results; thaw after the last call."""
         was_frozen, cls._has_frozen = cls._has_frozen, cls._has_frozen and bool(cls._calls)
@@ -111,7 +125,7 @@ class OldObjectsFrozen:
     def age_objects(cls) -> None:
         """Make all objects old, without a collection; not while objects are frozen, which would be thawed."""
         with cls._lock:
-            if not cls._has_frozen and gc.get_freeze_count() < cls.OF_PYTHON:
+            if not (cls._has_frozen or cls._is_for_good) and gc.get_freeze_count() < cls.OF_PYTHON:
                 try:
                     gc.freeze()
                 finally:

@@ -13,6 +13,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.cache.cache_groups import known_prefixes
 from nanovllm.core.errors import EngineDeadError
 from nanovllm.engine import Engine
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.router import MAX_REPORTED, fingerprints
 from nanovllm.server.app import create_app
@@ -32,6 +33,7 @@ class Replica:
         self._engine = AsyncLLM(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
         self._stall_timeout = settings.stall_timeout
         self._app = create_app(self._engine, settings, model=model)
+        OldObjectsFrozen.freeze_for_good()
 
     async def answer(self, scope: Scope, body: bytes, prompt: Prompt) -> AsyncGenerator[list[Message], None]:
         """Yield the messages of an ASGI response, those that are ready together in one list.

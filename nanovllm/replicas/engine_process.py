@@ -22,6 +22,7 @@ from nanovllm.engine import Engine
 from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.json_lines import JsonLines, write_json
 from nanovllm.observability.step_records import Observer, StepRecord
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.rank_runner import RankRunner
 from nanovllm.replicas.channel import Channel, inherited
 from nanovllm.replicas.messages import (
@@ -203,6 +204,7 @@ def main(descriptor: int, front: int) -> None:
         channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
         os._exit(1)
     reporter = Reporter(engine, channel, start)
+    OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))
     for message in messages:

@@ -16,6 +16,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.json_lines import write_json
 from nanovllm.observability.step_records import OnStep
+from nanovllm.process.gc_control import OldObjectsFrozen
 from nanovllm.server import errors
 from nanovllm.server.answers.answer_format import answer_format, template_text
 from nanovllm.server.answers.template_options import template_variables
@@ -137,6 +138,7 @@ def serve(
     app = create_app(engine, settings, model=model)
     try:
         server = build_server(app, engine, settings)
+        OldObjectsFrozen.freeze_for_good()  # a collection would hold up the event loop for 0.3 seconds
         server.run(list(listeners))
     finally:
         if app.state.recorder is not None:

@@ -138,6 +138,59 @@ def test_garbage_of_many_calls_is_collected_once_they_have_lasted_long_enough(mo
         assert counted == num_calls
 
 
+# ----------------------------------------------------------------------------------------------- processes that serve
+
+
+@pytest.fixture
+def thawed_at_the_end(monkeypatch):
+    monkeypatch.setattr(OldObjectsFrozen, "_is_for_good", False)
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_frozen_for_good_is_looked_through_neither_in_calls_nor_between_them(thawed_at_the_end):
+    old = Cycle()
+    garbage = weakref.ref(old)
+    OldObjectsFrozen.freeze_for_good()
+    del old
+    with OldObjectsFrozen():
+        gc.collect()
+    with OldObjectsFrozen(keeps_results=True):
+        pass
+    gc.collect()
+    assert garbage() is not None
+
+
+def test_a_call_that_ends_later_does_not_thaw_what_is_frozen_for_good(thawed_at_the_end):
+    before = list(gc.callbacks)
+    with OldObjectsFrozen(keeps_results=True):
+        OldObjectsFrozen.freeze_for_good()
+        assert gc.callbacks == before
+    with collector_paused():
+        pass
+    assert gc.get_freeze_count() > 1000
+
+
+def test_garbage_of_before_and_after_is_collected_where_objects_are_frozen_for_good(thawed_at_the_end):
+    before = weakref.ref(Cycle())
+    OldObjectsFrozen.freeze_for_good()
+    assert before() is None
+    with OldObjectsFrozen():
+        after = weakref.ref(Cycle())
+    gc.collect()
+    assert after() is None
+
+
+def test_full_collections_come_by_the_number_of_new_objects_once_the_others_are_frozen_for_good(thawed_at_the_end):
+    old = [[] for _ in range(300_000)]
+    gc.collect()
+    OldObjectsFrozen.freeze_for_good()
+    with full_collections() as found:
+        new = [[] for _ in range(100_000)]
+    assert found
+    del old, new
+
+
 # ------------------------------------------------------------------------------------------------- growing results
 
 

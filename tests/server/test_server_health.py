@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +12,16 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from nanovllm import AsyncLLM
 from nanovllm.observability.step_records import OnStep
+from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.server import app
 from nanovllm.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
+from nanovllm.server.settings import ServerSettings
+from tests.support.async_llms import OPTIONS
 from tests.support.prometheus import figures
 from tests.support.serving import Serving, comes_true, raw_stream, serving
+from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
 
@@ -35,6 +43,30 @@ def held_step(running: Serving) -> Iterator[None]:
     finally:
         may_go_on.set()
         connection.close()
+
+
+def test_a_server_lets_no_collection_go_through_what_it_has_loaded(monkeypatch, tmp_path):
+    """One between two requests takes tenths of a second, for which neither /health nor a stream is answered."""
+    frozen = []
+
+    class Unserved:
+        exit_code = 0
+
+        def __init__(self, _: object, engine: AsyncLLM, __: object) -> None:
+            self._engine = engine
+
+        def run(self, _: object) -> None:
+            frozen.append(gc.get_freeze_count())
+            asyncio.run(self._engine.close())
+
+    save_tiny(tmp_path)
+    monkeypatch.setattr(app, "build_server", Unserved)
+    monkeypatch.setattr(OldObjectsFrozen, "_is_for_good", False)
+    try:
+        assert app.serve(str(tmp_path), None, ServerSettings(port=0), dict(OPTIONS), []) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 100_000  # objects of torch and transformers alone
 
 
 def test_metrics_do_not_wait_for_a_step():
