@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import QueueFullError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
@@ -49,6 +48,8 @@ class AsyncLLM(AsyncScoring):
     every open stream and every later call raises EngineDeadError, caused by the error. See docs/guide/async.md.
     """
 
+    _open = staticmethod(open_engine)  # the front on Ray has an opener of its own
+
     def __init__(
         self,
         model: str | os.PathLike[str] | nn.Module = DEFAULT_MODEL,
@@ -60,9 +61,8 @@ class AsyncLLM(AsyncScoring):
         **options: Any,
     ) -> None:
         of_replicas = {"prepares_when_idle": prepares_when_idle, "sends_records": True, "is_stepped_when_idle": True}
-        engine = open_engine(model, tokenizer, on_step, options, trace=trace, **of_replicas)
-        self.config: EngineConfig = engine.config
-        self.tokenizer = engine.tokenizer
+        engine = self._open(model, tokenizer, on_step, options, trace=trace, **of_replicas)
+        self.config, self.tokenizer = engine.config, engine.tokenizer
         self.vocab_size = engine.input_processor.limits.vocab_size  # prompts' token ids lie below it
         self.num_logits = engine.input_processor.limits.num_logits  # tokens that can be sampled
         self.observers = engine.observers  # called in the engine's thread; others may be appended at any time

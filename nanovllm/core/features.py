@@ -62,7 +62,7 @@ FEATURES: dict[str, Refusals] = {
     "heartbeat": WORKS,
     "is_dead": WORKS,
     "replicas": WORKS,
-    "reset_prefix_cache": WORKS,
+    "reset_prefix_cache": {RAY: "a front knows a replica by its requests alone. Start the application anew."},
     "weights_changed": {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",

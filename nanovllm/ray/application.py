@@ -38,8 +38,8 @@ NOT_OURS = {
 # Requests of a replica that autoscaling aims at. Serve's own default of 2 would leave an engine's batches empty.
 TARGET_ONGOING = 64
 MAX_NUM_SEQS = 256  # of an engine that is not told how many
-MAX_FORWARDED = 65536  # answers that a front relays at once; the replicas' queues are the limit
-HEALTH_SECONDS = 5.0  # between two checks of a replica
+MAX_FORWARDED = 65536  # answers of a front at once; its queue is the limit
+HEALTH_SECONDS = 5.0  # between two checks of a front, and of a replica
 
 
 def app(
@@ -79,17 +79,22 @@ def app(
     options: dict[str, Any] = ENGINE_DEFAULTS | engine_options
     check_on_ray(options)
     EngineConfig.from_options(**options)
-    arguments = os.fspath(model), tokenizer, settings, options
+    counts = _replica_counts(num_replicas, autoscaling_config)
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(
-        graceful_shutdown_timeout_s=settings.drain_timeout, **_replica_counts(num_replicas, autoscaling_config)
+        graceful_shutdown_timeout_s=settings.drain_timeout, **counts
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         name="Front",
         num_replicas=integer("num_fronts", num_fronts, 1),
         max_ongoing_requests=MAX_FORWARDED,
         graceful_shutdown_timeout_s=settings.drain_timeout,
+        health_check_period_s=HEALTH_SECONDS,
     )
-    return front.bind(replicas.bind(*arguments), *arguments)
+    name = os.fspath(model)
+    # The fronts bound the queue, and end what is too much before it is sent.
+    of_replica = {option: value for option, value in options.items() if option != "max_queue"}
+    bound = replicas.bind(name, tokenizer, of_replica, stall_timeout=settings.stall_timeout)
+    return front.bind(bound, name, tokenizer, settings, options, max_replicas=_max_replicas(counts))
 
 
 def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, Any]) -> Deployment:
@@ -99,7 +104,6 @@ def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, An
     return serve.deployment(Replica).options(
         name="Replica",
         max_ongoing_requests=_room(options),
-        max_queued_requests=_room(options),
         ray_actor_options=actor_options,
         health_check_period_s=HEALTH_SECONDS,
         request_router_config=RequestRouterConfig(
@@ -146,6 +150,11 @@ def _replica_counts(num_replicas: int | None, autoscaling: Mapping[str, Any] | N
     if num_replicas is not None:
         raise ValueError(f"num_replicas is {num_replicas}, and autoscaling_config is given too. Give one of them.")
     return {"autoscaling_config": {"target_ongoing_requests": TARGET_ONGOING} | dict(autoscaling)}
+
+
+def _max_replicas(counts: Mapping[str, Any]) -> int:
+    autoscaling = counts.get("autoscaling_config")
+    return int(counts["num_replicas"] if autoscaling is None else autoscaling.get("max_replicas", 1))  # Serve's default
 
 
 def _room(options: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from nanovllm.core.block_hashes import PromptHashes
@@ -12,11 +12,17 @@ class Prompt:
     """A request's prompt for the router, which lives in the front's process: nothing of it is sent to a replica.
 
     Args:
-        token_ids: empty if they are not known, or the request has no prompt.
+        token_ids: empty if the request has no prompt.
+        on_routed: called in the router's thread with the replica that takes the request, and all that run.
     """
 
-    def __init__(self, token_ids: Sequence[int] = (), cache_salt: str = "") -> None:
-        self._token_ids, self._cache_salt = token_ids, cache_salt
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        cache_salt: str = "",
+        on_routed: Callable[[str, Collection[str]], None] | None = None,
+    ) -> None:
+        self._token_ids, self._cache_salt, self._on_routed = token_ids, cache_salt, on_routed
         self._hashes: dict[tuple[str, int], PromptHashes] = {}
 
     def hashes(self, hash_seed: str, block_size: int) -> PromptHashes:
@@ -27,6 +33,10 @@ class Prompt:
                 self._token_ids, block_size, hash_seed=hash_seed, cache_salt=self._cache_salt
             )
         return self._hashes[key]
+
+    def routed(self, replica: str, running: Collection[str]) -> None:
+        if self._on_routed is not None:
+            self._on_routed(replica, running)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prompt, ()

@@ -122,6 +122,9 @@ class PolicyRouter(RequestRouter):
         replica, known = self.curr_replicas.get(replica_id), self._known.get(replica_id)
         if replica is not None and known is not None:
             known.held.expect(self._hashes(pending_request, replica))
+        prompt = pending_request.kwargs.get(PROMPT)
+        if isinstance(prompt, Prompt):
+            prompt.routed(replica_id.unique_id, [running.unique_id for running in self.curr_replicas])
 
     def _hashes(self, pending_request: PendingRequest | None, replica: RunningReplica) -> Sequence[bytes]:
         prompt = pending_request.kwargs.get(PROMPT) if pending_request is not None else None

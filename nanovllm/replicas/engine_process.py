@@ -29,6 +29,7 @@ from nanovllm.replicas.messages import (
     Abort,
     Add,
     Died,
+    FromEngine,
     LoadFailed,
     Ready,
     Report,
@@ -60,15 +61,21 @@ RECORDS_SECONDS = 0.05
 class Reporter(Observer):
     """Sends the outputs of an engine to the front; called in the engine's thread, as its router and its observer.
 
+    Args:
+        send: takes each `Report`, and `Died`.
+        sends_records, sends_block_events: as in `Start`.
+
     placements: the number of each unfinished request's placement, by its id.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, start: Start) -> None:
+    def __init__(
+        self, engine: Engine, send: Callable[[FromEngine], None], *, sends_records: bool, sends_block_events: bool
+    ) -> None:
         self.placements: dict[str, int] = {}
-        self._engine, self._channel, self._sends_records = engine, channel, start.sends_records
+        self._engine, self._send, self._sends_records = engine, send, sends_records
         self._records: list[StepRecord] = []
         self._block_events: list[BlockEvent] = []
-        if start.sends_block_events:  # flushed before this observer is told of a step
+        if sends_block_events:  # flushed before this observer is told of a step
             BlockEvents.follow(engine.block_manager, engine.observers, self._block_events.extend)
         engine.observers.append(self)
         self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, of requests whose output is final
@@ -124,7 +131,7 @@ class Reporter(Observer):
 
     def end(self, refusal: Callable[[], Exception]) -> None:
         """The engine died: nothing else ends its thread."""
-        self._channel.send_all(encode(Died(str(refusal()))))
+        self._send(Died(str(refusal())))
         os._exit(1)
 
     def _report(self, outputs: list[SentOutput]) -> None:
@@ -134,8 +141,8 @@ class Reporter(Observer):
             self._last_progress = now
         self._last_report = now
         block_events = encode_events(self._block_events)
-        self._channel.send_all(encode(Report(outputs, self._engine.stats(), self._records, block_events)))
-        self._records.clear()
+        self._send(Report(outputs, self._engine.stats(), self._records, block_events))
+        self._records = []
         self._block_events.clear()
 
     def _sent(self, output: RequestOutput) -> SentOutput:
@@ -203,7 +210,12 @@ def main(descriptor: int, front: int) -> None:
     except Exception as error:
         channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
         os._exit(1)
-    reporter = Reporter(engine, channel, start)
+    reporter = Reporter(
+        engine,
+        lambda message: channel.send_all(encode(message)),
+        sends_records=start.sends_records,
+        sends_block_events=start.sends_block_events,
+    )
     OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))

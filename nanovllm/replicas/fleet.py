@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from nanovllm.core.errors import ModelLoadError
+from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.model.source import stored_files
 from nanovllm.replicas.messages import Died, FromEngine, LoadFailed, Ready, ToEngine, decode_from_engine
 from nanovllm.replicas.replica import Replica
@@ -41,6 +42,10 @@ class Fleet:
     @property
     def up(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.is_up]
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [replica.status for replica in self.replicas]
 
     @property
     def has_failed(self) -> bool:

@@ -80,7 +80,7 @@ def open_pool(
         fleet.close()
         raise
     route = POLICIES[config.routing or DEFAULT_ROUTING]()
-    pool = ReplicaPool(fleet, _parts(config, own_tokenizer, ready), route)
+    pool = ReplicaPool(fleet, parts_of(config, own_tokenizer, ready), route)
     if hook is not None:
         pool.observers.append(hook)
     if not is_stepped_when_idle:
@@ -173,10 +173,22 @@ def _wait_until_up(fleet: Fleet) -> list[Ready]:
     return [ready[replica.index] for replica in fleet.replicas]
 
 
-def _parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> Parts:
+def parts_of(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> Parts:
+    """The parts of a pool whose replicas are ready.
+
+    Args:
+        options: as given; its max_queue bounds the pool.
+    """
     config = _smallest_config([EngineConfig(**one.config) for one in ready], options)
     limits = min((one.limits for one in ready), key=lambda limits: limits.max_model_len)
-    return Parts(config, InputProcessor(tokenizer, limits), tokenizer, ready[0].eos_token_ids, ready[0].hash_seed)
+    return Parts(
+        config,
+        InputProcessor(tokenizer, limits),
+        tokenizer,
+        ready[0].eos_token_ids,
+        ready[0].hash_seed,
+        expects_prefixes=sends_block_events(config),
+    )
 
 
 def _smallest_config(configs: Sequence[EngineConfig], options: EngineConfig) -> EngineConfig:

@@ -33,11 +33,10 @@ from nanovllm.core.seeds import sample_seeds
 from nanovllm.core.sequence import NewRequest
 from nanovllm.core.validation import text
 from nanovllm.observability.step_records import StepObservers, StepRecord
-from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.pool_stats import PoolStats
-from nanovllm.replicas.replica import Replica
+from nanovllm.replicas.replica_queue import ReplicaQueue, Replicas
 from nanovllm.replicas.routing import Route
 from nanovllm.replicas.waiting import WaitingRequests, may_have_run
 from nanovllm.requests.input_processor import InputProcessor
@@ -56,6 +55,7 @@ class Parts:
 
     config: of one replica, with the smallest limits of any.
     input_processor: makes the requests that `add` takes.
+    expects_prefixes: whether `route` is told which blocks requests in flight will leave in their replica.
     """
 
     config: EngineConfig
@@ -63,6 +63,7 @@ class Parts:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     hash_seed: str
+    expects_prefixes: bool
 
 
 def sends_block_events(config: EngineConfig) -> bool:
@@ -78,7 +79,7 @@ class ReplicaPool:
         route: chooses among those that are up.
     """
 
-    def __init__(self, fleet: Fleet, parts: Parts, route: Route) -> None:
+    def __init__(self, fleet: Replicas, parts: Parts, route: Route) -> None:
         self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
         self.clock = time.monotonic
         self.observers = StepObservers()
@@ -86,7 +87,6 @@ class ReplicaPool:
         self.requests: dict[str, PoolRequest] = {}
         self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
         self._fleet, self._parts, self._route = fleet, parts, route
-        self._expects_prefixes = sends_block_events(self.config)
         self._waiting = WaitingRequests()  # for a replica
         self._moved: list[PoolRequest] = []  # from replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
@@ -103,12 +103,12 @@ class ReplicaPool:
 
     def check_queue(self, count: int) -> None:
         """As `Engine.check_queue`, with the places of all replicas."""
-        limit = self.config.max_queue
-        places = self.config.max_num_seqs * len(self.replicas)
+        limit, num_replicas = self.config.max_queue, self.config.data_parallel_size
+        places = self.config.max_num_seqs * num_replicas
         if limit is not None and self._num_unfinished + count > places + limit:
             raise QueueFullError(
                 f"{self._num_unfinished} requests (each sample counted) are unfinished; with {count} more there would "
-                f"be more than {len(self.replicas)} x max_num_seqs ({places}) to run and max_queue ({limit}) to wait. "
+                f"be more than {num_replicas} x max_num_seqs ({places}) to run and max_queue ({limit}) to wait. "
                 "Try again later, or raise max_queue."
             )
 
@@ -153,7 +153,7 @@ class ReplicaPool:
     def _place(self, requests: Sequence[PoolRequest]) -> None:
         """Send those requests to replicas that need not wait, and those that need no longer."""
         up = self._fleet.up
-        sent: dict[Replica, list[SentRequest]] = {}
+        sent: dict[ReplicaQueue, list[SentRequest]] = {}
         for request in self._waiting.admit(requests, has_replica=bool(up)):
             new, placement = request.new, next(self._placements)
             hashes = PromptHashes(
@@ -166,7 +166,7 @@ class ReplicaPool:
             is_moved = request.placement >= 0
             resumed = request.resumed(num_preemptions=1) if is_moved else None
             replica.place(request, placement)
-            if self._expects_prefixes:
+            if self._parts.expects_prefixes:
                 replica.prefixes.expect(new.request_id, hashes)
             sent.setdefault(replica, []).append(SentRequest.from_new(new, placement, resumed))
         for replica, group in sent.items():
@@ -258,14 +258,14 @@ class ReplicaPool:
         self.step()
         return True
 
-    def _take(self, replica: Replica, report: Report) -> None:
+    def _take(self, replica: ReplicaQueue, report: Report) -> None:
         replica.stats = report.stats
         replica.prefixes.apply(report.block_events)
         for sent in report.outputs:
             self._deliver(replica, sent)
         self._records += report.records
 
-    def _deliver(self, replica: Replica, sent: SentOutput) -> None:
+    def _deliver(self, replica: ReplicaQueue, sent: SentOutput) -> None:
         request = replica.requests.get(sent.placement)
         if request is None:  # it was aborted, or ended by its deadline
             return
@@ -281,13 +281,11 @@ class ReplicaPool:
         while self._deadlines and self._deadlines[0][0] <= overdue:
             self.outputs.append(self._end(self.requests[self._deadlines[0][1]], "timeout"))
 
-    def _bury(self, replica: Replica) -> None:
-        """Its requests go on elsewhere; it is started again after a pause."""
+    def _bury(self, replica: ReplicaQueue) -> None:
+        """Its requests go on elsewhere."""
         self._fleet.drop(replica)
         self._stats.keep(replica.stats)
         orphans = replica.bury(self.clock())
-        fate = "given up" if replica.state == "failed" else "started again"
-        logger.error("replica %d has died with %d requests; it is %s", replica.index, len(orphans), fate)
         ages = bool(self.config.priority_ageing_s)
         suspects = set(may_have_run(orphans, replica.max_num_seqs, ages=ages))
         for request in orphans:
@@ -326,7 +324,7 @@ class ReplicaPool:
 
     @property
     def statuses(self) -> list[ReplicaStatus]:
-        return [replica.status for replica in self.replicas]
+        return self._fleet.statuses
 
     @property
     def is_dead(self) -> bool:

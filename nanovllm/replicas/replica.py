@@ -9,16 +9,15 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.core.outputs import EngineStats, ReplicaStatus
+from nanovllm.core.outputs import ReplicaStatus
 from nanovllm.replicas.channel import Channel
 from nanovllm.replicas.foreign_process import ForeignProcess
 from nanovllm.replicas.messages import Start, ToEngine, encode
 from nanovllm.replicas.pool_request import PoolRequest
-from nanovllm.replicas.prefix_index import PrefixIndex
+from nanovllm.replicas.replica_queue import ReplicaQueue
 
 logger = logging.getLogger("nanovllm")
 
@@ -41,27 +40,20 @@ class Share:
     environment: dict[str, str]
 
 
-class Replica:
-    """An engine process and what is known of it. It is a `ReplicaView` for the routing policies.
+class Replica(ReplicaQueue):
+    """An engine process and what is known of it.
 
     Args:
         setup: options of the engine, see `opening`.
         sends_records, sends_block_events: as in `Start`.
-
-    requests: those it runs, by their placement.
     """
 
     def __init__(
         self, index: int, share: Share, setup: dict[str, Any], *, sends_records: bool, sends_block_events: bool
     ) -> None:
-        self.index, self._share = index, share
+        super().__init__(index)
+        self._share = share
         self._start = Start(pickle.dumps(setup | {"index": index}), sends_records, sends_block_events)
-        self.prefixes = PrefixIndex()
-        self.state = "starting"
-        self.requests: dict[int, PoolRequest] = {}
-        self.num_samples = 0  # of these requests
-        self.max_num_seqs = 1
-        self.stats: EngineStats | None = None  # of the process that runs
         self.channel: Channel | None = None
         self.num_restarts = 0
         self.silence = 0.0  # seconds that the front has listened in vain, while the replica had work
@@ -71,33 +63,6 @@ class Replica:
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: tuple[ForeignProcess, ...] = ()  # its other ranks, until it is launched again
         self._died_at = 0.0
-
-    # ------------------------------------------------------------------------------------------------- its queues
-
-    @property
-    def num_running(self) -> int:
-        return min(self.num_samples, self.max_num_seqs)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.num_samples - self.num_running
-
-    def num_hits(self, hashes: Sequence[bytes]) -> int:
-        return self.prefixes.num_hits(hashes)
-
-    def place(self, request: PoolRequest, placement: int) -> None:
-        """Note a request that is about to be sent."""
-        request.replica, request.placement = self.index, placement
-        self.requests[placement] = request
-        self.num_samples += request.new.params.n
-
-    def remove(self, request: PoolRequest) -> None:
-        self.prefixes.settle(request.new.request_id)
-        del self.requests[request.placement]
-        self.num_samples -= request.new.params.n
-        request.replica = None
-
-    # ------------------------------------------------------------------------------------------------ its process
 
     @property
     def is_up(self) -> bool:
@@ -160,7 +125,7 @@ class Replica:
         self._workers = ()
 
     def bury(self, now: float) -> list[PoolRequest]:
-        """Note that its process has died and when the next is due; returns the requests that it had."""
+        """Note that its process has died, and when the next is due."""
         self.kill()
         if self.channel is not None:
             self.channel.close()
@@ -172,11 +137,9 @@ class Replica:
         else:
             self.state, self.start_time = "failed", None
         self._num_deaths += 1
-        self._died_at, self.stats = now, None
-        self.prefixes.clear()
-        requests, self.requests, self.num_samples = list(self.requests.values()), {}, 0
-        for request in requests:
-            request.replica = None
+        self._died_at, requests = now, super().bury(now)
+        fate = "given up" if self.state == "failed" else "started again"
+        logger.error("replica %d has died with %d requests; it is %s", self.index, len(requests), fate)
         return requests
 
     def is_due(self, now: float) -> bool:

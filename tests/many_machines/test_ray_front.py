@@ -1,142 +1,313 @@
-"""The front and a replica without a cluster: prompts are read as the engine reads them; what becomes of failures."""
+"""The front without a cluster: answers over replicas of this process, which die in the middle of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import BackPressureError
 
+from nanovllm import SamplingParams
 from nanovllm.core.block_hashes import num_leading_hits
+from nanovllm.core.errors import ModelLoadError
+from nanovllm.core.outputs import RequestMetrics
+from nanovllm.core.sequence import NewRequest
 from nanovllm.ray.front import Front
 from nanovllm.ray.prompt import Prompt
-from nanovllm.ray.replica import Replica
+from nanovllm.ray.replica import RayReporter, Replica, decode_request
 from nanovllm.ray.router import HeldBlocks
+from nanovllm.replicas.messages import Add, Report, SentRequest, decode_from_engine, encode
+from nanovllm.replicas.pool_request import MAX_DEATHS
 from nanovllm.server.settings import ServerSettings
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 SETTINGS = ServerSettings(served_model_name="tiny", api_key=("secret",), cache_salt_per_key=True, ui=False)
-STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-PLAIN = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
-DATA = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
-END = {"type": "http.response.body", "body": b"", "more_body": False}
-
-
-def scope_of(path: str) -> dict[str, Any]:
-    headers = [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
-    names = {"http_version": "1.1", "scheme": "http", "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1)}
-    return {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers} | names
+HEADERS = {"Authorization": "Bearer secret"}
+CHAT = [{"role": "user", "content": "Name three colours."}]
+SCHEMA = {"type": "object", "properties": {"colours": {"type": "array", "items": {"type": "string"}, "minItems": 9}}}
+SAMPLED = {"max_tokens": 60, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
 
 
 class Response:
-    """What a call of a handle returns: messages, then maybe an error."""
+    """What a call of a handle returns."""
 
-    def __init__(self, messages: list[Any], error: Exception | None) -> None:
-        self.messages, self.error, self.is_cancelled = messages, error, False
+    def __init__(self, reports: AsyncGenerator[bytes, None]) -> None:
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.ensure_future(self._read(reports))
 
-    async def __aiter__(self) -> AsyncIterator[list[Any]]:
-        for message in self.messages:
-            yield [message]
-        if self.error is not None:
-            raise self.error
+    async def _read(self, reports: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async for report in reports:
+                self._items.put_nowait(report)
+            self._items.put_nowait(StopAsyncIteration())
+        except Exception as error:
+            self._items.put_nowait(error)
+
+    def __aiter__(self) -> Response:
+        return self
+
+    async def __anext__(self) -> bytes:
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def die(self) -> None:
+        self._task.cancel()
+        self._items.put_nowait(ActorDiedError())
 
     def cancel(self) -> None:
-        self.is_cancelled = True
+        self._task.cancel()
 
 
 class Handle:
-    """A deployment's handle whose calls end as given, one after the other."""
+    """A deployment's handle over replicas of this process, which take turns. A dead one is there again at once.
 
-    def __init__(self, *responses: Response) -> None:
-        self.left, self.sent = list(responses), 0
+    Args:
+        kills: whether the replica dies that has yielded so many reports since it last died, for this request's prompt.
+    """
+
+    def __init__(self, replicas: list[Replica], kills: Callable[[int, list[int]], bool]) -> None:
+        self._replicas, self._kills = replicas, kills
+        self._open: dict[int, list[Response]] = defaultdict(list)
+        self._num_reports = [0] * len(replicas)
+        self._names = [str(index) for index in range(len(replicas))]
+        self.num_deaths, self.num_calls = 0, 0
+        self.prompts: list[Prompt] = []
+        self.stats: dict[str, Any] = {}  # of the first replica, at the end
+        self.metadata: dict[str, Any] = {}
 
     def options(self, **_: Any) -> Handle:
         return self
 
     @property
-    def answer(self) -> Handle:
-        return self
+    def generate(self) -> Call:
+        return Call(self._generate)
 
-    def remote(self, *_: Any, **__: Any) -> Response:
-        self.sent += 1
-        return self.left.pop(0)
+    @property
+    def describe(self) -> Call:
+        return Call(lambda: self._replicas[0].describe())
+
+    def _generate(self, data: bytes, *arguments: Any, prompt: Prompt) -> Response:
+        index = self.num_calls % len(self._replicas)
+        self.num_calls += 1
+        self.prompts.append(prompt)
+        prompt.routed(self._names[index], self._names)
+        token_ids = decode_request(data).prompt_token_ids
+
+        async def read() -> AsyncGenerator[bytes, None]:
+            reports = self._replicas[index].generate(data, *arguments, Prompt())
+            try:
+                if self._kills(0, token_ids):
+                    self._die(index)
+                async for report in reports:
+                    yield report
+                    self._num_reports[index] += 1
+                    if self._kills(self._num_reports[index], token_ids):
+                        self._die(index)
+            finally:
+                await reports.aclose()
+
+        response = Response(read())
+        self._open[index].append(response)
+        return response
+
+    def _die(self, index: int) -> None:
+        for response in self._open.pop(index):
+            response.die()
+        self._num_reports[index] = 0
+        self.num_deaths += 1
+        self._names[index] = f"{index} after {self.num_deaths} deaths"
+
+
+class Call:
+    def __init__(self, remote: Callable[..., Any]) -> None:
+        self.remote = remote
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(save_tiny(tmp_path_factory.mktemp("model")))
+    folder = tmp_path_factory.mktemp("model")
+    return str(save_tiny(folder, eos_token_id=tiny_tokenizer().convert_tokens_to_ids("<|end|>")))
+
+
+def answers(
+    folder: str,
+    requests: list[tuple[str, dict[str, Any]]],
+    kills: Callable[[int, list[int]], bool] = lambda num_reports, token_ids: False,
+    **options: Any,
+) -> tuple[list[httpx.Response], Handle]:
+    """What clients get who ask at the same time."""
+    options = OPTIONS | {"enable_prefix_caching": False, "max_queue": 1024} | options
+
+    async def ask() -> tuple[list[httpx.Response], Handle]:
+        own = {name: value for name, value in options.items() if name != "max_queue"}
+        replicas = [await asyncio.to_thread(Replica, folder, None, own, stall_timeout=60.0) for _ in range(2)]
+        handle, front = Handle(replicas, kills), Front.__new__(Front)
+        await front.__init__(handle, folder, None, SETTINGS, options, max_replicas=2)
+        transport = httpx.ASGITransport(front.__serve_build_asgi_app__())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS) as client:
+            found = await asyncio.gather(*(client.post(path, json=body, timeout=None) for path, body in requests))
+        assert len(front.engine._pool.replicas) <= 3  # those that died left their places
+        await front.engine.close()
+        handle.stats = await replicas[0].record_routing_stats()
+        handle.metadata = await replicas[0].record_replica_metadata()
+        for replica in replicas:
+            replica.__del__()
+            await asyncio.to_thread(replica._thread.join)
+        return found, handle
+
+    return asyncio.run(ask())
+
+
+def joined(response: httpx.Response) -> dict[str, Any]:
+    """An answer's choices and usage, the events of a stream joined, without what names the answer."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        answer = response.json()
+        return {"usage": answer["usage"], "choices": answer["choices"]}
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    found: dict[str, Any] = {"usage": None}
+    for event in map(json.loads, lines):
+        assert "error" not in event
+        found["usage"] = event["usage"] or found["usage"]
+        for choice in event["choices"]:
+            join(found.setdefault(choice.pop("index"), {}), choice)
+    return found
+
+
+def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        if isinstance(value, dict):
+            join(whole.setdefault(name, {}), value)
+        elif isinstance(value, (str, list)) and name != "role":
+            whole[name] = whole.get(name, type(value)()) + value
+        elif value is not None:
+            whole[name] = value
+
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+COMPLETION, TOKENS = {"prompt": PROMPT}, {"return_token_ids": True}
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+ON_COMPLETIONS: dict[str, dict[str, Any]] = {
+    "greedy": COMPLETION | SAMPLED | STREAM | TOKENS | {"temperature": 0},
+    "sampled": COMPLETION | SAMPLED | STREAM | TOKENS | {"top_p": 0.9, "frequency_penalty": 0.5},
+    "log-probabilities": COMPLETION | SAMPLED | STREAM | {"logprobs": 2},
+    "samples and stops": COMPLETION | SAMPLED | STREAM | {"n": 3, "stop": ["xq", "e"], "min_tokens": 30},
+    "several prompts": SAMPLED | STREAM | {"prompt": [PROMPT, PROMPT[:9]]},
+    "echo": COMPLETION | SAMPLED | {"echo": True, "logprobs": 1},
+}
+ON_CHATS: dict[str, dict[str, Any]] = {
+    "structured": SAMPLED | STREAM | {"messages": CHAT, "response_format": JSON, "ignore_eos": False},
+    "conversation": SAMPLED | STREAM | {"messages": CHAT, "logprobs": True, "top_logprobs": 2},
+    "whole": SAMPLED | {"messages": CHAT, "n": 2},
+}
+REQUESTS = {name: ("/v1/completions", body) for name, body in ON_COMPLETIONS.items()} | {
+    name: ("/v1/chat/completions", body) for name, body in ON_CHATS.items()
+}
+
+
+def assert_same(found: Any, expected: Any, where: str) -> None:
+    """The same but for the rounding of log-probabilities, which depend on what runs beside a request."""
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-4), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{where}: {name}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_same(found[number], value, f"{where}: {number}")
+    else:
+        assert found == expected, where
+
+
+def test_answers_are_token_for_token_the_same_though_each_replica_dies_in_the_middle(folder):
+    undisturbed, _ = answers(folder, list(REQUESTS.values()))
+    found, handle = answers(folder, list(REQUESTS.values()), lambda num_reports, _: num_reports == 100)
+    assert handle.num_deaths >= 2
+    for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
+        assert_same(joined(response), joined(expected), name)
+
+
+def test_a_request_that_kills_replicas_is_given_up_and_costs_no_other_an_answer(folder, caplog):
+    poison = [5, 6, 7]
+    bodies = [COMPLETION | SAMPLED | {"prompt": prompt} for prompt in ([3, 4], poison, [8, 9])]
+    found, handle = answers(folder, [("/v1/completions", body) for body in bodies], lambda _, ids: ids == poison)
+    assert [response.status_code for response in found] == [200, 500, 200]
+    assert f"{MAX_DEATHS} replicas died with it before they gave it a token" in caplog.text
+    assert handle.num_deaths == MAX_DEATHS
+
+
+def test_a_request_that_a_replica_refuses_is_tried_elsewhere_and_then_given_up(folder, monkeypatch):
+    def prepare(self, sent):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(RayReporter, "prepare", prepare)
+    (response,), handle = answers(folder, [("/v1/completions", COMPLETION)])
+    assert (response.status_code, handle.num_calls, handle.num_deaths) == (500, MAX_DEATHS, 0)
+
+
+def test_more_requests_than_the_queue_holds_are_429(folder):
+    body = COMPLETION | SAMPLED | {"n": 2}
+    found, _ = answers(folder, [("/v1/completions", body)] * 3, max_num_seqs=1, max_queue=2)
+    assert sorted(response.status_code for response in found) == [200, 200, 429]
 
 
 @pytest.mark.parametrize(("path", "body"), [
     ("/v1/completions", {"prompt": TEXT}),
     ("/v1/completions", {"prompt": list(range(100)), "cache_salt": "mine"}),
-    ("/v1/completions", {"prompt": TEXT, "truncate_prompt_tokens": 40}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}),
     ("/v1/messages", {"model": "tiny", "system": TEXT, "messages": [{"role": "user", "content": TEXT}]}),
-    ("/v1/responses", {"model": "tiny", "instructions": TEXT, "input": TEXT}),
-], ids=["text", "tokens and salt", "truncated", "chat", "messages", "responses"])  # fmt: skip
-def test_a_replica_reports_the_blocks_that_the_front_reads_from_the_prompt(folder, path, body):
-    limit = {"max_output_tokens": 16} if path == "/v1/responses" else {"max_tokens": 1}
-    encoded = json.dumps(body | limit).encode()
-
-    async def answer() -> tuple[dict[str, Any], dict[str, Any]]:
-        replica = Replica(folder, None, SETTINGS, OPTIONS)
-        messages = [m async for part in replica.answer(scope_of(path), encoded, Prompt()) for m in part]
-        assert messages[0]["status"] == 200, messages
-        stats, metadata = await replica.record_routing_stats(), await replica.record_replica_metadata()
-        await replica._engine.close()
-        return stats, metadata
-
-    stats, metadata = asyncio.run(answer())
-    prompt = Front(Handle(), folder, None, SETTINGS, OPTIONS)._prompts.read(path, "secret", encoded)
-    hashes = prompt.hashes(metadata["hash_seed"], metadata["block_size"])
+], ids=["text", "tokens and salt", "messages"])  # fmt: skip
+def test_a_replica_reports_the_blocks_that_the_router_expects_of_a_prompt(folder, path, body):
+    (response,), handle = answers(folder, [(path, body | {"max_tokens": 1})], enable_prefix_caching=True)
+    assert response.status_code == 200, response.text
+    hashes = handle.prompts[0].hashes(handle.metadata["hash_seed"], handle.metadata["block_size"])
     held = HeldBlocks()
-    held.report(stats["blocks"])
+    held.report(handle.stats["blocks"])
     assert len(hashes) >= 2
     assert num_leading_hits(hashes, held) == len(hashes)
 
 
-def relayed(folder: str, *responses: Response) -> tuple[list[Any], Handle]:
-    """What a client gets."""
-    handle, sent = Handle(*responses), []
-    body = [{"type": "http.request", "body": b"{}", "more_body": False}]
+def generated(folder: str, hash_seed: str | None, sent_at: float) -> list[Report]:
+    """What a replica reports of a request that a front sent at that time of its own clock."""
 
-    async def receive() -> Any:
-        return body.pop() if body else await asyncio.Event().wait()
+    async def generate() -> list[Report]:
+        replica = Replica(folder, None, OPTIONS, stall_timeout=60.0)
+        ready = decode_from_engine(await replica.describe())
+        request = NewRequest("one", PROMPT, SamplingParams(max_tokens=3), arrival_time=sent_at, timeout=100.0)
+        data = encode(Add([SentRequest.from_new(request, 5, None)]))
+        reports = replica.generate(data, hash_seed or ready.hash_seed, sent_at, Prompt())
+        try:
+            return [decode_from_engine(report) async for report in reports]
+        finally:
+            replica.__del__()
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    front = Front(handle, folder, None, SETTINGS, OPTIONS)
-    asyncio.run(front._forward(scope_of("/v1/completions"), receive, send))
-    assert all(response.is_cancelled for response in responses[: handle.sent])
-    return sent, handle
-
-
-def test_a_replica_that_dies_before_its_answer_costs_nothing(folder):
-    sent, handle = relayed(folder, Response([], ActorDiedError()), Response([PLAIN, END], None))
-    assert (sent, handle.sent) == ([PLAIN, END], 2)
+    return asyncio.run(generate())
 
 
-def test_after_three_replicas_that_die_the_client_is_told(folder):
-    sent, handle = relayed(folder, *(Response([], ActorDiedError()) for _ in range(4)))
-    assert (sent[0]["status"], handle.sent) == (503, 3)
-    assert json.loads(sent[1]["body"])["error"]["code"] == "replica_died"
+def test_times_are_those_of_the_clock_of_the_front(folder):
+    clock = time.monotonic() - 1e6  # of a machine that was started later
+    outputs = [sent for report in generated(folder, None, clock) for sent in report.outputs]
+    metrics = RequestMetrics(*outputs[-1].metrics)
+    assert {sent.placement for sent in outputs} == {5} and outputs[-1].finished
+    assert outputs[-1].completions[0].finish_reason == "length"
+    times = [metrics.arrival_time, metrics.scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert times == sorted(times)
+    assert metrics.arrival_time == pytest.approx(clock) and metrics.finished_time < clock + 100.0
 
 
-def test_a_stream_whose_replica_dies_ends_with_an_error(folder):
-    sent, handle = relayed(folder, Response([STREAM, DATA], ActorDiedError()))
-    assert sent[:2] == [STREAM, DATA] and handle.sent == 1
-    assert json.loads(sent[2]["body"].removeprefix(b"data: "))["error"]["code"] == "replica_died"
-    assert not sent[2]["more_body"]
-
-
-def test_a_full_queue_is_429(folder):
-    sent, _ = relayed(folder, Response([], BackPressureError(num_queued_requests=9, max_queued_requests=9)))
-    assert sent[0]["status"] == 429
+def test_a_replica_of_another_model_takes_no_request(folder):
+    with pytest.raises(ModelLoadError, match="and the front 'another model'"):
+        generated(folder, "another model", 0.0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -121,6 +124,37 @@ def test_a_client_that_leaves_ends_its_request(application):
             next(lines)
         assert num_running() == 1
     comes_true(lambda: num_running() == 0, 3.0)  # all its tokens would take longer
+
+
+def test_streams_of_a_killed_replica_go_on_token_for_token(application):
+    body = {"max_tokens": 200, "temperature": 1.0, "seed": 9, "ignore_eos": True, "return_token_ids": True}
+    expected = [application.answer(prompt, **body) for prompt in PROMPTS]
+    begun, is_dead = Barrier(len(PROMPTS) + 1), Event()
+
+    def read(prompt: list[int]) -> list[dict[str, Any]]:
+        options = body | {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
+        url, events = f"{application.url}/v1/completions", []
+        with httpx.stream("POST", url, json=options, headers=KEY, timeout=60.0) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                    if len(events) == 10:
+                        begun.wait(60.0)
+                        is_dead.wait(60.0)
+        return events
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        streams = [threads.submit(read, prompt) for prompt in PROMPTS]
+        begun.wait(60.0)
+        os.kill(replicas()[0]["pid"], signal.SIGKILL)
+        is_dead.set()
+        for answer, stream in zip(expected, streams, strict=True):
+            *events, usage = stream.result()
+            choices = [event["choices"][0] for event in events]
+            assert [t for choice in choices for t in choice["token_ids"]] == answer["choices"][0]["token_ids"]
+            assert "".join(choice["text"] for choice in choices) == answer["choices"][0]["text"]
+            assert usage["usage"]["completion_tokens"] == 200
+    comes_true(lambda: len(replicas()) == 2, 60.0)
 
 
 def test_a_node_that_dies_costs_no_answer_and_another_joins(cluster, application):

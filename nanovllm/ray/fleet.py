@@ -1,0 +1,201 @@
+"""The replicas of an application on Ray, as a front's pool sees them: Serve starts them, and routes the requests.
+
+::
+
+    pool's thread                event loop                       router's thread
+    send: Add     ────────────▶  a call of `Replica.generate` ──▶ the replica is chosen
+    listen        ◀──────────────────────────────────────────────  routed
+                  ◀────────────  Report, Report, ...; or failed
+
+A request is in the queue `_unrouted` until its replica is known. Invariant: an event counts only while its placement is
+in the queue that it was placed in last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+
+from nanovllm.core.features import RAY, refuse
+from nanovllm.core.outputs import ReplicaStatus
+from nanovllm.ray.prompt import Prompt
+from nanovllm.replicas.messages import Abort, Add, FromEngine, Report, SentRequest, ToEngine, decode_from_engine, encode
+from nanovllm.replicas.pool_request import PoolRequest
+from nanovllm.replicas.replica_queue import ReplicaQueue
+
+logger = logging.getLogger("nanovllm")
+
+Event = tuple[ReplicaQueue, FromEngine | None]
+
+
+class RayReplica(ReplicaQueue):
+    """The requests of one front in one replica. name: Serve's, None once it has died."""
+
+    def __init__(self, index: int, max_num_seqs: int) -> None:
+        super().__init__(index)
+        self.max_num_seqs = max_num_seqs
+        self.name: str | None = None
+
+    def bury(self, now: float) -> list[PoolRequest]:
+        requests = super().bury(now)
+        logger.error("replica %s has died with %d requests of this front", self.name, len(requests))
+        self.name = None
+        return requests
+
+
+class RayFleet:
+    """Not thread-safe, except `wake`, and what the calls report.
+
+    Args:
+        handle: of the deployment of `Replica`s.
+        loop: runs the calls; it outlives the pool.
+        max_num_seqs: of an engine.
+        hash_seed: of the model that the front reads prompts for.
+
+    replicas: the first is the queue of requests without a replica as yet; a place is used again after a death.
+    """
+
+    def __init__(
+        self, handle: DeploymentHandle, loop: asyncio.AbstractEventLoop, *, max_num_seqs: int, hash_seed: str
+    ) -> None:
+        self._calls, self._loop = handle.options(stream=True).generate, loop
+        self._max_num_seqs, self._hash_seed = max_num_seqs, hash_seed
+        self._unrouted = ReplicaQueue(0)
+        self._unrouted.max_num_seqs = 0  # none of these runs
+        self.replicas, self.up = [self._unrouted], [self._unrouted]
+        self._homes: dict[int, ReplicaQueue] = {}  # by placement, until its call ends
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the event loop's thread
+        self._events: deque[Callable[[], Event | None]] = deque()
+        self._has_event = threading.Event()
+
+    # ------------------------------------------------------------------------------------------- as `Fleet` does it
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        """None: Serve knows the replicas, and a front only those that it has sent requests to."""
+        return []
+
+    @property
+    def has_failed(self) -> bool:
+        return False  # Serve starts replicas for as long as the application is there
+
+    def wake(self) -> None:
+        self._has_event.set()
+
+    def wait(self, timeout: float | None) -> None:
+        self._has_event.wait(timeout)
+
+    def listen(self) -> Iterator[Event]:
+        self._has_event.clear()
+        while self._events:
+            if (event := self._events.popleft()()) is not None:
+                yield event
+
+    def send(self, replica: ReplicaQueue, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            for request in message.requests:
+                self._homes[request.placement] = replica
+                self._loop.call_soon_threadsafe(self._start, request)
+        elif isinstance(message, Abort):
+            self._cancel(message.placement)
+        else:
+            refuse("reset_prefix_cache", RAY)
+
+    def stalled(self) -> list[ReplicaQueue]:
+        return []  # `Replica.check_health` tells Serve
+
+    def drop(self, replica: ReplicaQueue) -> None:
+        for placement in replica.requests:  # one that Ray does not reach may live
+            self._cancel(placement)
+
+    def restart(self) -> None:
+        """Does nothing: Serve does."""
+
+    def close(self) -> None:
+        for placement in list(self._homes):
+            self._cancel(placement)
+
+    # ------------------------------------------------------------------------------------- in the event loop's thread
+
+    def _start(self, request: SentRequest) -> None:
+        task = asyncio.ensure_future(self._call(request))
+        self._tasks[request.placement] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.placement))
+
+    async def _call(self, request: SentRequest) -> None:
+        placement = request.placement
+        prompt = Prompt(request.prompt_token_ids, request.cache_salt, partial(self._note, self._routed, placement))
+        response = self._calls.remote(encode(Add([request])), self._hash_seed, time.monotonic(), prompt=prompt)
+        try:
+            async for data in response:
+                self._note(self._reported, placement, decode_from_engine(data))
+            self._note(self._ended, placement)
+        except (Exception, asyncio.CancelledError) as error:  # which a replica that Serve takes away gives too
+            self._note(self._failed, placement, error)
+        finally:
+            response.cancel()  # does nothing once it has ended
+
+    def _cancel(self, placement: int) -> None:
+        self._homes.pop(placement, None)
+
+        def cancel() -> None:
+            if (task := self._tasks.get(placement)) is not None:
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(cancel)
+
+    def _note(self, event: Callable[..., Event | None], *arguments: Any) -> None:
+        """Have the pool's thread take an event; any thread may call it."""
+        self._events.append(partial(event, *arguments))
+        self._has_event.set()
+
+    # ------------------------------------------------------------------------------------------ in the pool's thread
+
+    def _routed(self, placement: int, name: str, running: Collection[str]) -> None:
+        request = self._unrouted.requests.get(placement)
+        if request is not None:
+            self._unrouted.remove(request)
+            self._homes[placement] = replica = self._replica(name, running)
+            replica.place(request, placement)
+
+    def _reported(self, placement: int, report: Report) -> Event | None:
+        home = self._homes.get(placement)
+        return None if home is None else (home, report)
+
+    def _ended(self, placement: int) -> Event | None:
+        return self._failed(placement, RuntimeError("it ended before the request did"))
+
+    def _failed(self, placement: int, error: BaseException) -> Event | None:
+        home = self._homes.pop(placement, None)
+        request = None if home is None else home.requests.get(placement)
+        if home is None or request is None:  # it was aborted, has ended, or was moved
+            return None
+        if home is not self._unrouted and isinstance(error, RayActorError):
+            return home, None
+        logger.error("a call for request %s failed: %r", request.new.request_id, error)
+        home.remove(request)
+        alone = ReplicaQueue(home.index)  # the others of its replica go on there
+        alone.place(request, placement)
+        return alone, None
+
+    def _replica(self, name: str, running: Collection[str]) -> RayReplica:
+        """The queue of a replica; a new one takes the place of one that is gone."""
+        own = [replica for replica in self.replicas if isinstance(replica, RayReplica)]
+        found = next((replica for replica in own if replica.name == name), None)
+        if found is not None:
+            return found
+        gone = (replica for replica in own if replica.name not in running and not replica.requests)
+        replica = next(gone, None) or RayReplica(len(self.replicas), self._max_num_seqs)
+        if replica.index == len(self.replicas):
+            self.replicas.append(replica)
+        replica.name = name
+        return replica
