@@ -146,8 +146,11 @@ class ModelBinding:
         """
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.model.fused_layers import fuse_layers
+            from nanovllm.model.layer_equations import RECORDING_NAME
 
             try:
+                with self.installed():  # and left so, for the batches
+                    self._patches.apply(redirected_to(self.model, RECORDING_NAME))
                 self._fused_layers = fuse_layers(
                     self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches[0],
@@ -258,10 +261,8 @@ class ModelBinding:
         self._patches.undo()  # what an interrupt may have left half done
         changes = redirected_to(self.model, ATTENTION_NAME) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
-        changes += layer_changes(self.layers, self.caches.of_layers, handle)
-        changes += self._rotary
-        for module, compiled in self._compiled_calls.items():
-            changes.append((vars(module), "_compiled_call_impl", compiled))
+        changes += layer_changes(self.layers, self.caches.of_layers, handle) + self._rotary
+        changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]
         for module, fused in zip(self.layer_modules, self._fused_layers, strict=False):
             changes.append((vars(module), "_compiled_call_impl", fused))
         self._patches.apply(changes)
@@ -346,5 +347,4 @@ class ModelBinding:
     def close(self) -> None:
         self.release_caches()
         self._compiled_calls, self._layered_calls = {}, None
-        self._fused_layers, self._passes.direct = [], None
-        self._rotary = []
+        self._fused_layers, self._rotary, self._passes.direct = [], [], None

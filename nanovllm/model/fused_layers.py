@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
+from nanovllm.model.layer_equations import LayerEquations
 from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
 from nanovllm.model.packed_linears import AnyLinear
 
@@ -52,7 +51,7 @@ class FusedLayer:
 
         self._kernels = kernels
         traits = layer.traits
-        self._scaling, self.head_dim = layer.scaling, traits.head_dim
+        self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
         self.linears: list[AnyLinear] = []  # whose weights are packed here
         kind, parts = type(module).__name__, dict(module.named_modules())
@@ -76,7 +75,7 @@ class FusedLayer:
 
         norms: list[Any] = []
         heads, kv_heads = traits.num_heads * traits.head_dim, traits.token_values
-        if not is_silu(getattr(parts.get("mlp"), "act_fn", None), layer.dtype):
+        if not is_silu(getattr(parts.get("mlp"), "act_fn", None)):
             raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
         qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         output = product("self_attn.o_proj")
@@ -236,6 +235,7 @@ def fuse_layers(
     check_attention(layers)
     workspaces: list[Workspace] = []
     kept, passed_on = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
+    equations = LayerEquations(modules)
 
     def make(index: int) -> FusedLayer:
         fused = FusedLayer(modules[index], layers[index], kernels, memory)
@@ -247,12 +247,10 @@ def fuse_layers(
     def compare(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         fused = kept[index] or make(index)
         kept[index] = fused if memory is not None else None
-        _compare(module, fused, args, kwargs, output)
+        _compare(module, fused, equations, args, kwargs, output)
         passed_on.note(index, args, kwargs, output)
 
-    with ExitStack() as hooks:
-        for index, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(partial(compare, index), with_kwargs=True).remove)
+    with equations.watching(compare):
         run_batches()
     result = []
     for index, kept_one in enumerate(kept):
@@ -279,17 +277,18 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
         )
 
 
-def _compare(module: nn.Module, fused: FusedLayer, args: Any, kwargs: Any, output: Any) -> None:
+def _compare(
+    module: nn.Module, fused: FusedLayer, equations: LayerEquations, args: Any, kwargs: Any, output: Any
+) -> None:
     """Try a fused layer on what its module was called with, each sequence by itself. Raises NotFusedError."""
     name = type(module).__name__
     if not isinstance(output, Tensor):
         raise NotFusedError(f"{name} returns {type(output).__name__}, not one tensor")
     try:
         before = args[0] if args else kwargs["hidden_states"]
-        if any(part.shape != (*before.shape[:2], fused.head_dim) for part in kwargs["position_embeddings"]):
-            raise NotFusedError(f"{name} turns only a part of each head by its position")
-        own = fused(*args, **kwargs)
         num_rows = cast("CppPlan", running_step(kwargs[STEP_HANDLE]).plan).rows_of_sequences()
+        equations.check(module, kwargs, output, num_rows)
+        own = fused(*args, **kwargs)
     except (TypeError, KeyError, AttributeError) as error:
         raise NotFusedError(f"{name} is called in another way: {error!r}") from error
     for parts in zip(*(states[0].split(num_rows) for states in (before, output, own)), strict=True):

@@ -117,7 +117,8 @@ class OneDnnLinear:
         In bfloat16 the layer's own `forward` is oneDNN too.
         """
         generator = torch.Generator("cpu").manual_seed(0)
-        tolerance = 1e-2 if linear.weight.dtype == torch.bfloat16 else 1e-4
+        # Of a row's size: a rounding to bfloat16 is 2^-8 at most, a third of it in the mean; a bias may add one more.
+        tolerance = 5e-3 if linear.weight.dtype == torch.bfloat16 else 1e-4
         num_parts = min(-(-linear.weight.numel() // _CHECKED_AT_ONCE), linear.out_features)
         with torch.no_grad():
             rows = torch.randn(3, linear.in_features, generator=generator, device="cpu").to(linear.weight.dtype)

@@ -18,11 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.llama_parts import check_attention
+from nanovllm.model.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, check_attention, row_distances, scale_error
 from nanovllm.model.merged_linears import MergedLinear, MergedPart
 
-# How far our heads may lie from the module's own, in relation to their size: some roundings.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.015, torch.float16: 0.002}
 # All that such a module computes with; one with others may do on some rows what it does not do on those compared.
 OPERATORS = {
     "_fused_rms_norm", "_to_copy", "_unsafe_view", "add", "addmm", "alias", "all_reduce", "bmm", "cat", "clone",
@@ -167,9 +165,11 @@ class RotaryProbe:
         for what, (ours, theirs) in pairs.items():
             if ours.shape != theirs.shape:
                 raise NotFusedError(f"{name} has a {what} of shape {[*theirs.shape]}")
-            distance = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
-            if not distance.max().item() <= TOLERANCE[key.dtype] and self.difference is None:
-                self.difference = f"{name} computes something else: its {what} differs by {distance.max():.1e}"
+            worst, scale = row_distances(ours, theirs).max().item(), scale_error(ours, theirs)
+            is_right = worst <= ROW_TOLERANCE[key.dtype] and abs(scale) <= SCALE_TOLERANCE[key.dtype]
+            if not is_right and self.difference is None:
+                differs = f"its {what} differs by up to {worst:.1e} a row, by {scale:.1e} in scale"
+                self.difference = f"{name} computes something else: {differs}"
 
 
 def fuse_rotary(

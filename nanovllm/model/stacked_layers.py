@@ -269,7 +269,7 @@ def _weights(module: nn.Module, layer: AttentionLayer, cache: LayerCache) -> Any
             raise NotFusedError(f"{kind} has a norm that is no RMS norm over {size} elements")
     if (norms[2] is None) != (norms[3] is None):
         raise NotFusedError(f"{kind} norms q or k alone")
-    if not is_silu(getattr(module.get_submodule("mlp"), "act_fn", None), layer.dtype):
+    if not is_silu(getattr(module.get_submodule("mlp"), "act_fn", None)):
         raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
     tensors = [linear.weight.detach() for linear in linears]
     tensors += [None if norm is None else norm.weight.detach() for norm in norms]

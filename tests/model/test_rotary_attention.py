@@ -152,14 +152,16 @@ def test_modules_of_another_kind_run_as_they_are(fuse, caplog, make, reason):
     assert reason in message
 
 
-def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, caplog):
-    model = tiny_model("qwen3")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.1, 0.98, 0.995])
+def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, caplog, factor, dtype):
+    model = tiny_model("qwen3", dtype=dtype)
     attention = model.model.layers[1].self_attn
 
     class Scaled(type(attention)):
         def forward(self, *args, **kwargs):
             output, weights = super().forward(*args, **kwargs)
-            return 1.1 * output, weights
+            return factor * output, weights
 
     attention.__class__ = Scaled
     with caplog.at_level(logging.INFO, logger="nanovllm"):
