@@ -163,8 +163,7 @@ def test_contributing_has_the_same_rows_and_limits():
 def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
     """And by the files of the same interface: `server/openai` and `server/live` import `server`, never the reverse.
 
-    The front on Ray, an application of its own, reads prompts as the interface does. Anthropic's API is translated to
-    OpenAI's.
+    Anthropic's API is translated to OpenAI's.
     """
     wrong = [
         f"{importer} imports {imported}"
@@ -173,7 +172,7 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
         if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
     ]
     translated = re.compile(r"server\.anthropic\.\w+ imports server\.openai\.")
-    assert [w for w in wrong if not w.startswith(("server.app ", "ray.front ")) and not translated.match(w)] == []
+    assert [w for w in wrong if not w.startswith("server.app ") and not translated.match(w)] == []
 
 
 def test_rooms_themselves_import_nothing():

@@ -62,7 +62,7 @@ def app(
         num_replicas: engines, one by default; not together with autoscaling_config.
         autoscaling_config: as Serve takes it, such as {"min_replicas": 1, "max_replicas": 8}; target_ongoing_requests
             is 64 where it is not given.
-        num_fronts: processes that take HTTP requests and read their prompts for the router.
+        num_fronts: processes that take HTTP requests, read their prompts and write their answers.
         routing: "prefix-aware", "least-loaded" or "round-robin".
         server: options of `ServerSettings` by name, but for those of the listener, which is Serve's.
         ray_actor_options: resources of a replica, such as {"num_gpus": 1}, which is the default where the cluster has
@@ -83,18 +83,23 @@ def app(
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(
         graceful_shutdown_timeout_s=settings.drain_timeout, **counts
     )
-    front = serve.deployment(serve.ingress()(Front)).options(
+    # The fronts bound the queue, and end what is too much before it is sent.
+    of_replica = {name: value for name, value in options.items() if name != "max_queue"}
+    setup = os.fspath(model), tokenizer, of_replica
+    bound = replicas.bind(*setup, stall_timeout=settings.stall_timeout)
+    return _fronts(num_fronts, settings).bind(
+        bound, setup, settings, max_queue=options["max_queue"], max_replicas=_max_replicas(counts)
+    )
+
+
+def _fronts(number: int, settings: ServerSettings) -> Deployment:
+    return serve.deployment(serve.ingress()(Front)).options(
         name="Front",
-        num_replicas=integer("num_fronts", num_fronts, 1),
+        num_replicas=integer("num_fronts", number, 1),
         max_ongoing_requests=MAX_FORWARDED,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         health_check_period_s=HEALTH_SECONDS,
     )
-    name = os.fspath(model)
-    # The fronts bound the queue, and end what is too much before it is sent.
-    of_replica = {option: value for option, value in options.items() if option != "max_queue"}
-    bound = replicas.bind(name, tokenizer, of_replica, stall_timeout=settings.stall_timeout)
-    return front.bind(bound, name, tokenizer, settings, options, max_replicas=_max_replicas(counts))
 
 
 def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, Any]) -> Deployment:

@@ -133,7 +133,8 @@ class RayFleet:
 
     async def _call(self, request: SentRequest) -> None:
         placement = request.placement
-        prompt = Prompt(request.prompt_token_ids, request.cache_salt, partial(self._note, self._routed, placement))
+        on_routed = partial(self._note, self._routed, placement)
+        prompt = Prompt(request.prompt_token_ids, request.cache_salt, self._hash_seed, on_routed)
         response = self._calls.remote(encode(Add([request])), self._hash_seed, time.monotonic(), prompt=prompt)
         try:
             async for data in response:

@@ -21,6 +21,8 @@ from nanovllm.replicas.pool import ReplicaPool
 from nanovllm.server.app import create_app
 from nanovllm.server.settings import ServerSettings
 
+UPDATE_SECONDS = 1.0  # between two looks for a replica of this version, while Serve replaces those of another
+
 
 class FrontLLM(AsyncLLM):
     """An `AsyncLLM` whose requests run in replicas on Ray."""
@@ -38,26 +40,25 @@ class Front:
 
     Args:
         replicas: handle of the `Replica`s.
-        model, tokenizer, engine_options: as for `AsyncLLM`; the weights are not loaded.
+        setup: the model, the tokenizer and the engine options of these.
+        max_queue: as for `AsyncLLM`.
         max_replicas: most that there will be; their places bound the front's queue.
     """
 
     async def __init__(  # type: ignore[misc]  # as `serve.ingress` allows: it waits for a replica
         self,
         replicas: DeploymentHandle,
-        model: str,
-        tokenizer: str | None,
+        setup: tuple[str, str | None, dict[str, Any]],
         settings: ServerSettings,
-        engine_options: dict[str, Any],
         *,
+        max_queue: int | None,
         max_replicas: int,
     ) -> None:
+        model, tokenizer, engine_options = setup
         self._model, self._settings = model, settings
-        options = EngineConfig.from_options(**engine_options)
+        options = EngineConfig.from_options(**engine_options, max_queue=max_queue)
         own_tokenizer = await asyncio.to_thread(load_tokenizer, model, tokenizer, options)
-        ready = decode_from_engine(await replicas.describe.remote())
-        if not isinstance(ready, Ready):
-            raise TypeError(f"a replica describes itself as {ready!r}.")
+        ready = await _first_ready(replicas, setup)
         parts = parts_of(options, own_tokenizer, [ready])
         config = replace(parts.config, data_parallel_size=max_replicas)
         fleet = RayFleet(
@@ -77,6 +78,16 @@ class Front:
         """Raise if no request can be served: Serve then starts another front."""
         if self.engine.is_dead:
             raise EngineDeadError("the front's pool has failed; see its log.")
+
+
+async def _first_ready(replicas: DeploymentHandle, setup: tuple[str, str | None, dict[str, Any]]) -> Ready:
+    """What the first replica with this setup says of itself."""
+    while (described := await replicas.describe.remote(*setup)) is None:
+        await asyncio.sleep(UPDATE_SECONDS)
+    ready = decode_from_engine(described)
+    if not isinstance(ready, Ready):
+        raise TypeError(f"a replica describes itself as {ready!r}.")
+    return ready
 
 
 def _first(hashes: Sequence[bytes], replicas: Sequence[Any]) -> int:

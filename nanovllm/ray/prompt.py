@@ -13,6 +13,7 @@ class Prompt:
 
     Args:
         token_ids: empty if the request has no prompt.
+        model: hash seed of the model that they were read for; None for any.
         on_routed: called in the router's thread with the replica that takes the request, and all that run.
     """
 
@@ -20,9 +21,10 @@ class Prompt:
         self,
         token_ids: Sequence[int] = (),
         cache_salt: str = "",
+        model: str | None = None,
         on_routed: Callable[[str, Collection[str]], None] | None = None,
     ) -> None:
-        self._token_ids, self._cache_salt, self._on_routed = token_ids, cache_salt, on_routed
+        self._token_ids, self._cache_salt, self.model, self._on_routed = token_ids, cache_salt, model, on_routed
         self._hashes: dict[tuple[str, int], PromptHashes] = {}
 
     def hashes(self, hash_seed: str, block_size: int) -> PromptHashes:

@@ -69,6 +69,7 @@ class Replica:
     def __init__(
         self, model: str, tokenizer: str | None, engine_options: dict[str, Any], *, stall_timeout: float
     ) -> None:
+        self._setup = model, tokenizer, engine_options
         engine, self._ready = build(model, tokenizer, engine_options)
         self._stall_timeout = stall_timeout
         self._placements = itertools.count()  # own ones: those of several fronts would be the same
@@ -80,9 +81,9 @@ class Replica:
         self._thread = EngineThread(engine, self._reporter, prepares_when_idle=True)
         OldObjectsFrozen.freeze_for_good()
 
-    async def describe(self) -> bytes:
-        """An encoded `Ready`."""
-        return encode(self._ready)
+    async def describe(self, model: str, tokenizer: str | None, engine_options: dict[str, Any]) -> bytes | None:
+        """An encoded `Ready`; None if the replica was started with others, of an application that is being updated."""
+        return encode(self._ready) if self._setup == (model, tokenizer, engine_options) else None
 
     async def generate(
         self, data: bytes, hash_seed: str, sent_at: float, prompt: Prompt

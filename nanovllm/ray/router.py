@@ -27,6 +27,16 @@ def fingerprints(hashes: Iterable[bytes]) -> bytes:
     return b"".join(block_hash[:FINGERPRINT_BYTES] for block_hash in hashes)
 
 
+def with_model(replicas: list[RunningReplica], prompt: Prompt | None) -> list[RunningReplica]:
+    """Those with the model that a prompt was read for; all if none has it, which say so.
+
+    An application that is updated to another model has replicas of both for a while.
+    """
+    if prompt is None or prompt.model is None:
+        return replicas
+    return [r for r in replicas if r.replica_metadata.get("hash_seed") == prompt.model] or replicas
+
+
 class HeldBlocks:
     """Blocks that a replica holds, as far as is known: those that it reported, and those of prompts just sent to it.
 
@@ -107,6 +117,7 @@ class PolicyRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if not candidate_replicas:
             return []
+        candidate_replicas = with_model(candidate_replicas, _prompt(pending_request))
         self._known = {r.replica_id: self._known.get(r.replica_id) or KnownReplica() for r in candidate_replicas}
         for replica in candidate_replicas:
             self._known[replica.replica_id].update(
@@ -122,13 +133,16 @@ class PolicyRouter(RequestRouter):
         replica, known = self.curr_replicas.get(replica_id), self._known.get(replica_id)
         if replica is not None and known is not None:
             known.held.expect(self._hashes(pending_request, replica))
-        prompt = pending_request.kwargs.get(PROMPT)
-        if isinstance(prompt, Prompt):
+        if (prompt := _prompt(pending_request)) is not None:
             prompt.routed(replica_id.unique_id, [running.unique_id for running in self.curr_replicas])
 
     def _hashes(self, pending_request: PendingRequest | None, replica: RunningReplica) -> Sequence[bytes]:
-        prompt = pending_request.kwargs.get(PROMPT) if pending_request is not None else None
-        metadata = replica.replica_metadata
-        if not isinstance(prompt, Prompt) or "hash_seed" not in metadata:
+        prompt, metadata = _prompt(pending_request), replica.replica_metadata
+        if prompt is None or "hash_seed" not in metadata:
             return ()
         return prompt.hashes(metadata["hash_seed"], metadata["block_size"])
+
+
+def _prompt(request: PendingRequest | None) -> Prompt | None:
+    prompt = None if request is None else request.kwargs.get(PROMPT)
+    return prompt if isinstance(prompt, Prompt) else None

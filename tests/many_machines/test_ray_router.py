@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 from nanovllm.core.block_hashes import PromptHashes
 from nanovllm.ray.prompt import Prompt
-from nanovllm.ray.router import EXPECTED_SECONDS, HeldBlocks, KnownReplica, fingerprints
+from nanovllm.ray.router import EXPECTED_SECONDS, HeldBlocks, KnownReplica, fingerprints, with_model
 from nanovllm.replicas.routing import prefix_aware
 
 HASHES = PromptHashes(range(100), 16, hash_seed="model")
@@ -50,6 +52,14 @@ def test_a_prompt_goes_to_the_replica_that_holds_most_of_it_unless_that_is_overl
     assert (replicas[2].num_running, replicas[2].num_waiting) == (8, 42)
     assert route(HASHES, replicas) == 1
     assert route((), replicas) == 0  # without a prompt: the least loaded
+
+
+def test_a_prompt_goes_to_replicas_of_its_model_while_an_application_is_updated():
+    replicas: list[Any] = [
+        SimpleNamespace(replica_metadata=data) for data in ({"hash_seed": "old"}, {"hash_seed": "new"}, {})
+    ]
+    assert with_model(replicas, Prompt([1], model="new")) == replicas[1:2]
+    assert with_model(replicas, Prompt([1], model="newer")) == with_model(replicas, None) == replicas
 
 
 def test_nothing_of_a_prompt_is_sent_to_a_replica():
