@@ -135,15 +135,16 @@ class RayFleet:
         placement = request.placement
         on_routed = partial(self._note, self._routed, placement)
         prompt = Prompt(request.prompt_token_ids, request.cache_salt, self._hash_seed, on_routed)
-        response = self._calls.remote(encode(Add([request])), self._hash_seed, time.monotonic(), prompt=prompt)
         try:
-            async for data in response:
-                self._note(self._reported, placement, decode_from_engine(data))
+            response = self._calls.remote(encode(Add([request])), self._hash_seed, time.monotonic(), prompt=prompt)
+            try:
+                async for data in response:
+                    self._note(self._reported, placement, decode_from_engine(data))
+            finally:
+                response.cancel()  # does nothing once it has ended
             self._note(self._ended, placement)
         except (Exception, asyncio.CancelledError) as error:  # which a replica that Serve takes away gives too
             self._note(self._failed, placement, error)
-        finally:
-            response.cancel()  # does nothing once it has ended
 
     def _cancel(self, placement: int) -> None:
         self._homes.pop(placement, None)

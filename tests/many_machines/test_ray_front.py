@@ -247,6 +247,21 @@ def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(
         assert_same(joined(response), joined(expected), name)
 
 
+def test_embeddings_and_the_other_interfaces_are_answered(folder):
+    chat = [{"role": "user", "content": TEXT}]
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"input": [TEXT, "fox"]}),
+        ("/v1/messages", {"model": "tiny", "messages": chat, "max_tokens": 5}),
+        ("/v1/responses", {"model": "tiny", "input": TEXT, "max_output_tokens": 16}),
+        ("/tokenize", {"prompt": TEXT}),
+    ]
+    found, handle = answers(folder, requests)
+    assert [response.status_code for response in found] == [200] * 4, [response.text for response in found]
+    assert len({len(each["embedding"]) for each in found[0].json()["data"]}) == 1
+    assert found[1].json()["usage"]["output_tokens"] == 5
+    assert handle.num_calls == 4  # two texts, a message, a response
+
+
 def test_a_request_that_kills_replicas_is_given_up_and_costs_no_other_an_answer(folder, caplog):
     poison = [5, 6, 7]
     bodies = [COMPLETION | SAMPLED | {"prompt": prompt} for prompt in ([3, 4], poison, [8, 9])]
