@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from nanovllm.cli.sampling_flags import (
     sampling_options,
     sampling_params,
 )
+from nanovllm.cli.standard_input import standard_input_lines
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def _chat(options: argparse.Namespace) -> int:
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return _talk_at_terminal(conversation, options)
     with load_llm(options) as llm:
-        while (line := _read_piped()) is not None:
+        for line in _piped_messages():
             try:
                 question = conversation.read(line)
             except Left:
@@ -75,16 +78,17 @@ def _show(text: str) -> None:
     print(text, flush=True)
 
 
-def _read_piped() -> str | None:
-    """The next message, over several lines between quotes; None at the end."""
-    line = sys.stdin.readline() if sys.stdin is not None else ""
-    if line.strip().startswith(QUOTES):
-        while (text := line.strip()) and not (len(text) >= 6 and text.endswith(QUOTES)):
-            more = sys.stdin.readline()
-            if not more:
-                raise ValueError(f"standard input ends within {QUOTES}. Close the quotes.")
-            line += more
-    return line.rstrip("\n") if line else None
+def _piped_messages() -> Iterator[str]:
+    """The messages of standard input, each a line, or several between quotes."""
+    lines = standard_input_lines()
+    for line in lines:
+        if line.strip().startswith(QUOTES):
+            while not (len(text := line.strip()) >= 6 and text.endswith(QUOTES)):
+                more = next(lines, None)
+                if more is None:
+                    raise ValueError(f"standard input ends within {QUOTES}. Close the quotes.")
+                line += more
+        yield line.rstrip("\n")
 
 
 class _Loading:
@@ -129,6 +133,9 @@ class _Loading:
 def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -> int:
     if options.model == DEFAULT_MODEL:
         ensure_default_model()  # whose download draws a bar of its own, once
+    if not options.verbose:  # lines about the load would come between those of the conversation
+        logging.getLogger("nanovllm").setLevel(logging.WARNING)
+        logging.getLogger("nanovllm.progress").setLevel(logging.ERROR)
     loading = _Loading(options)
     terminal = loading.terminal
     try:

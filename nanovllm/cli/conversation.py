@@ -78,7 +78,7 @@ class Conversation:
         }  # fmt: skip
         if name not in commands:
             near = difflib.get_close_matches(name, [*commands, "retry", "exit"], n=1)
-            hint = f"; did you mean /{near[0]}?" if near else ""
+            hint = f"; did you mean /{near[0]}?" if near else "."
             raise ValueError(f"there is no command /{name}{hint} /help lists them; a space before it makes it text.")
         commands[name](rest)
         return None

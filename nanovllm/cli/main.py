@@ -33,6 +33,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 if a request ended with an error, 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        _parser().print_help(sys.stderr)
+        return 2
     options = _parser(given).parse_args(given)
     atexit.register(gc.freeze)  # else Python's last collection goes through all of torch: a second
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.standard_input import read_standard_input
 from nanovllm.core.sampling_params import SamplingParams
-from nanovllm.core.validation import text
+from nanovllm.core.validation import text, utf8
 
 PATIENCE_S = 2.0  # with standard input that is silent
 NAMES = ("id", "custom_id")  # of a request, carried through to its answer
@@ -47,7 +48,7 @@ def read_requests(prompts: list[str], file: str | None, form: str | None) -> lis
         if prompts:
             raise ValueError("prompts are given as arguments and in --file; give one of the two.")
         path = Path(str(file)).expanduser()
-        return _parse(_read_file(path), form or ("jsonl" if path.suffix == ".jsonl" else "lines"))
+        return _parse(utf8(str(path), path.read_bytes()), form or ("jsonl" if path.suffix == ".jsonl" else "lines"))
     if not prompts:
         return _parse(_read_standard_input(), form or "text")
     if form == "jsonl":
@@ -75,10 +76,7 @@ def _read_standard_input() -> str:
         print("nanovllm: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr)
     else:
         _tell_if_silent()
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    return read_standard_input()
 
 
 def _tell_if_silent() -> None:
@@ -89,13 +87,6 @@ def _tell_if_silent() -> None:
         return
     if not is_ready:
         print("nanovllm: waiting for standard input; if it holds no prompt, add < /dev/null", file=sys.stderr)
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
 
 
 def _parse(given: str, form: str) -> list[Request]:

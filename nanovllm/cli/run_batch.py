@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
+from nanovllm.cli.standard_input import read_standard_input
+from nanovllm.core.validation import utf8
 from nanovllm.process.numa import place_engine
 from nanovllm.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
 from nanovllm.server.preparing import check_packages
@@ -70,13 +72,8 @@ def _run_batch(options: argparse.Namespace) -> int:
 
 
 def _read(name: str) -> list[BatchRequest]:
-    if name == "-":
-        return read_batch(sys.stdin)
-    try:
-        with Path(name).expanduser().open(encoding="utf-8") as file:
-            return read_batch(file)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    given = read_standard_input() if name == "-" else utf8(name, Path(name).expanduser().read_bytes())
+    return read_batch(given.split("\n"))
 
 
 def _answer(

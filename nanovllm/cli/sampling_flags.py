@@ -13,6 +13,7 @@ from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.structured_output import KINDS, StructuredOutput
+from nanovllm.core.validation import utf8
 from nanovllm.process.gc_control import collector_paused
 from nanovllm.process.numa import place_engine
 
@@ -87,8 +88,8 @@ def sampling_params(options: dict[str, Any], llm: LLM) -> SamplingParams:
 
 def _text_of(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return utf8(path, Path(path).read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{flag} is {path!r}, which cannot be read as text: {in_words(error)}") from None
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+OF_LLAMA_CPP = {
+    "-hf": "a model of the hub is -m ORG/NAME here, and one in GGUF files is downloaded first: hf download ORG/NAME "
+    "FILE.gguf, then -m PATH."
+}
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -15,6 +21,7 @@ class SuggestingParser(argparse.ArgumentParser):
     """An `ArgumentParser`; so are the parsers of its subcommands."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self._refuse_one_dash(sys.argv[1:] if args is None else args)
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = self._parser_of(getattr(found, "command", None))
@@ -27,6 +34,17 @@ class SuggestingParser(argparse.ArgumentParser):
         if (match := _CHOICE.search(message)) is not None:
             message += hint(match[1], re.findall(r"'([^']*)'", match[2]))
         super().error(message)
+
+    def _refuse_one_dash(self, given: Sequence[str]) -> None:
+        """Refuse words behind one dash, which argparse would take for -h or -m with a value: -hf, -model."""
+        parser = self._parser_of(given[0] if given else None)
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        for word in itertools.takewhile(lambda word: word != "--", given):
+            name = word.partition("=")[0]
+            if name in OF_LLAMA_CPP:
+                parser.error(f"{name} is a flag of llama.cpp; {OF_LLAMA_CPP[name]}")
+            if len(name) > 2 and f"-{name}" in flags:
+                parser.error(f"unrecognized arguments: {name}; did you mean -{name}?")
 
     def _parser_of(self, command: str | None) -> argparse.ArgumentParser:
         for action in self._actions:

@@ -79,9 +79,16 @@ def text(name: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
+        code, where = ord(value[error.start]), f"as character {error.start}, which no tokenizer can encode."
+        if 0xDC80 <= code <= 0xDCFF:  # so Python hands on bytes of arguments and files that are not UTF-8
+            raise ValueError(
+                f"{name} holds U+{code:04X} {where} It is the byte 0x{code - 0xDC00:02x} of a text that is not UTF-8, "
+                "or half of a surrogate pair. Convert the text (iconv -f latin1 -t utf-8), or decode its source with "
+                "errors='replace'."
+            ) from None
         raise ValueError(
-            f"{name} holds half of a surrogate pair, U+{ord(value[error.start]):04X}, as character {error.start}, "
-            "which no tokenizer can encode. Remove it, or decode its source with errors='replace'."
+            f"{name} holds half of a surrogate pair, U+{code:04X}, {where} Remove it, or decode its source with "
+            "errors='replace'."
         ) from None
     return value
 
@@ -106,8 +113,8 @@ def utf8(name: str, data: bytes) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}, in line {line}. "
-            "Convert it, such as with iconv -f latin1 -t utf-8."
+            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
+            f"{f', in line {line}' if line > 1 else ''}. Convert it, such as with iconv -f latin1 -t utf-8."
         ) from None
 
 

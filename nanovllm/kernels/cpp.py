@@ -28,6 +28,7 @@ from nanovllm.kernels.start_check import first_wrong
 from nanovllm.process.device import cpp_compiler
 
 logger = logging.getLogger("nanovllm")
+progress = logging.getLogger("nanovllm.progress")  # which `nanovllm chat` shows in its own way
 
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -143,7 +144,7 @@ def built_library(name: str, options: list[str], folder: Path, target: Target, *
     identity = "\0".join([*command, *texts, processor()])
     library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        logger.warning(
+        progress.warning(
             "compiling the C++ kernels for this processor (%s) and model shape: a few seconds, once", target.name
         )
         _build([*command, *(str(path) for path in sorted(folder.glob("*.cpp")))], library)

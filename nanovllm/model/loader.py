@@ -243,9 +243,7 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     with _load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
         if tokenizer is not None:
             return _load_tokenizer(tokenizer, config)
-        if is_gguf(source):
-            return gguf.load_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, **options, **added_tokens_option(source))
+        return _read_tokenizer(source, options)
 
 
 @contextmanager
@@ -305,11 +303,22 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
     """A tokenizer named apart from the model, whose revision does not apply to it."""
     if isinstance(tokenizer, (str, os.PathLike)):
         source = find_tokenizer(os.fspath(tokenizer))
-        if is_gguf(source):
-            return gguf.load_tokenizer(source)
-        return AutoTokenizer.from_pretrained(source, **_lookup_options(source, config), **added_tokens_option(source))
+        return _read_tokenizer(source, _lookup_options(source, config))
     if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
         raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")
+    return tokenizer
+
+
+def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
+    """The tokenizer of a folder, GGUF file or hub id, without its warning of indexing errors in long texts.
+
+    A prompt that is too long is refused, with the number of its tokens.
+    """
+    if is_gguf(source):
+        tokenizer = gguf.load_tokenizer(source)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options, **added_tokens_option(source))
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # as if it was given
     return tokenizer
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from nanovllm import LLM, ModelLoadError, SamplingParams, UnsupportedModelError
+from nanovllm import LLM, EngineConfig, ModelLoadError, SamplingParams, UnsupportedModelError
+from nanovllm.model.loader import load_tokenizer
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
@@ -315,6 +316,15 @@ def test_a_tokenizer_of_its_own_is_not_looked_up_at_the_models_revision(saved, m
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
     assert "that is all" in refusal(saved, tokenizer="somebody/some-tokenizer")
     assert seen[0] == {"trust_remote_code": False, "local_files_only": False}
+
+
+def test_a_loaded_tokenizer_does_not_warn_of_indexing_errors_in_a_text_that_is_refused_anyway(tmp_path, monkeypatch):
+    save_tiny(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path, model_max_length=8).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", pytest.fail)
+    tokenizer = load_tokenizer(tmp_path, None, EngineConfig())
+    assert tokenizer.model_max_length == 8
+    assert len(tokenizer("one two " * 20)["input_ids"]) > 8
 
 
 def test_a_revision_of_a_local_folder_is_refused(saved):

@@ -21,10 +21,15 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Run the command on the tiny model; returns exit status, standard output and standard error."""
+    """Run the command on the tiny model; returns exit status, standard output and standard error.
 
-    def run(command: str, *arguments: str, stdin: str = "", model: str | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    Standard input as bytes is read as in the locale C.UTF-8, in which bytes that are not UTF-8 are no error.
+    """
+
+    def run(command: str, *arguments: str, stdin: str | bytes = "", model: str | None = None) -> tuple[int, str, str]:
+        is_text = isinstance(stdin, str)
+        given = io.StringIO(stdin) if is_text else io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
+        monkeypatch.setattr(sys, "stdin", given)
         try:
             status = main([command, "--model", model or str(folder), *ENGINE, *arguments])
         except SystemExit as exit_:  # raised by argparse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -92,7 +93,8 @@ def test_set_changes_shows_and_restores_options(talk, shown):
         ("/set max_tokens 1.5", "not a whole number"),
         ("/set ignore_eos maybe", "it must be one of"),
         ("/set n 3", "not an option of a conversation"),
-        ("/sytem be brief", "did you mean /system?"),
+        ("/sytem be brief", "there is no command /sytem; did you mean /system? /help lists them"),
+        ("/load talk.json", "there is no command /load. /help lists them"),
         ("/retry", "no message"),
         ("/save", "needs a file"),
     ],
@@ -199,6 +201,7 @@ def chat(folder, tmp_path_factory) -> Iterator[pexpect.spawn]:
     environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
     arguments = ["-m", "nanovllm.cli", "chat", str(folder), *ENGINE, "--max-tokens", "200", "--ignore-eos"]
     child = pexpect.spawn(sys.executable, arguments, env=environ, encoding="utf-8", timeout=120)
+    child.logfile_read = io.StringIO()
     yield child
     child.close(force=True)
 
@@ -214,6 +217,7 @@ def test_at_a_terminal_the_prompt_is_there_before_the_model(chat):
     chat.send("/set max_tokens 200\r")
     chat.send("/retry\r")
     chat.expect("cut at 200 tokens")
+    assert "KV cache" not in chat.logfile_read.getvalue()  # nor other lines about the load
 
 
 def test_at_a_terminal_errors_do_not_end_the_conversation(chat):

@@ -79,7 +79,28 @@ def test_a_standard_input_that_nobody_closes_is_told_of(monkeypatch, capsys):
 
 def test_bytes_that_are_no_text_are_named(run, tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"one\n\xff\n")
-    assert_refused(run("generate", "--file", str(tmp_path / "prompts.txt")), "prompts.txt is not UTF-8", "byte 4")
+    assert_refused(run("generate", "--file", str(tmp_path / "prompts.txt")), "prompts.txt is not UTF-8", "position 4")
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "Summarise:"], ["generate", "--file", "-"]])
+def test_standard_input_that_is_not_utf8_is_refused_with_byte_position_and_remedy(run, arguments):
+    result = run(*arguments, stdin=b"one\r\ncaf\xe9 au lait\n")
+    assert_refused(result, "standard input is not UTF-8 text", "byte 0xe9 at position 8, in line 2", "iconv")
+
+
+def test_a_line_of_a_chat_that_is_not_utf8_is_refused_by_its_number(run):
+    status, _, err = run("chat", *SHORT, stdin=b"hello\ncaf\xe9\n")
+    assert status == 2
+    assert "line 2 of standard input is not UTF-8 text: byte 0xe9 at position 3. Convert it" in err
+
+
+def test_an_argument_that_is_not_utf8_is_refused_with_its_byte(run):
+    assert_refused(run("generate", "caf\udce9"), "as character 3", "the byte 0xe9 of a text that is not UTF-8", "iconv")
+
+
+def test_lines_of_standard_input_may_end_as_on_windows(run):
+    status, out, _ = run("generate", "--lines", "--json", *SHORT, stdin=b"one\r\ntwo\r\n")
+    assert (status, [record["prompt"] for record in records(out)]) == (0, ["one", "two"])
 
 
 def test_the_template_frames_texts_of_any_source_and_no_token_ids(run, folder):

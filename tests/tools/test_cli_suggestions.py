@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cli.main import main
+from nanovllm.cli.main import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,37 @@ def test_the_nearest_one_is_named(arguments, expected, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_command_alone_lists_its_commands(capsys):
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert [name for name in COMMANDS if f"    {name}" not in err] == []
+
+
+@pytest.mark.parametrize("arguments", [["-hf", "x/y"], ["serve", "-hf", "x/y"], ["generate", "-hf=x/y", "a"]])
+def test_the_flag_of_llama_cpp_for_a_hub_model_is_refused_with_the_one_here(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert "-hf is a flag of llama.cpp; a model of the hub is -m ORG/NAME here" in err
+    assert "hf download" in err
+
+
+@pytest.mark.parametrize("flag", ["-model", "-model=x", "-max-tokens", "-help"])
+def test_a_long_flag_behind_one_dash_is_corrected_and_not_read_as_a_short_one(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", flag, "3", "a"])
+    assert ended.value.code == 2
+    name = flag.partition("=")[0]
+    assert f"unrecognized arguments: {name}; did you mean -{name}?" in capsys.readouterr().err
+
+
+def test_what_follows_two_dashes_is_no_flag(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "--model", "/no/such/folder", "--", "-hf"]) == 2
+    assert "/no/such/folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["xyzzy"], ["generate", "--xyzzy", "1", "a"]])
