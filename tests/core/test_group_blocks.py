@@ -6,6 +6,7 @@ import pytest
 
 from nanovllm.cache.block_checks import check_blocks
 from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_groups import Demand
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
@@ -128,6 +129,56 @@ def test_what_falls_behind_a_window_does_not_push_kept_tails_out():
     manager = loop.manager.managers[1]
     assert manager.num_evictions == 0
     assert manager.num_findable_blocks <= 4 * 4
+
+
+def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_window():
+    """Both sequences shared it in a step that failed: so it counts as claimed by none."""
+    manager = make_loop(FULL, WINDOW).manager
+    own, other, later = (
+        Sequence(NewRequest(name, tokens(40), SamplingParams()), arrival=0, max_model_len=200)
+        for name in ("own", "other", "later")
+    )
+    manager.allocate(own, 9)
+    manager.register(own, 0, 9, step_id=0)
+    manager.claim(other, manager.lookup(other))
+    manager.withdraw(0)
+    manager.register(own, 0, 9, step_id=1)
+    manager.commit(1)
+    windows = manager.managers[1]
+    assert not windows.claimed
+    windows.let_go(tables_of(own)[1], 6, 9, junctions=[])
+    found = manager.lookup(later)
+    assert len(found) == 9 and found.others == [[0] * 6 + tables_of(other)[1][6:]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "fits"), [((5, 4), True), ((5, 3), True), ((6, 4), False), ((5, 5), False), ((0, 5), False)]
+)
+def test_free_blocks_are_counted_in_each_group(counts: tuple[int, int], fits: bool):
+    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
+    assert manager.has_free(Demand.of_groups(counts)) == fits
+
+
+def test_a_number_of_free_blocks_is_wanted_of_every_group():
+    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
+    assert manager.has_free(4) and not manager.has_free(5)
+
+
+@pytest.mark.parametrize("chunk", [None, 6, 8])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8, 9, 10, 11, 12])
+def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(
+    window: int | None, chunk: int | None
+):
+    group = CacheGroup(window=window, chunk=chunk)
+    for num_tokens in range(45):
+        row = num_tokens // 4 * 4
+        seen = [
+            position
+            for position in range(row + 1)
+            if (window is None or row - position < window) and (chunk is None or position // chunk == row // chunk)
+        ]
+        last_full = max(0, row // 4 - 1)  # by which the prefix of the next block is known
+        assert group.first_block(num_tokens, 4) == min(seen[0] // 4, last_full)
 
 
 def test_a_hit_that_would_leave_no_block_to_compute_in_is_none_in_any_group():

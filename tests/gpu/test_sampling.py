@@ -105,6 +105,15 @@ def test_floors_keep_what_exact_filters_keep_on_adversarial_rows(vocab_size, dty
                 assert torch.equal(kept, expected), (row, temperature, int(kept.sum()), int(expected.sum()))
 
 
+@pytest.mark.parametrize("count", [1, 3000])
+def test_a_nucleus_that_ends_exactly_on_top_p_has_no_token_more(count):
+    near = torch.tensor([0.0, -1e-9], device=CUDA).repeat_interleave(count)  # e^-1e-9 is 1 in float32
+    logits = torch.cat([near, torch.full((5,), -torch.inf, device=CUDA)])[None]
+    for top_p, kept in ((0.5, count), (0.50001, 2 * count)):
+        floor = filter_floors(logits, inputs_of([request(top_p=top_p)]))[1]
+        assert int((logits >= floor[:, None]).sum()) == kept
+
+
 def test_a_row_has_the_same_floor_in_every_batch():
     logits = adversarial_rows(151_936, torch.bfloat16)
     inputs = inputs_of([request(**FILTERS[row % len(FILTERS)]) for row in range(len(logits))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
+from tests.support.nuclei import nuclei_that_end_exactly
 
 CPU = torch.device("cpu")
 WAYS: list[dict[str, Any]] = [
@@ -44,6 +46,14 @@ def test_a_sort_keeps_what_the_form_for_cpus_keeps():
     by_sort = keep_likely_by_sort(logits.clone(), *map(torch.from_numpy, filters))
     assert torch.equal(by_sort, keep_likely(logits.clone(), *(values.tolist() for values in filters)))
     assert (by_sort == -torch.inf).any(dim=-1).sum() > 6
+
+
+@pytest.mark.parametrize("logits", nuclei_that_end_exactly(), ids=["next to it", "far from it"])
+def test_a_sort_ends_a_nucleus_where_its_mass_is_top_p_exactly(logits):
+    rows, off = logits.expand(2, -1).clone(), torch.zeros(2)
+    top_p = torch.tensor([0.5, np.nextafter(np.float32(0.5), np.float32(1.0))])
+    kept = keep_likely_by_sort(rows, off.int(), top_p, off) > -torch.inf
+    assert kept.sum(dim=-1).tolist() == [1, len(logits)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

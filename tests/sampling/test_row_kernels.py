@@ -22,6 +22,7 @@ from nanovllm.sampling.logprobs import Measured, StepLogprobs
 from nanovllm.sampling.noise import noise_keys
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
+from tests.support.nuclei import nuclei_that_end_exactly
 
 FILTERS: list[dict[str, float]] = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.95}, {"top_p": 0.2}, {"top_p": 0.99999},
@@ -67,6 +68,14 @@ def hard_rows(vocab_size: int) -> Tensor:
         plain, plain.round(), torch.zeros(vocab_size), torch.full((vocab_size,), 3e38), one_hot, few, outliers,
         1e-7 * steps, -30 * steps, 1e-30 * steps, 80 * plain, torch.full((vocab_size,), -3e38), -1e37 * steps,
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("logits", nuclei_that_end_exactly(), ids=["next to it", "far from it"])
+def test_a_nucleus_that_ends_exactly_on_top_p_has_no_token_more(logits):
+    for count in (1, 400):  # of each level: sorted at once, or narrowed down
+        rows = logits.repeat_interleave(count).expand(64, -1).contiguous()
+        assert max(assert_same_tokens(rows, inputs_of(64, top_p=0.5))) < count
+        assert max(assert_same_tokens(rows, inputs_of(64, top_p=0.51))) >= count
 
 
 def test_masses_are_those_of_torch_to_the_bit():

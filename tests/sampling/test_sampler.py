@@ -24,6 +24,7 @@ from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
 from tests.support.chi_squared import SIGNIFICANCE, p_value
+from tests.support.nuclei import nuclei_that_end_exactly
 
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's
 GAMMA_32, MIX_32 = 0x9E3779B9, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
@@ -189,6 +190,14 @@ def test_top_p_keeps_the_token_that_crosses_p():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert support(logits, top_p=0.5) == [0, 1]
     assert support(logits, top_p=0.75) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("logits", nuclei_that_end_exactly(), ids=["next to it", "far from it"])
+def test_a_token_whose_mass_is_top_p_exactly_is_the_whole_nucleus(logits):
+    assert support(logits, top_p=0.5) == [0]
+    assert support(logits, top_p=0.50001) == list(range(len(logits)))
+    many = NUCLEUS_WIDTH + 6  # more than are looked at first
+    assert support(logits.repeat_interleave(many), top_p=0.5) == list(range(many))
 
 
 def test_top_p_below_the_best_tokens_probability_keeps_the_best_token():
