@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
 from nanovllm.server.state import ServerState, served_name
 from nanovllm.server.token_text import TokenText
+
+# Seconds for which a thread keeps the interpreter while others wait. Each call of a step into torch gives it up: with
+# Python's 5 ms, a step beside a thread that parses took hundreds of milliseconds.
+SWITCH_SECONDS = 0.0005
 
 
 def create_app(
@@ -138,6 +143,7 @@ def serve(
     app = create_app(engine, settings, model=model)
     try:
         server = build_server(app, engine, settings)
+        sys.setswitchinterval(SWITCH_SECONDS)
         OldObjectsFrozen.freeze_for_good()  # a collection would hold up the event loop for 0.3 seconds
         server.run(list(listeners))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,9 +46,9 @@ def held_step(running: Serving) -> Iterator[None]:
         connection.close()
 
 
-def test_a_server_lets_no_collection_go_through_what_it_has_loaded(monkeypatch, tmp_path):
-    """One between two requests takes tenths of a second, for which neither /health nor a stream is answered."""
-    frozen = []
+def test_no_collection_goes_through_what_a_server_has_loaded_and_its_threads_take_short_turns(monkeypatch, tmp_path):
+    """Either holds up /health and all streams: one collection for 0.3 s, turns of 5 ms for each call of a step."""
+    found = []
 
     class Unserved:
         exit_code = 0
@@ -56,17 +57,21 @@ def test_a_server_lets_no_collection_go_through_what_it_has_loaded(monkeypatch, 
             self._engine = engine
 
         def run(self, _: object) -> None:
-            frozen.append(gc.get_freeze_count())
+            found.append((gc.get_freeze_count(), sys.getswitchinterval()))
             asyncio.run(self._engine.close())
 
     save_tiny(tmp_path)
     monkeypatch.setattr(app, "build_server", Unserved)
     monkeypatch.setattr(OldObjectsFrozen, "_is_for_good", False)
+    before = sys.getswitchinterval()
     try:
         assert app.serve(str(tmp_path), None, ServerSettings(port=0), dict(OPTIONS), []) == 0
     finally:
         gc.unfreeze()
-    assert frozen[0] > 100_000  # objects of torch and transformers alone
+        sys.setswitchinterval(before)
+    ((num_frozen, seconds),) = found
+    assert num_frozen > 100_000  # objects of torch and transformers alone
+    assert seconds == pytest.approx(app.SWITCH_SECONDS) and seconds < before
 
 
 def test_metrics_do_not_wait_for_a_step():
