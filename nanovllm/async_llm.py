@@ -75,6 +75,7 @@ class AsyncLLM(AsyncScoring):
         self._look_at_queue = engine.check_queue
         self._preparing: dict[str, Stream] = {}  # of requests that are not queued yet
         self._preparation = Preparation(self.tokenizer)  # tokenising a long prompt would hold up the event loop
+        self._preparation.submit(engine.input_processor.prepare, 0, compiles=True)
         weakref.finalize(self, self._engine_thread.stop).atexit = False  # if it is forgotten without being closed
 
     def generate(
@@ -226,8 +227,8 @@ class AsyncLLM(AsyncScoring):
         self._preparing |= dict.fromkeys(request_ids, stream)
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
-            queued = await self._prepare(prepare_and_queue, (texts, words_of(sampling_params)))
-            await asyncio.wrap_future(queued)
+            compiles, words = self._input_processor.compiles(sampling_params), words_of(sampling_params)
+            await asyncio.wrap_future(await self._prepare(prepare_and_queue, (texts, words), compiles=compiles))
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
             raise
@@ -247,12 +248,12 @@ class AsyncLLM(AsyncScoring):
             if not self.is_dead:
                 await self._run(lambda engine: engine.check_queue(count))
 
-    async def _prepare(self, prepare: Callable[[], Result], texts: Any = ()) -> Result:
-        """The result of `prepare`, which tokenises `texts`, in a preparation thread."""
+    async def _prepare(self, prepare: Callable[[], Result], texts: Any = (), *, compiles: bool = False) -> Result:
+        """The result of `prepare`, which tokenises `texts` or compiles forms too, in a preparation thread."""
         if self._engine_thread.is_elsewhere:
             raise self._engine_thread.refusal()
         try:
-            future = self._preparation.submit(prepare, text_size(texts))
+            future = self._preparation.submit(prepare, text_size(texts), compiles=compiles)
         except RuntimeError:  # it is shut down
             raise self._engine_thread.refusal() from None
         return await asyncio.wrap_future(future)

@@ -6,6 +6,7 @@ It lives in a session of its own, so that Ctrl-C in a terminal reaches the front
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import pickle
@@ -219,6 +220,8 @@ def main(descriptor: int, front: int) -> None:
     OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))
+    prepare = functools.partial(engine.input_processor.prepare, is_tried=True)  # by the front
+    threading.Thread(target=prepare, name="nanovllm-prepare", daemon=True).start()
     for message in messages:
         run(thread, reporter, message)
 

@@ -110,7 +110,7 @@ class SentRequest(Struct, array_like=True):
             arrival_time=self.arrival_time,
             output_kind=self.output_kind,
             resumed=self.resumed,
-            matcher=input_processor.matcher(params),
+            matcher=input_processor.matcher(params, is_tried=True),
         )
 
 

@@ -27,6 +27,11 @@ class ChatTemplate:
         self._encoder = ChatEncoder(tokenizer)
         self._allows_control_tokens = allow_control_tokens
 
+    def prepare(self) -> None:
+        """Do now what the first message that spells a control token would wait for."""
+        if getattr(self._tokenizer, "chat_template", None) and not self._allows_control_tokens:
+            self._encoder.prepare()
+
     def apply(self, messages: SequenceABC[Message] | SequenceABC[SequenceABC[Message]]) -> list[list[int]]:
         """Token ids of one conversation or several, ready for the answer; always a list of prompts."""
         if not isinstance(messages, SequenceABC) or isinstance(messages, str) or not messages:

@@ -7,8 +7,8 @@ import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -69,20 +69,32 @@ class InputProcessor:
         self.clock = clock
         self.default_params = SamplingParams(**limits.sampling_defaults)  # of requests without any
         self._tokenizer = tokenizer
+        self.chat = ChatTemplate(tokenizer, allow_control_tokens=limits.allow_control_tokens)
+        self.grammars = GrammarCompiler(tokenizer, limits.num_logits, limits.eos_token_ids)
 
-    @cached_property
-    def chat(self) -> ChatTemplate:
-        """The tokenizer's chat template; made when first used."""
-        return ChatTemplate(self._tokenizer, allow_control_tokens=self.limits.allow_control_tokens)
+    def prepare(self, *, is_tried: bool = False) -> None:
+        """Do now what the first structured output and the first message with a control token's text would wait for.
 
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """Of structured outputs; made when first used."""
-        return GrammarCompiler(self._tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
+        Args:
+            is_tried: as in `matcher`.
+        """
+        if self._tokenizer is None:
+            return
+        with suppress(ValueError):  # requests with forms will say that this model cannot have any
+            self.grammars.prepare(is_tried=is_tried)
+        if not is_tried:
+            self.chat.prepare()
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
+    def compiles(self, sampling_params: Any) -> bool:
+        """Whether parameters have a structured output that is not compiled yet."""
+        params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
+        forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
+        return not all(form is None or self.grammars.is_known(form) for form in forms)
+
+    def matcher(self, params: SamplingParams, *, is_tried: bool = False) -> Matcher | None:
         """Of a structured output, compiled here or found in the cache; ValueError if it cannot be."""
-        return None if params.structured_output is None else self.grammars.matcher(params.structured_output)
+        form = params.structured_output
+        return None if form is None else self.grammars.matcher(form, is_tried=is_tried)
 
     def process(
         self, prompts: Any, sampling_params: Any = None, *, request_ids: Iterable[str], **options: Any

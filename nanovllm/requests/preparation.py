@@ -1,4 +1,4 @@
-"""Preparation threads: requests are tokenised and checked beside the event loop, long texts beside short ones."""
+"""Preparation threads: requests are tokenised and checked beside the event loop, long texts and forms apart."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Result = TypeVar("Result")
 
 # Longer texts take some 20 ms and more to tokenise.
 LONG_CHARS = 32768
+# Threads in which forms are compiled, at most; most of them wait for a trial.
+FORM_THREADS = 32
 # What a chat template spends on a message or field, in characters to tokenise.
 CHARS_PER_VALUE = 16
 
 
 class Preparation:
-    """One thread for short texts, which keeps their order, and one for long texts, which short ones thus overtake.
+    """One thread for short texts, which keeps their order; one for long texts and some for forms, which they overtake.
 
     Args:
         tokenizer: a fast tokenizer frees the GIL and serves threads at a time; any other gets one thread for all.
@@ -26,17 +28,24 @@ class Preparation:
 
     def __init__(self, tokenizer: Any) -> None:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare")
-        self._long = self._short
+        self._long = self._forms = self._short
         if getattr(tokenizer, "is_fast", False):
             self._long = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-prepare-long")
+            self._forms = ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="nanovllm-prepare-form")
 
-    def submit(self, work: Callable[[], Result], num_chars: int) -> Future[Result]:
-        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError once it is shut down."""
+    def submit(self, work: Callable[[], Result], num_chars: int, *, compiles: bool = False) -> Future[Result]:
+        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError once it is shut down.
+
+        Args:
+            compiles: whether it compiles forms too.
+        """
+        if compiles:
+            return self._forms.submit(work)
         return (self._short if num_chars <= LONG_CHARS else self._long).submit(work)
 
     def shutdown(self) -> None:
         """Take no more work; what was submitted is done."""
-        for threads in (self._short, self._long):
+        for threads in (self._short, self._long, self._forms):
             threads.shutdown(wait=False)
 
 

@@ -178,7 +178,7 @@ def test_a_grammar_names_special_tokens_and_frees_a_text_before_its_form():
 
 
 def test_compiled_grammars_are_kept_and_the_least_recently_used_go(monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_CACHED", 2)
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 3 * compiler.STATES_BYTES - 1)
     own = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
     forms = [StructuredOutput(regex=regex) for regex in "abc"]
     first, second = own.matcher(forms[0]), own.matcher(forms[1])

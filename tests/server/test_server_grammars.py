@@ -15,7 +15,7 @@ from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.server.answers.grammar import Demand, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.forms import named_by
+from nanovllm.server.openai.forms import error_of
 from tests.support.answer_grammars import setting_of
 
 WEATHER = {
@@ -230,10 +230,12 @@ def test_the_error_of_a_tool_names_it_and_the_keyword_and_shows_no_grammar_of_ou
     ]
     demand = Demand(tools=tools, must_call=True)
     compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
-    with pytest.raises(ApiError) as found, named_by("tools", demand):
+    with pytest.raises(ValueError, match="structured_output") as found:
         compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
-    assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in found.value.message
-    assert "%json" not in found.value.message and "r0" not in found.value.message
+    error = error_of(found.value, demand, "tools")
+    assert isinstance(error, ApiError) and error.param == "tools"
+    assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in error.message
+    assert "%json" not in error.message and "r0" not in error.message
 
 
 def test_arguments_by_name_need_names():
@@ -301,7 +303,8 @@ def test_parameters_that_are_no_schema_are_named_in_the_error(format_, schema, w
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     demand, setting = Demand(tools=[tool], must_call=True), setting_of(format_)
     compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
-    with pytest.raises((ApiError, ValueError)) as found, named_by("tools", demand):
+    with pytest.raises(ValueError) as found:
         compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
-    message = str(getattr(found.value, "message", found.value))
+    error = error_of(found.value, demand, "tools")
+    message = str(getattr(error, "message", error))
     assert message.startswith("tools: the parameters of 'f'") and what in message

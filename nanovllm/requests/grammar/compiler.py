@@ -1,4 +1,4 @@
-"""Compiles structured outputs for one tokenizer, by llguidance; within its limits on size and work, and once each."""
+"""Compiles structured outputs for one tokenizer, by llguidance: tried elsewhere, within limits, and once each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ import numpy as np
 from nanovllm.core.structured_output import GrammarError, StructuredOutput, with_white_space
 from nanovllm.requests.grammar.ascii_classes import ascii_lark, ascii_regex, ascii_schema
 from nanovllm.requests.grammar.matcher import Matcher, shortened
-from nanovllm.requests.grammar.vocabulary import makes_markers, read_vocabulary
+from nanovllm.requests.grammar.trial_process import resident_bytes
+from nanovllm.requests.grammar.trials import TRIALS, TrialVocabulary
+from nanovllm.requests.grammar.vocabulary import makes_markers, open_vocabulary, vocabulary_text
 
-MAX_CACHED = 256  # compiled grammars of one tokenizer
+MAX_CACHED_BYTES = 2**30  # of one tokenizer's compiled grammars
+# For each of them: what the states of its lexer may take that its samples meet, measured at up to 0.5 kB each.
+STATES_BYTES = 10 * 2**20
 # llguidance's limits, and what they bound: some 20 ms for the first token's expressions and 15 ms for any other's;
-# memory of 2 kB for each state of the lexer.
+# 0.5 to 2 kB of memory for each state of the lexer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
 }
 
@@ -33,8 +37,8 @@ class GrammarCompiler:
     """Makes the matchers of one engine's requests; any thread may call it.
 
     Args:
-        tokenizer: of the `tokenizers` library, which llguidance reads when the first grammar is compiled: a second for
-            a vocabulary of 49,152.
+        tokenizer: of the `tokenizers` library, which llguidance reads in `prepare`, or when the first grammar is
+            compiled: a second for a vocabulary of 49,152.
         num_logits: tokens that can be sampled.
         eos_token_ids: they may be drawn where the output is complete.
     """
@@ -43,42 +47,82 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._num_logits = num_logits
         self._eos_token_ids = list(eos_token_ids)
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, Matcher] = OrderedDict()  # the least recently used first
+        self._reading = threading.Lock()  # of the vocabulary
+        self._cache = GrammarCache()
 
-    def matcher(self, form: StructuredOutput) -> Matcher:
+    def prepare(self, *, is_tried: bool = False) -> None:
+        """Do now what the first form would wait for: read the vocabulary, here and where grammars are tried.
+
+        Args:
+            is_tried: as in `matcher`.
+
+        Raises ValueError if this model cannot have structured outputs.
+        """
+        with self._reading:
+            if not is_tried:
+                TRIALS.start(self._source)
+            _ = self.vocabulary, self._is_forced
+
+    def is_known(self, form: StructuredOutput) -> bool:
+        """Whether `matcher` answers at once."""
+        return form in self._cache
+
+    def matcher(self, form: StructuredOutput, *, is_tried: bool = False) -> Matcher:
         """A matcher before the first token, which several requests may hold: each sample copies it.
+
+        Args:
+            is_tried: another process has compiled it, so that it is no longer tried here.
 
         Raises ValueError that names the field and what is wrong with it, or why this model cannot have any.
         """
-        with self._lock:
-            vocabulary, is_forced, found = self.vocabulary, self._is_forced, self._compiled.get(form)
-            if found is not None:
-                self._compiled.move_to_end(form)
-                return found
-        found = _compile(form, vocabulary, is_forced)  # without the lock, which a large one would hold too long
-        with self._lock:
-            self._compiled[form] = found
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        return found
+        found = self._cache.get(form)
+        if isinstance(found, str):
+            raise ValueError(found)
+        if found is not None:
+            return found
+        with self._reading:
+            vocabulary, is_forced, source = self.vocabulary, self._is_forced, self._source
+        # Without a lock, which a large one would hold too long.
+        try:
+            num_bytes = 0 if is_tried else TRIALS.compile(source, form, is_forced=is_forced)
+            before = resident_bytes()
+            matcher = compile_form(form, vocabulary, is_forced)
+        except ValueError as error:
+            self._cache.put(form, str(error), 0)
+            raise
+        if is_tried:
+            num_bytes = max(0, resident_bytes() - before)
+        self._cache.put(form, matcher, num_bytes + STATES_BYTES)
+        return matcher
 
     @cached_property
-    def vocabulary(self) -> Any:
-        """llguidance's `LLTokenizer`."""
+    def _source(self) -> TrialVocabulary:
+        """What the vocabulary is read from."""
         if not self._eos_token_ids:
             raise ValueError(
                 "structured_output needs an end-of-sequence token, by which an output ends, and the model names none. "
                 "Set eos_token_id in its generation_config.json."
             )
-        num_tokens = max(self._num_logits, len(self._tokenizer))
         try:
-            return read_vocabulary(self._tokenizer, num_tokens, self._eos_token_ids)
+            text = vocabulary_text(self._tokenizer, self._eos_token_ids)
+            return TrialVocabulary((text, max(self._num_logits, len(self._tokenizer)), self._eos_token_ids))
         except Exception as error:
-            raise ValueError(
-                f"structured_output needs a tokenizer that llguidance can read, one of the tokenizers library; of this "
-                f"{type(self._tokenizer).__name__} it says: {shortened(str(error))}"
-            ) from error
+            raise self._unreadable(error) from error
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """llguidance's `LLTokenizer`."""
+        source = self._source.source
+        try:
+            return open_vocabulary(*source)
+        except Exception as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"structured_output needs a tokenizer that llguidance can read, one of the tokenizers library; of this "
+            f"{type(self._tokenizer).__name__} it says: {shortened(str(error))}"
+        )
 
     @cached_property
     def _is_forced(self) -> bool:
@@ -86,7 +130,67 @@ class GrammarCompiler:
         return not makes_markers(self.vocabulary, self._tokenizer)
 
 
-def _compile(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Matcher:
+class GrammarCache:
+    """Matchers, or the reasons why there are none, by their forms: the least recently used go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[StructuredOutput, tuple[Matcher | str, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def __contains__(self, form: StructuredOutput) -> bool:
+        with self._lock:
+            return form in self._entries
+
+    def get(self, form: StructuredOutput) -> Matcher | str | None:
+        """What is known of a form, unless its samples have met as many states as its lexer may have."""
+        with self._lock:
+            found = self._entries.get(form, (None, 0))[0]
+            if found is None:
+                return None
+            self._entries.move_to_end(form)
+        if isinstance(found, Matcher) and not _is_usable(found):
+            with self._lock:
+                if self._entries.get(form, (None, 0))[0] is found:
+                    self._remove(form)
+            return None
+        return found
+
+    def put(self, form: StructuredOutput, found: Matcher | str, num_bytes: int) -> None:
+        num_bytes += sum(len(str(value)) for value in form.to_dict().values())
+        with self._lock:
+            if form in self._entries:  # compiled twice at a time
+                self._remove(form)
+            self._entries[form] = found, num_bytes
+            self._num_bytes += num_bytes
+            while self._num_bytes > MAX_CACHED_BYTES and len(self._entries) > 1:
+                self._remove(next(iter(self._entries)))
+
+    def _remove(self, form: StructuredOutput) -> None:
+        self._num_bytes -= self._entries.pop(form)[1]
+
+
+def _is_usable(matcher: Matcher) -> bool:
+    """Whether its lexer, which all of its copies share, still works."""
+    try:
+        matcher.copy().fill(np.zeros(matcher.num_words, np.int32))
+    except GrammarError:
+        return False
+    return True
+
+
+def load_library() -> None:
+    """Import llguidance, which takes a tenth of a second."""
+    import llguidance  # noqa: F401
+
+
+def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Matcher:
+    """Compile a form in this thread, however long that takes; ValueError that names the field.
+
+    Args:
+        vocabulary: llguidance's.
+        is_forced: whether text without alternatives comes in the tokenizer's own tokens.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     name = f"structured_output.{form.kind}"
@@ -125,11 +229,20 @@ def check_form(form: StructuredOutput) -> None:
         raise problem
 
 
-def _problem(name: str, grammar: str) -> ValueError | None:
+def grammar_problem(grammar: str) -> str | None:
+    """What llguidance says is wrong with a grammar, of whatever vocabulary, however long it takes to find out."""
     from llguidance import LLMatcher, LLParserLimits
 
     message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS, verbose_errors=False))
-    return _refusal(name, message) if message and not message.startswith("WARNING") else None
+    return message if message and not message.startswith("WARNING") else None
+
+
+def _problem(name: str, grammar: str) -> ValueError | None:
+    try:
+        message = TRIALS.check(name, grammar)
+    except ValueError as error:
+        return error
+    return None if message is None else _refusal(name, message)
 
 
 def _grammar(form: StructuredOutput) -> str:

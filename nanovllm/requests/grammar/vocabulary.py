@@ -18,19 +18,27 @@ SLICES = [
 ]
 
 
-def read_vocabulary(tokenizer: Any, num_tokens: int, eos_token_ids: Collection[int]) -> Any:
-    """llguidance's `LLTokenizer` of a tokenizer of the `tokenizers` library.
+def open_vocabulary(text: str, num_tokens: int, eos_token_ids: Collection[int]) -> Any:
+    """llguidance's `LLTokenizer` of what `vocabulary_text` returns.
+
+    Args:
+        num_tokens: ids of the vocabulary; those that the tokenizer lacks are never allowed.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos_token_ids), slices=SLICES)
+
+
+def vocabulary_text(tokenizer: Any, eos_token_ids: Collection[int]) -> str:
+    """A tokenizer of the `tokenizers` library, as JSON for llguidance.
 
     llguidance has the tokenizer split the text that a grammar forces, and a tokenizer finds its markers there: of the
     text `</s>` it makes one token, which stands for no text. Here no text holds a marker; other added tokens keep
     their text, except those that decode to another text: they are markers here.
 
     Args:
-        num_tokens: ids of the vocabulary; those that the tokenizer lacks are never allowed.
         eos_token_ids: markers too, if they are added tokens.
     """
-    from llguidance import LLTokenizer
-
     # A "normalized" added token is looked for as the normalizer leaves it: a marker behind a word that no form holds.
     # The pattern is made while the tokenizer is read; then llguidance takes out each Prepend, and text gets no word.
     head, separator, model = tokenizer.backend_tokenizer.to_str().partition(',"model":')  # megabytes, left as they are
@@ -44,8 +52,7 @@ def read_vocabulary(tokenizer: Any, num_tokens: int, eos_token_ids: Collection[i
         token["normalized"] = is_marker(token["content"], token["special"])
         token["lstrip"] = token["rstrip"] = False  # white space beside it is text
     found["truncation"] = found["padding"] = None
-    text = json.dumps(found)[:-1] + separator + model
-    return LLTokenizer(text, n_vocab=num_tokens, eos_token=list(eos_token_ids), slices=SLICES)
+    return json.dumps(found)[:-1] + separator + model
 
 
 def _is_text(token: dict[str, Any], tokenizer: Any) -> bool:

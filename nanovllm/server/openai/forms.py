@@ -18,24 +18,31 @@ from nanovllm.server.openai.tool_choice import NamedTool
 
 
 @contextmanager
-def named_by(field: str | None, demand: Demand | None = None) -> Iterator[None]:
-    """Name the request's field in errors of its structured output.
-
-    Args:
-        demand: of an answer's grammar, which nobody but us wrote: the error is that of the part that is to blame.
-    """
+def named_by(field: str | None) -> Iterator[None]:
+    """Name the request's field in errors of its structured output."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        message = str(error)
-        if field is None or not message.startswith("structured_output"):
+        if field is None or not str(error).startswith("structured_output"):
             raise
-        if demand is not None and demand.tools:
-            message = _to_blame(demand, field)
-        raise ApiError(400, f"{field}: {message}", param=field) from error
+        raise ApiError(400, f"{field}: {error}", param=field) from error
 
 
-def _to_blame(demand: Demand, field: str) -> str:
+def error_of(error: Exception, demand: Demand, field: str) -> Exception:
+    """The same error under the name of the request's field; for what nobody but us wrote, of the part that is to blame.
+
+    It looks at the schemas of all tools, so that it must not run in the event loop.
+
+    Args:
+        error: of an answer's grammar.
+    """
+    if not str(error).startswith("structured_output"):
+        return error
+    message = _to_blame(demand) if demand.tools else str(error)
+    return ApiError(400, f"{field}: {message}", param=field)
+
+
+def _to_blame(demand: Demand) -> str:
     for tool in demand.tools:
         name = f"the parameters of {tool['function']['name']!r}"
         if (problem := schema_problem(name, parameters_of(tool))) is not None:

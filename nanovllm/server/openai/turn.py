@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -16,7 +18,7 @@ from nanovllm.server.answers.reasoning import ends_in_thought, is_left_open
 from nanovllm.server.answers.template_options import check_variables, effort_options
 from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
-from nanovllm.server.openai.forms import demand_of, field_of, named_by
+from nanovllm.server.openai.forms import demand_of, error_of, field_of
 from nanovllm.server.openai.limits import check_size, engine_options
 from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, ChatRequest
 from nanovllm.server.state import ServerState
@@ -74,10 +76,14 @@ class ChatTurn:
         token_ids = await self.prompt_token_ids()
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
-        with named_by(field_of(self.body, self._demand), self._demand):
-            form = build_form(self._demand, self._form, engine.tokenizer, is_open=is_open)
-            params = replace(self._params, structured_output=form)
+        try:
+            # In a thread: the schemas of strict tools are checked.
+            build = partial(build_form, self._demand, self._form, engine.tokenizer, is_open=is_open)
+            params = replace(self._params, structured_output=await asyncio.to_thread(build))
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
+        except (TypeError, ValueError) as error:
+            find = partial(error_of, error, self._demand, field_of(self.body, self._demand))
+            raise await asyncio.to_thread(find) from error
 
     async def prompt_token_ids(self) -> list[int]:
         """Render the conversation."""

@@ -1,0 +1,103 @@
+"""The process in which grammars are tried: it holds the vocabularies, and forks a child for each trial.
+
+A child that needs more time or memory than the limits is ended by the kernel, whatever llguidance does, and its end of
+the connection closes without an answer.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+CPU_SECONDS = 0.5  # of one trial
+MEMORY_MB = 256  # likewise, beyond what the process has
+NICENESS = 10  # the engine's steps go first
+
+
+def main(descriptor: int, niceness: int = NICENESS) -> None:
+    """Serve trials until the other end of this socket closes; each comes as a connection of its own."""
+    from nanovllm.requests.grammar.compiler import load_library
+
+    os.nice(niceness)
+    load_library()  # once, and not in each child
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    vocabularies: dict[int, Any] = {}
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            with Connection(descriptors[0]) as connection:
+                _serve(connection, vocabularies)
+
+
+def _serve(connection: Connection[Any, Any], vocabularies: dict[int, Any]) -> None:
+    try:
+        kind, *arguments = connection.recv()
+    except EOFError:  # whoever asked has gone
+        return
+    if kind == "vocabulary":
+        from nanovllm.requests.grammar.vocabulary import open_vocabulary
+
+        number, source = arguments
+        vocabularies[number] = open_vocabulary(*source)
+    elif kind == "forget":
+        vocabularies.pop(arguments[0], None)
+    elif os.fork() == 0:
+        _try(connection, kind, arguments, vocabularies)
+
+
+def _try(connection: Connection[Any, Any], kind: str, arguments: list[Any], vocabularies: dict[int, Any]) -> None:
+    """Answer in a forked child, which ends here: (problem or None, bytes of memory that it took)."""
+    try:
+        _limit()
+        before = resident_bytes()
+        problem = _check(*arguments) if kind == "check" else _compile(vocabularies, *arguments)
+        connection.send((problem, max(0, resident_bytes() - before)))
+    finally:
+        os._exit(0)
+
+
+def _limit() -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    if (pages := _pages()) is not None:
+        limit = pages[0] * resource.getpagesize() + MEMORY_MB * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _check(grammar: str) -> str | None:
+    from nanovllm.requests.grammar.compiler import grammar_problem
+
+    return grammar_problem(grammar)
+
+
+def _compile(vocabularies: dict[int, Any], number: int, form: dict[str, Any], is_forced: bool) -> str | None:
+    from nanovllm.core.structured_output import StructuredOutput
+    from nanovllm.requests.grammar.compiler import compile_form
+
+    try:
+        compile_form(StructuredOutput(**form), vocabularies[number], is_forced)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def resident_bytes() -> int:
+    """Memory of this process without that of files; where the system does not say, the most that it had."""
+    if (pages := _pages()) is not None:
+        return (pages[1] - pages[2]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _pages() -> list[int] | None:
+    """Of this process: all, those in memory, those in memory that files back; None where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:
+        return None

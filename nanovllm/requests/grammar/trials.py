@@ -1,0 +1,149 @@
+"""Grammars tried in a process of their own before this one compiles them; see docs/decisions/grammars_are_tried.md."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nanovllm.core.structured_output import StructuredOutput
+from nanovllm.requests.grammar.trial_process import CPU_SECONDS, MEMORY_MB
+
+MAX_TRIALS = 4  # at a time
+LIMITS_TEXT = f"takes more than {CPU_SECONDS} s of a processor or {MEMORY_MB} MB of memory to compile"
+REMEDY = "Simplify it: intersections (allOf, &), large multipleOf and long counted repetitions cost most"
+
+
+class TrialVocabulary:
+    """A vocabulary that trials compile for.
+
+    Args:
+        source: arguments of `open_vocabulary`.
+    """
+
+    def __init__(self, source: tuple[Any, ...]) -> None:
+        self.source = source
+
+
+class Trials:
+    """The trials of this process, in one that starts with the first; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._slots = threading.BoundedSemaphore(MAX_TRIALS)
+        self._lock = threading.Lock()  # of what follows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._owner = 0  # the process id that started it: a forked child starts another
+        self._sent: weakref.WeakKeyDictionary[TrialVocabulary, int] = weakref.WeakKeyDictionary()
+        self._num_sent = 0
+        self._forgotten: deque[int] = deque()
+
+    def start(self, vocabulary: TrialVocabulary) -> None:
+        """Have the process read a vocabulary ahead of the first trial."""
+        with self._slots:
+            self._known(vocabulary)
+
+    def check(self, name: str, grammar: str) -> str | None:
+        """What is wrong with a grammar, as llguidance says it; ValueError if that is beyond the limits."""
+        with self._slots:
+            problem: str | None = self._answer(name, lambda: ("check", grammar))[0]
+        return problem
+
+    def compile(self, vocabulary: TrialVocabulary, form: StructuredOutput, *, is_forced: bool) -> int:
+        """The memory in bytes that a form takes compiled; ValueError if it cannot be, or is beyond the limits."""
+        with self._slots:
+            problem, num_bytes = self._answer(
+                f"structured_output.{form.kind}",
+                lambda: ("compile", self._known(vocabulary), form.to_dict(), is_forced),
+            )
+        if problem is not None:
+            raise ValueError(problem)
+        return int(num_bytes)
+
+    def close(self) -> None:
+        """End the process; the next trial starts another."""
+        with self._lock:
+            if self._process is not None and self._owner == os.getpid():
+                self._process.kill()
+                self._process.wait()
+            if self._control is not None:
+                self._control.close()
+            self._process = self._control = None
+            self._sent.clear()
+
+    def _answer(self, name: str, message: Any) -> tuple[str | None, int]:
+        for _ in range(2):  # the process itself may have been killed
+            try:
+                with self._send(message()) as connection:
+                    answer: tuple[str | None, int] = connection.recv()
+                    return answer
+            except EOFError:
+                if self._is_running():
+                    raise ValueError(f"{name} {LIMITS_TEXT}. {REMEDY}.") from None
+            except OSError:
+                pass
+            self.close()
+        raise RuntimeError("the process that tries structured outputs ended twice; the machine may lack memory.")
+
+    def _is_running(self) -> bool:
+        with self._lock:
+            return self._owner == os.getpid() and self._process is not None and self._process.poll() is None
+
+    def _known(self, vocabulary: TrialVocabulary) -> int:
+        """The number by which the process knows a vocabulary, which it is sent once."""
+        with self._lock:
+            self._start()
+            number = self._sent.get(vocabulary)
+            if number is not None:
+                return number
+            number = self._num_sent = self._num_sent + 1
+            self._sent[vocabulary] = number
+        # A collection may run while the lock is held, so that numbers wait for the next vocabulary.
+        weakref.finalize(vocabulary, self._forgotten.append, number).atexit = False
+        self._send(("vocabulary", number, vocabulary.source)).close()
+        while self._forgotten:
+            self._send(("forget", self._forgotten.popleft())).close()
+        return number
+
+    def _send(self, message: Any) -> Connection[Any, Any]:
+        own, other = socket.socketpair()
+        with own, other:
+            with self._lock:
+                self._start()
+                assert self._control is not None
+                socket.send_fds(self._control, [b"\0"], [other.fileno()])
+            connection: Connection[Any, Any] = Connection(own.detach())
+        connection.send(message)
+        return connection
+
+    def _start(self) -> None:
+        if self._owner == os.getpid() and self._process is not None:
+            return
+        self._sent.clear()
+        self._control, other = socket.socketpair()
+        paths = [path for path in sys.path if isinstance(path, str)]
+        program = (
+            f"import sys; sys.path[:] = {paths}\n"
+            f"from nanovllm.requests.grammar.trial_process import main\nmain({other.fileno()})"
+        )
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # of llguidance, when its memory ends
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # it forks
+                pass_fds=(other.fileno(),),
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        self._owner = os.getpid()
+
+
+TRIALS = Trials()
+atexit.register(TRIALS.close)

@@ -1,0 +1,113 @@
+"""Grammars that explode are refused within limits of time and memory, while requests without a form go on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
+from nanovllm.core.structured_output import GrammarError
+from nanovllm.requests.grammar import compiler
+from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
+from nanovllm.requests.grammar.trials import TRIALS
+from tests.support.async_llms import OPTIONS, bounded, collect
+from tests.support.structured import allowed, model
+from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
+
+EOS = 3
+BOMBS: dict[str, dict[str, Any]] = {
+    "patterns": {"json_schema": {"allOf": [{"type": "string", "pattern": f"a{i}b"} for i in range(22)]}},
+    "counted patterns": {"json_schema": {"type": "string", "allOf": [{"pattern": f"a{{{i}}}b"} for i in range(2, 24)]}},
+    "a multiple": {"json_schema": {"type": "integer", "multipleOf": 1000003}},
+    "multiples": {"json_schema": {"allOf": [{"type": "integer", "multipleOf": n} for n in (101, 103, 107, 109)]}},
+    "terminals": {"grammar": "start: T\nT: " + " & ".join(f"/(.|\\n)*a.{{{i}}}b(.|\\n)*/" for i in range(1, 15))},
+    "a schema in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleOf": 1000003}'},
+    "a hidden intersection": {
+        "grammar": 'start: T\nT: "c" | /x{30}/ (' + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(1, 14)) + ")"
+    },
+}
+LIMITS = "takes more than 0.5 s of a processor or 256 MB of memory to compile. Simplify it"
+
+
+@functools.cache
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_form_that_explodes_is_refused_with_the_limits(name):
+    form = StructuredOutput(**BOMBS[name])
+    with pytest.raises(ValueError, match=f"structured_output.{form.kind} {LIMITS}"):
+        grammars().matcher(form)
+
+
+def test_a_refusal_is_remembered(monkeypatch):
+    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(**BOMBS["a multiple"])
+    with pytest.raises(ValueError, match=LIMITS):
+        own.matcher(form)
+    monkeypatch.setattr(TRIALS, "compile", lambda *_, **__: pytest.fail("it was tried again"))
+    with pytest.raises(ValueError, match=LIMITS):
+        own.matcher(form)
+
+
+def test_a_check_without_a_vocabulary_has_the_limits_too():
+    with pytest.raises(ValueError, match=f"structured_output.json_schema {LIMITS}"):
+        check_form(StructuredOutput(**BOMBS["patterns"]))
+
+
+def test_trials_go_on_behind_a_process_that_was_killed():
+    grammars().matcher(StructuredOutput(regex="before"))
+    assert TRIALS._process is not None
+    TRIALS._process.kill()
+    TRIALS._process.wait()
+    assert allowed(grammars().matcher(StructuredOutput(regex="behind")))
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch):
+    monkeypatch.setitem(compiler.LIMITS, "max_lexer_states", 200)
+    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="(.*a.{50}b){20}")
+    first = own.matcher(form)
+    matcher, chance = first.copy(), np.random.default_rng(0)
+    with pytest.raises(GrammarError, match="too many states"):
+        for _ in range(100):
+            matcher.consume(int(chance.choice(allowed(matcher))))
+    second = own.matcher(form)
+    assert second is not first and allowed(second.copy())
+
+
+def test_large_grammars_are_kept_by_their_bytes(monkeypatch):
+    monkeypatch.setattr(compiler, "STATES_BYTES", 0)
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 4 * 2**20)
+    own = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+    small, large = StructuredOutput(regex="a"), StructuredOutput(json_schema={"const": "x" * 200_000})
+    own.matcher(small)
+    own.matcher(large)  # more than that
+    assert own.is_known(large) and not own.is_known(small)
+
+
+@bounded
+async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
+    may_go_on, started, compile_ = threading.Event(), threading.Semaphore(0), TRIALS.compile
+
+    def held(*arguments: Any, **options: Any) -> int:
+        started.release()
+        may_go_on.wait(60.0)
+        return compile_(*arguments, **options)
+
+    monkeypatch.setattr(TRIALS, "compile", held)
+    async with AsyncLLM(model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
+        forms = [SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex=f"a{n}")) for n in range(16)]
+        tasks = [asyncio.create_task(collect(llm.generate([5, 6], params))) for params in forms]
+        try:
+            for _ in range(16):  # each is in a thread of its own
+                assert await asyncio.to_thread(started.acquire, timeout=60.0)
+            assert (await collect(llm.generate("the sea", SamplingParams(max_tokens=4))))[-1].finished
+            assert not any(task.done() for task in tasks)
+        finally:
+            may_go_on.set()
+        assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
