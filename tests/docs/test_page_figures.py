@@ -27,7 +27,7 @@ from nanovllm.observability.step_records import RECENT_STEPS
 from nanovllm.replicas import engine_process, fleet, pool, pool_request, routing
 from nanovllm.replicas import replica as one_replica
 from nanovllm.requests import preparation
-from nanovllm.requests.grammar.compiler import MAX_CACHED
+from nanovllm.requests.grammar.compiler import MAX_CACHED_BYTES, STATES_BYTES
 from nanovllm.sampling import logprobs
 from nanovllm.server import body_limits, connections, lifecycle, recorder, retry_after, state
 from nanovllm.server.answers import text_values
@@ -226,7 +226,7 @@ QUOTED = {
         f"more than {MAX_FORM_BYTES // 1024} KiB",
         f"deeper than {MAX_SCHEMA_DEPTH} levels",
         f"more than {MAX_CHOICES:,} choices",
-        f"kept for {MAX_CACHED} forms",
+        f"{MAX_CACHED_BYTES // 2**30} GiB of compiled forms, of at least {STATES_BYTES // 2**20} MB each",
         f"formats but {', '.join(f'`{name}`' for name in sorted(FORMATS))}.",
     ],
     "docs/guide/tracing.md": [

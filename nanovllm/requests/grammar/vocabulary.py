@@ -52,7 +52,7 @@ def vocabulary_text(tokenizer: Any, eos_token_ids: Collection[int]) -> str:
         token["normalized"] = is_marker(token["content"], token["special"])
         token["lstrip"] = token["rstrip"] = False  # white space beside it is text
     found["truncation"] = found["padding"] = None
-    return json.dumps(found)[:-1] + separator + model
+    return f"{json.dumps(found)[:-1]}{separator}{model}"
 
 
 def _is_text(token: dict[str, Any], tokenizer: Any) -> bool:
