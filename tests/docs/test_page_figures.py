@@ -46,7 +46,7 @@ from nanovllm.tools.workloads.specs import build
 from tests.support.command_line import command_parsers
 from tests.support.pages import ROOT, TEXTS
 
-PAGES = ROOT / "nanovllm" / "pages"
+PAGES = ROOT / "nanovllm" / "observability" / "pages"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CPU, GPU, ENGINE, SERVER = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"], EngineConfig(), ServerSettings()
 ENGINE_LIMITS = ENGINE.resolve_limits("cpu", 40_960)
@@ -77,7 +77,7 @@ def flag_default(command: str, flag: str) -> Any:
 
 ROUTER, FRONT = constants("ray/router.py"), constants("ray/front.py")
 APPLICATION, BATCHES = constants("ray/application.py"), constants("ray/batches.py")
-LM_EVAL = constants("evaluation/lm_eval_model.py")
+LM_EVAL = constants("tools/evaluation/lm_eval_model.py")
 SWEPT = settings.values_to_try("cpu", {}, backend="cpp", longest_prompt=10**6, most_at_once=10**6, wide=False)
 D = [f"D/{1 / factor:g}" if factor < 1 else f"{factor:g} D" for factor in settings.WIDE]
 
