@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar import compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
 from nanovllm.requests.grammar.trials import TRIALS
+from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from tests.support.async_llms import OPTIONS, bounded, collect
 from tests.support.structured import allowed, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
@@ -111,3 +113,21 @@ async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
         finally:
             may_go_on.set()
         assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+
+
+def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monkeypatch):
+    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, 64, "Tiny", eos_token_ids=(EOS,))
+    processor = InputProcessor(tiny_tokenizer(), limits)
+    processor.prepare()
+    monkeypatch.setattr(compiler, "open_vocabulary", lambda *_: pytest.fail("it reads the vocabulary"))
+    monkeypatch.setattr(Tokenizer, "from_str", lambda *_: pytest.fail("it copies the tokenizer"))
+    assert allowed(processor.grammars.matcher(StructuredOutput(regex="a")))
+    assert processor.chat.apply_to([{"role": "user", "content": "<|end|>"}])
+
+
+@bounded
+async def test_an_asynchronous_engine_prepares_without_a_request(monkeypatch):
+    prepared = threading.Event()
+    monkeypatch.setattr(InputProcessor, "prepare", lambda _: prepared.set())
+    async with AsyncLLM(model(), tokenizer=tiny_tokenizer(), **OPTIONS):
+        assert await asyncio.to_thread(prepared.wait, 60.0)
