@@ -106,10 +106,10 @@ def delays(arrivals: list[list[float]], records: list[StepRecord]) -> dict[str, 
 
 def measure(watch: Watch, kind: str, command: list[str], scale: float) -> dict[str, Any]:
     """Attack beside a bystander."""
+    watch.begin()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bystander:
         assert bystander.stdin and bystander.stdout
         bystander.stdout.readline()  # it streams
-        watch.begin()
         attacker = [*command, "--kind", kind, "--scale", str(scale)]
         answers = json.loads(subprocess.run(attacker, check=True, stdout=subprocess.PIPE).stdout)
         time.sleep(SETTLE_SECONDS * min(1.0, scale))

@@ -20,7 +20,7 @@ from bench.machines.server_attack_kinds import ADDRESS, COMPLETIONS, PROMPT, att
 PROBE_SECONDS = 0.02  # between two questions for /health
 
 
-async def stream(port: int, num_tokens: int, arrivals: list[list[float]]) -> None:
+async def stream(port: int, num_tokens: int, arrivals: list[list[float]], has_begun: asyncio.Event) -> None:
     """Stream answers one after another; `arrivals` gets a list for each, of the times of its pieces."""
     body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
@@ -32,15 +32,17 @@ async def stream(port: int, num_tokens: int, arrivals: list[list[float]]) -> Non
         arrivals.append(times)
         while await reader.read(2**16):
             times.append(time.monotonic())
-            if len(arrivals) == 1 and len(times) == 3:
+            if len(times) == 3 and not has_begun.is_set():
+                has_begun.set()
                 print("streams", flush=True)
         writer.close()
         if not times:
             raise RuntimeError("the bystander got no answer")
 
 
-async def probe(port: int, seconds: list[float]) -> None:
-    """Ask for /health again and again; `seconds` gets the time of each answer."""
+async def probe(port: int, seconds: list[float], has_begun: asyncio.Event) -> None:
+    """Ask for /health again and again beside the stream; `seconds` gets the time of each answer."""
+    await has_begun.wait()
     while True:
         start = time.monotonic()
         reader, writer = await asyncio.open_connection(ADDRESS, port)
@@ -57,7 +59,9 @@ async def stand_by(port: int, num_tokens: int) -> dict[str, Any]:
     gc.disable()
     arrivals: list[list[float]] = []
     health: list[float] = []
-    tasks = [asyncio.ensure_future(work) for work in (stream(port, num_tokens, arrivals), probe(port, health))]
+    has_begun = asyncio.Event()
+    work = stream(port, num_tokens, arrivals, has_begun), probe(port, health, has_begun)
+    tasks = [asyncio.ensure_future(each) for each in work]
     end = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await asyncio.wait([*tasks, end], return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
