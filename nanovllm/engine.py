@@ -295,7 +295,8 @@ class Engine:
 
     def use_idle_time(self, *, captures: bool) -> bool:
         """Take some of a CPU's KV memory, or capture one of the usual CUDA graphs; False if there is nothing to do."""
-        return self.model_runner.binding.caches.take_some_memory() or (captures and self.model_runner.capture_ahead())
+        touches = self.config.kv_cache_touch == "idle" and self.model_runner.binding.caches.take_some_memory()
+        return touches or (captures and self.model_runner.capture_ahead())
 
     def num_output_tokens(self) -> int:
         """Tokens generated since construction."""

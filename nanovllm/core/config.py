@@ -77,6 +77,11 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory for this process, weights and activations included."
     )
+    kv_cache_touch: str = option(
+        "idle",
+        'when a CPU\'s KV cache takes memory: "idle" (ahead of use, while no request runs) or "none" (when blocks are '
+        "first written).",
+    )
     window_pool_share: float | None = option(
         None,
         "share of the KV cache's memory for layers with a window or chunked attention, where others have full "
@@ -184,6 +189,7 @@ class EngineConfig:
             ("generation_config", GENERATION_CONFIGS),
             ("routing", (None, *ROUTING_POLICIES)),
             ("quantization", (None, *QUANTIZATIONS)),
+            ("kv_cache_touch", ("idle", "none")),
             ("block_size", (None, *BLOCK_SIZES)),
         ):
             if (value := getattr(self, name)) not in choices:

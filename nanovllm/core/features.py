@@ -126,6 +126,7 @@ FEATURES: dict[str, Refusals] = {
     "block_size": WORKS,
     "num_kv_blocks": WORKS,
     "window_pool_share": WORKS,
+    "kv_cache_touch": WORKS,
     "kv_cache_memory_bytes": WORKS,
     "gpu_memory_utilization": WORKS,
     "enable_prefix_caching": WORKS,

@@ -188,6 +188,16 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
         assert token_ids(generate(llm, [[5, 6, 7], [8, 9]])) == expected
 
 
+def test_an_llm_told_to_leave_untouched_memory_alone_takes_what_its_steps_write():
+    before = idle_threads()
+    with open_llm(kv_cache_touch="none", **BLOCKS) as llm:
+        assert idle_threads() == before and not llm._engine.use_idle_time(captures=True)
+        caches = llm._engine.model_runner.binding.caches.of_layers
+        untouched = resident_bytes(caches)
+        generate(llm, [[5, 6, 7], [8, 9]])
+        assert untouched < resident_bytes(caches) < sum(cache.nbytes for cache in caches) // 2
+
+
 def test_closing_ends_the_thread_of_an_llm(monkeypatch):
     monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before, taken = idle_threads(), []

@@ -83,6 +83,7 @@ def test_a_count_that_is_no_whole_number_is_refused(name: str, value: object):
         ({"seed": None}, TypeError, "seed must be a whole number, not None"),
         ({"dtype": "float64"}, ValueError, "dtype is 'float64'; it must be one of auto, float32, bfloat16, float16"),
         ({"dtype": None}, ValueError, "dtype is None"),
+        ({"kv_cache_touch": "busy"}, ValueError, "kv_cache_touch is 'busy'; it must be one of idle, none"),
         (
             {"attention_backend": "paged"},
             ValueError,

@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
     "enable_prefix_caching": True, "max_num_partial_prefills": 3, "max_long_partial_prefills": 2,
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "record_itl": True, "seed": 7,
-    "trust_remote_code": True,
+    "trust_remote_code": True, "kv_cache_touch": "none",
 }  # fmt: skip
 OTHERS: dict[str, Any] = {
     "kv_cache_memory_bytes": 8 << 20,
