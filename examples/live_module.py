@@ -1,4 +1,7 @@
-"""Generate with a module in training: the engine uses its weights in place and restores the module after each call."""
+"""Generate with a module in training: the engine uses its weights in place and restores the module after each call.
+
+It sees what an optimizer writes, but no writes through `.data` (`p.data.mul_(0.9)`): call `llm.weights_changed()` then.
+"""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

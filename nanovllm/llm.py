@@ -281,8 +281,9 @@ class LLM(Scoring):
     def weights_changed(self) -> None:
         """Forget all KV and captured graphs after an edit of the model that the engine cannot detect.
 
-        Those are edits of weights that change neither a parameter's version nor its storage, and edits of a module's
-        functions, flags or submodules while requests run; between calls the engine detects replaced attributes.
+        Those are edits of weights that change neither a parameter's version nor its storage, as through `.data`
+        (`p.data.mul_(0.9)`), and edits of a module's functions, flags or submodules while requests run; between calls
+        the engine detects replaced attributes.
         """
         with InterruptsHeld(), self._turn() as engine:
             engine.drop_computed()
