@@ -29,10 +29,11 @@ def check_limits(config: Any, options: EngineConfig) -> None:
         options.resolve_limits("cpu", positions)
     heads, size = _first(config, "num_attention_heads", "n_head"), options.tensor_parallel_size
     if heads is not None and heads % size:
-        possible = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+        keys = _first(config, "num_key_value_heads") or heads
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {size}, but the model has {heads} attention heads, which do not divide among so "
-            f"many ranks. It can be one of {', '.join(possible)} at most."
+            f"tensor_parallel_size is {size}, but the model has {heads} attention heads, {keys} key and value heads, "
+            f"which do not divide among so many ranks. It can be at most one of {', '.join(map(str, possible))}."
         )
 
 

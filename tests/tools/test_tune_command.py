@@ -27,6 +27,12 @@ from tests.support.tiny_models import save_tiny
 WORKLOAD = ["--workload", "random:requests=12,prompt=40,output=6,vocab=512"]
 
 
+@pytest.fixture(autouse=True)
+def answering_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model "m" is one of the hub, which no test reaches."""
+    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+
+
 def asked(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_tune_command(parser.add_subparsers())
