@@ -76,14 +76,14 @@ def build_question(options: argparse.Namespace) -> Question:
     check_arrival_flags(options)
     fixed, goals = engine_options(options), goals_from_flags(options)
     check_one_process("nanovllm tune", fixed)
-    check_output_folder("--output", options.output)
-    check_start(options, fixed)
     (workload,) = with_own_arrivals(options)
     if workload.num_output_tokens == len(workload.requests) and any(goal.time == "itl" for goal in goals):
         raise ValueError("the workload has one output token per request, hence no ITL; leave goals on ITL out.")
     _check_find_rate(options, goals)
     workloads = with_rates(options, workload, options.rate or [])
     calibration = Calibration.load(options.simulate) if options.simulate else None
+    check_output_folder("--output", options.output)
+    check_start(options, fixed)
     device = _device(fixed, calibration)
     named: Values = {name: values for name in SWEPT if (values := getattr(options, f"try_{name}")) is not None}
     if options.only_named and not named:

@@ -38,3 +38,9 @@ def run(folder, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
         return status, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def answering_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no folder is a model of the hub, which no test reaches."""
+    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)

@@ -27,10 +27,7 @@ from tests.support.tiny_models import save_tiny
 WORKLOAD = ["--workload", "random:requests=12,prompt=40,output=6,vocab=512"]
 
 
-@pytest.fixture(autouse=True)
-def answering_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model "m" is one of the hub, which no test reaches."""
-    monkeypatch.setattr("nanovllm.model.hub.is_reachable", lambda *_, **__: True)
+pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 
 
 def asked(*arguments: str) -> argparse.Namespace:
@@ -168,6 +165,8 @@ def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engin
 def test_where_auto_takes_flash_the_defaults_have_its_blocks(tmp_path, monkeypatch):
     """Pretends that a GPU and a package are present."""
     Qwen3Config(head_dim=128, num_attention_heads=16, hidden_size=1024, dtype="bfloat16").save_pretrained(tmp_path)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()  # settings are made of the config alone
     workload = ["--workload", "random:requests=2", "--model", str(tmp_path)]
 
     def first(*arguments: str) -> int:

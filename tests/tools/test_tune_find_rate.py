@@ -16,6 +16,8 @@ from nanovllm.tools.tune.find_rate import FoundRate, find_rate, rates_around
 from nanovllm.tools.workloads.files import read_trace
 from tests.support.sweeps import CALIBRATION, ITL_40, as_played, run
 
+pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
+
 
 def limit_at(limit: float, asked: list[float]) -> Callable[[float], dict]:
     """A machine that keeps the goal up to a rate; `asked` gets the rates that it was measured at."""
