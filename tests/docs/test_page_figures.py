@@ -75,7 +75,7 @@ def flag_default(command: str, flag: str) -> Any:
     return action.default
 
 
-ROUTER, FRONT = constants("ray/router.py"), constants("ray/front.py")
+ROUTER, REQUEST = constants("ray/router.py"), constants("replicas/pool_request.py")
 APPLICATION, BATCHES = constants("ray/application.py"), constants("ray/batches.py")
 LM_EVAL = constants("tools/evaluation/lm_eval_model.py")
 SWEPT = settings.values_to_try("cpu", {}, backend="cpp", longest_prompt=10**6, most_at_once=10**6, wide=False)
@@ -172,7 +172,7 @@ QUOTED = {
         f"(`target_ongoing_requests`, {APPLICATION.TARGET_ONGOING} unless it is given)",
         f"{ROUTER.FINGERPRINT_BYTES} bytes a block and at most {ROUTER.MAX_REPORTED:,} blocks",
         f"within the last {ROUTER.EXPECTED_SECONDS:g} seconds",
-        f"goes to another replica, {WORDS[FRONT.MAX_ATTEMPTS]} at most",
+        f"A request that takes {WORDS[REQUEST.MAX_DEATHS]} replicas along",
         f"{WORDS[BATCHES.SPARE_CPUS]} CPUs of the cluster must be left",
         f"rows are a task, and {WORDS[BATCHES.CONCURRENT_BATCHES]} tasks run in an engine at a time",
     ],

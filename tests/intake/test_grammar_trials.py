@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
 from nanovllm.core.structured_output import GrammarError
-from nanovllm.requests.grammar import compiler
+from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
-from nanovllm.requests.grammar.trials import TRIALS
+from nanovllm.requests.grammar.trials import TRIALS, Trials
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from tests.support.async_llms import OPTIONS, bounded, collect
 from tests.support.structured import allowed, model
@@ -48,6 +48,30 @@ def test_a_form_that_explodes_is_refused_with_the_limits(name):
         grammars().matcher(form)
 
 
+def test_a_trial_beside_the_first_names_no_vocabulary_that_is_not_sent_yet():
+    """Else its child knows no such vocabulary, ends, and the form is refused as too large."""
+    form, sent, is_overtaken = StructuredOutput(regex="a"), [], threading.Event()
+
+    class Watched(Trials):
+        def _send(self, message):
+            if message[0] == "vocabulary":
+                beside.start()
+                is_overtaken.wait(0.3)
+            sent.append(message[0])
+            if message[0] == "compile":
+                is_overtaken.set()
+            return super()._send(message)
+
+    watched, vocabulary = Watched(), grammars()._source
+    beside = threading.Thread(target=lambda: watched.compile(vocabulary, form, is_forced=False))
+    try:
+        watched.compile(vocabulary, form, is_forced=False)
+        beside.join()
+    finally:
+        watched.close()
+    assert sent == ["vocabulary", "compile", "compile"]
+
+
 def test_a_refusal_is_remembered(monkeypatch):
     own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(**BOMBS["a multiple"])
     with pytest.raises(ValueError, match=LIMITS):
@@ -71,7 +95,7 @@ def test_trials_go_on_behind_a_process_that_was_killed():
 
 
 def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch):
-    monkeypatch.setitem(compiler.LIMITS, "max_lexer_states", 200)
+    monkeypatch.setitem(compilation.LIMITS, "max_lexer_states", 200)
     own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="(.*a.{50}b){20}")
     first = own.matcher(form)
     matcher, chance = first.copy(), np.random.default_rng(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.core.structured_output import GrammarError, StructuredOutput, with_white_space
-from nanovllm.requests.grammar.ascii_classes import ascii_lark, ascii_regex, ascii_schema
+from nanovllm.core.structured_output import GrammarError, StructuredOutput
+from nanovllm.requests.grammar.compilation import compile_form, grammar_text, refusal
 from nanovllm.requests.grammar.matcher import Matcher, shortened
 from nanovllm.requests.grammar.trial_process import resident_bytes
 from nanovllm.requests.grammar.trials import TRIALS, TrialVocabulary
@@ -21,16 +20,6 @@ from nanovllm.requests.grammar.vocabulary import makes_markers, open_vocabulary,
 MAX_CACHED_BYTES = 2**30  # of one tokenizer's compiled grammars
 # For each of them: what the states of its lexer may take that its samples meet, measured at up to 0.5 kB each.
 STATES_BYTES = 10 * 2**20
-# llguidance's limits, and what they bound: some 20 ms for the first token's expressions and 15 ms for any other's;
-# 0.5 to 2 kB of memory for each state of the lexer.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 200_000,
-}
 
 
 class GrammarCompiler:
@@ -179,34 +168,6 @@ def _is_usable(matcher: Matcher) -> bool:
     return True
 
 
-def load_library() -> None:
-    """Import llguidance, which takes a tenth of a second."""
-    import llguidance  # noqa: F401
-
-
-def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Matcher:
-    """Compile a form in this thread, however long that takes; ValueError that names the field.
-
-    Args:
-        vocabulary: llguidance's.
-        is_forced: whether text without alternatives comes in the tokenizer's own tokens.
-    """
-    from llguidance import LLMatcher, LLParserLimits
-
-    name = f"structured_output.{form.kind}"
-    try:
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        grammar = _grammar(form) if is_forced else _unforced(_grammar(form))
-        state = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    except Exception as error:  # its constructors promise none but for JSON that is none
-        raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
-    if state.is_error():
-        raise _refusal(name, state.get_error())
-    matcher = Matcher(state, name, -(-vocabulary.vocab_size // 32))
-    _try(matcher)
-    return matcher
-
-
 def schema_problem(name: str, schema: Any) -> ValueError | None:
     """What is wrong with a schema, of whatever vocabulary; None if nothing is found.
 
@@ -222,19 +183,11 @@ def check_form(form: StructuredOutput) -> None:
     """Raise ValueError for a form that cannot be compiled for any tokenizer; reads no vocabulary."""
     name = f"structured_output.{form.kind}"
     try:
-        problem = _problem(name, _grammar(form))
+        problem = _problem(name, grammar_text(form))
     except Exception as error:  # as in `_compile`
         raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
     if problem is not None:
         raise problem
-
-
-def grammar_problem(grammar: str) -> str | None:
-    """What llguidance says is wrong with a grammar, of whatever vocabulary, however long it takes to find out."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS, verbose_errors=False))
-    return message if message and not message.startswith("WARNING") else None
 
 
 def _problem(name: str, grammar: str) -> ValueError | None:
@@ -242,57 +195,4 @@ def _problem(name: str, grammar: str) -> ValueError | None:
         message = TRIALS.check(name, grammar)
     except ValueError as error:
         return error
-    return None if message is None else _refusal(name, message)
-
-
-def _grammar(form: StructuredOutput) -> str:
-    from llguidance import LLMatcher
-
-    if form.grammar is not None:
-        return str(LLMatcher.grammar_from_lark(ascii_lark(form.grammar)))
-    if form.regex is not None:
-        return str(LLMatcher.grammar_from_regex(ascii_regex(form.regex)))
-    if form.choice:
-        return str(LLMatcher.grammar_from_regex("|".join(map(_escaped, form.choice))))
-    schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
-    text = json.dumps(with_white_space(ascii_schema(schema)), ensure_ascii=False)
-    return str(LLMatcher.grammar_from_json_schema(text))
-
-
-def _unforced(grammar: str) -> str:
-    """The grammar, which allows every token that fits where its text is without alternatives."""
-    option = '%llguidance {"no_forcing": true}\n'
-    if not grammar.lstrip().startswith("{"):
-        return option + grammar
-    first, *others = json.loads(grammar)["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": f"{option}start: @form"}, first | {"name": "form"}, *others]})
-
-
-def _escaped(text: str) -> str:
-    """A regex of this very text."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
-
-
-def _try(matcher: Matcher) -> None:
-    """Take a first step with a new grammar, and leave what its masks need in it; ValueError if there is none."""
-    mask = np.zeros(matcher.num_words, np.int32)
-    try:
-        matcher.fill(mask)
-        tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(tokens):  # a grammar that is too wide shows it behind its first token
-            matcher.copy().consume(int(tokens[0]))
-    except GrammarError as error:
-        if "NoExtension" in str(error):
-            raise ValueError(f"{matcher.name} has no text that satisfies it; allow at least one.") from None
-        raise _refusal(matcher.name, str(error)) from None
-    if not len(tokens):
-        raise ValueError(f"{matcher.name} has no text that satisfies it; allow at least one.")
-
-
-def _refusal(name: str, message: str) -> ValueError:
-    keywords = message.partition("Unimplemented keys: ")[2]
-    if keywords:
-        return ValueError(
-            f"{name} has keywords that are not supported: {shortened(keywords)}. Leave them out, or say it otherwise."
-        )
-    return ValueError(f"{name} cannot be compiled: {shortened(message)}")
+    return None if message is None else refusal(name, message)

@@ -20,7 +20,7 @@ NICENESS = 10  # the engine's steps go first
 
 def main(descriptor: int, niceness: int = NICENESS) -> None:
     """Serve trials until the other end of this socket closes; each comes as a connection of its own."""
-    from nanovllm.requests.grammar.compiler import load_library
+    from nanovllm.requests.grammar.compilation import load_library
 
     os.nice(niceness)
     load_library()  # once, and not in each child
@@ -71,14 +71,14 @@ def _limit() -> None:
 
 
 def _check(grammar: str) -> str | None:
-    from nanovllm.requests.grammar.compiler import grammar_problem
+    from nanovllm.requests.grammar.compilation import grammar_problem
 
     return grammar_problem(grammar)
 
 
 def _compile(vocabularies: dict[int, Any], number: int, form: dict[str, Any], is_forced: bool) -> str | None:
     from nanovllm.core.structured_output import StructuredOutput
-    from nanovllm.requests.grammar.compiler import compile_form
+    from nanovllm.requests.grammar.compilation import compile_form
 
     try:
         compile_form(StructuredOutput(**form), vocabularies[number], is_forced)

@@ -37,7 +37,7 @@ class Trials:
 
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(MAX_TRIALS)
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.RLock()  # of what follows, and of the order in which messages are sent
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._owner = 0  # the process id that started it: a forked child starts another
@@ -98,18 +98,17 @@ class Trials:
 
     def _known(self, vocabulary: TrialVocabulary) -> int:
         """The number by which the process knows a vocabulary, which it is sent once."""
-        with self._lock:
+        with self._lock:  # until it is sent, since a trial behind it names the vocabulary
             self._start()
             number = self._sent.get(vocabulary)
-            if number is not None:
-                return number
-            number = self._num_sent = self._num_sent + 1
-            self._sent[vocabulary] = number
-        # A collection may run while the lock is held, so that numbers wait for the next vocabulary.
-        weakref.finalize(vocabulary, self._forgotten.append, number).atexit = False
-        self._send(("vocabulary", number, vocabulary.source)).close()
-        while self._forgotten:
-            self._send(("forget", self._forgotten.popleft())).close()
+            if number is None:
+                number = self._num_sent = self._num_sent + 1
+                self._send(("vocabulary", number, vocabulary.source)).close()
+                self._sent[vocabulary] = number
+                # A collection may run while the lock is held, so that numbers wait for the next vocabulary.
+                weakref.finalize(vocabulary, self._forgotten.append, number).atexit = False
+                while self._forgotten:
+                    self._send(("forget", self._forgotten.popleft())).close()
         return number
 
     def _send(self, message: Any) -> Connection[Any, Any]:
