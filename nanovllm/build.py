@@ -149,13 +149,14 @@ def build_rank(
 
 def run_worker(orders: int, lifeline: int) -> None:
     """The main function of another rank's process; see `Worker`."""
+    Worker(orders, lifeline).run(build_worker)
 
-    def build(start: Start, ranks: Ranks) -> RankRunner:
-        with import_index_kept():
-            loaded = loader.load_sharded(start.source, None, start.config, ranks)
-        return build_rank(loaded, start.config, ranks)
 
-    Worker(orders, lifeline).run(build)
+def build_worker(start: Start, ranks: Ranks) -> RankRunner:
+    """The model runner of another rank."""
+    with import_index_kept():
+        loaded = loader.load_sharded(start.source, None, start.config, ranks)
+    return build_rank(loaded, start.config, ranks)
 
 
 def resolve_options(

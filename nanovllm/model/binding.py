@@ -72,6 +72,7 @@ class ModelBinding:
     Attributes:
         layers: of attention, in the order of the forward pass.
         vocab_size: tokens that can be sampled: those with a row in the head and a row in the embedding.
+        has_base_model: whether the hidden states are computed by a submodule, and the head is outside of it.
         min_rows: of a step: 2 with compiled layers, since one row would be compiled as a special case.
         rope: rotary embeddings that would follow the batch; `pin_rope` chooses for a max_model_len, before any step.
         watch: detects changes of a live module; None for another.
@@ -109,6 +110,8 @@ class ModelBinding:
         else:
             self.vocab_size, self._unshared = with_weights_hidden(model, check)
         self._passes = ForwardPasses(model, self._patches, self.vocab_size)
+        with self._probing(StateProbe()):
+            self.has_base_model = self._passes.has_base_model(self.device)
         if ranks is not None and head is not None:
             self._split_logits(ranks, head)
         self.dtype = self.layers[0].dtype
@@ -126,14 +129,6 @@ class ModelBinding:
         with self._probing(StateProbe()):
             if split.computes_parts(self._passes, head, ranks, self.device):
                 self._passes, self.head_shards = split, head
-
-    # ---------------------------------------------------------------------------------------------------- facts
-
-    @property
-    def has_base_model(self) -> bool:
-        """Whether the hidden states are computed by a submodule, and the head is outside of it."""
-        base, head = self.model.base_model, self.model.get_output_embeddings()
-        return base is not self.model and all(module is not head for module in modules_of(base))
 
     # ------------------------------------------------------------------------------------------------ speed-ups
 

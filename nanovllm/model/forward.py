@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.model.direct_pass import DirectPass, Trial
+from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import ShardedHead
@@ -151,6 +152,26 @@ class ForwardPasses:
         no_tokens = self._no_token.expand(1, len(hidden_states))
         with self._base_model_as(lambda *args, **kwargs: output):
             return self.logits(no_tokens, no_tokens, 0)
+
+    def has_base_model(self, device: torch.device) -> bool:
+        """Whether a submodule computes the hidden states and the head is outside of it, tried on a token.
+
+        Some models call a part of the submodule past it (OPT).
+        """
+        base, head = self._model.base_model, self._model.get_output_embeddings()
+        if base is self._model or any(module is head for module in modules_of(base)):
+            return False
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise _BaseModelOutput(None)
+
+        position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        try:
+            with self._base_model_as(stop):
+                self.logits(position, position, 0)
+        except _BaseModelOutput:
+            return True
+        return False
 
     def splits_head(self, device: torch.device) -> bool:
         """Whether the parts give the logits of the whole, tried on a few tokens."""

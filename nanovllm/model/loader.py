@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nanovllm.core.config import EngineConfig
@@ -155,7 +156,11 @@ def check_shards(source: str, config: EngineConfig) -> None:
     options = _lookup_options(source, config, source)
     with _load_errors(f"the model {source!r}"), torch.device("meta"):
         model_config = gguf.config_of(source) if is_gguf(source) else AutoConfig.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        own_class = _part_of_another(model_config)
+        if own_class is None:
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        else:
+            model = own_class(model_config)
     plan_shards(model, config.tensor_parallel_size)
 
 
@@ -197,7 +202,8 @@ def _load_module(source: str, config: EngineConfig, device: torch.device, option
     check_limits(model_config.get_text_config(decoder=True), config)  # with the defaults of the config's class
     _refuse_quantised(model_config)
     with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
-        module, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        model_class = _part_of_another(model_config) or AutoModelForCausalLM
+        module, info = model_class.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
         missing = sorted(info["missing_keys"])
         raise ModelLoadError(
@@ -207,6 +213,16 @@ def _load_module(source: str, config: EngineConfig, device: torch.device, option
         with torch.inference_mode(False):
             quantise_model(module, config.quantization)
     return module
+
+
+def _part_of_another(config: Any) -> Any:
+    """The class of a model that is the text part of another one, saved by itself (Emu3); None for any other model.
+
+    The library's automatic class knows its config as a part alone.
+    """
+    model_class = getattr(transformers, _name_of(config), None)
+    is_own = getattr(model_class, "config_class", None) is type(config)
+    return model_class if is_own and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def _refuse_quantised(config: Any) -> None:

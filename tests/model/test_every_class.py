@@ -5,13 +5,13 @@ A release of `transformers` that adds a class adds its cases here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import torch
 
-from nanovllm import UnsupportedModelError
+from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from nanovllm.model.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, REFUSED
@@ -41,11 +41,30 @@ def assert_listed(row: str) -> None:
 
 def test_the_page_of_models_has_the_reasons_and_classes_of_the_tables():
     text = PAGE.read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.count("|") == 4 and line[2:3].isupper()]
+    rows = [line for line in text.splitlines() if line.count("|") == 5 and line[2:3].isupper()]
     served = {row.split(" | ")[0][2:]: row for row in rows}
     if VERSION in text:
         assert text == page(served), "run `python -m tests.support.models_page`"
         assert served.keys() == set(class_names()) - REFUSED.keys() - NOT_BUILT.keys()
+
+
+def assert_reports(llm: LLM, model: Any, prompt: list[int]) -> None:
+    """Log-probabilities of a prompt and its embedding are the model's own, or refused where the page says so."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    if not llm._engine.model_runner.binding.has_base_model:
+        for ask in (partial(llm.generate, sampling_params=params), llm.embed):
+            with pytest.raises(ValueError, match="has no base model apart from its head"):
+                ask([prompt], use_tqdm=False)
+        return
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (embedded,) = llm.embed([prompt], normalize=False, use_tqdm=False)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].float().log_softmax(-1)
+        states = model.base_model(ids).last_hidden_state[0]
+    found = [logprob[token].logprob for logprob, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.tensor(embedded.embedding), states[-1], rtol=1e-3, atol=1e-3)
 
 
 def assert_served_or_refused(class_name: str, case: Case, num_tokens: int) -> None:
@@ -65,6 +84,7 @@ def assert_served_or_refused(class_name: str, case: Case, num_tokens: int) -> No
     with llm:
         assert_listed(served_row(class_name, llm._engine.model_runner.binding))
         answers = engine_answers(llm, case, prompts, num_tokens)
+        assert_reports(llm, model, prompts[1])
         llm._engine.check_integrity()
     expected = own_answers(model, prompts, num_tokens)
     assert len({token for tokens in expected for token in tokens}) > 2, "its tokens do not depend on the prompts"
@@ -84,15 +104,8 @@ def test_a_class_is_served_with_its_own_tokens_in_every_case(class_name, case):
     assert_served_or_refused(class_name, case, 3 * NUM_TOKENS)
 
 
-def served_by_name() -> list[str]:
-    """Served classes that a folder's config leads to; a part of another model has a config of its own."""
-    served = set(class_names()) - REFUSED.keys() - NOT_BUILT.keys()
-    types = {name: getattr(transformers, name).config_class.model_type for name in served}
-    return sorted(name for name in served if types[name] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("class_name", served_by_name())
+@pytest.mark.parametrize("class_name", sorted(set(class_names()) - REFUSED.keys() - NOT_BUILT.keys()))
 def test_a_saved_model_of_the_class_is_served_with_its_own_tokens(class_name, tmp_path):
     """A model of the engine's own: its weights are packed for the C++ products, its experts too."""
     model = tiny_model_of(class_name)

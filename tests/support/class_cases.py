@@ -80,7 +80,7 @@ def own_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[l
     return found
 
 
-def open_case(model: Any | Path, case: Case) -> LLM:
+def open_case(model: Any | Path, case: Case, *, tensor_parallel_size: int = 1) -> LLM:
     """An engine of that case, over a module or a saved model's folder."""
     return LLM(
         model,
@@ -93,6 +93,7 @@ def open_case(model: Any | Path, case: Case) -> LLM:
         enable_prefix_caching=case.enable_prefix_caching,
         max_num_seqs=4,
         max_model_len=MAX_MODEL_LEN,
+        tensor_parallel_size=tensor_parallel_size,
     )
 
 

@@ -18,11 +18,11 @@ _REFUSED = {
         WhisperForCausalLM
     """,
     "own attention": """
-        BigBirdForCausalLM BloomForCausalLM CodeGenForCausalLM CpmAntForCausalLM FalconForCausalLM GPTJForCausalLM
-        GPTNeoForCausalLM GPTNeoXJapaneseForCausalLM GitForCausalLM MegatronBertForCausalLM MllamaForCausalLM
-        MptForCausalLM MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM OpenAIGPTLMHeadModel
-        ProphetNetForCausalLM ReformerModelWithLMHead RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM
-        TrOCRForCausalLM XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM xLSTMForCausalLM
+        BigBirdForCausalLM BloomForCausalLM CpmAntForCausalLM FalconForCausalLM GPTNeoForCausalLM
+        GPTNeoXJapaneseForCausalLM GitForCausalLM MegatronBertForCausalLM MllamaForCausalLM MptForCausalLM
+        MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM OpenAIGPTLMHeadModel ProphetNetForCausalLM
+        ReformerModelWithLMHead RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM TrOCRForCausalLM XGLMForCausalLM
+        XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM xLSTMForCausalLM
     """,
     "own mask": """
         BltForCausalLM DogeForCausalLM Gemma4UnifiedForConditionalGeneration
@@ -37,13 +37,13 @@ _REFUSED = {
     """,
     "recurrent state": """
         BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-        GraniteMoeHybridForCausalLM Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM
-        Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
-        Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM
-        Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
+        GraniteMoeHybridForCausalLM Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
+        KimiLinearForCausalLM LaraMiniForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM
+        NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+        Qwen4ExpForCausalLM RecurrentGemmaForCausalLM Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
     """,
     "repeated layers": """
-        DiffLlamaForCausalLM HrmTextForCausalLM
+        DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM
     """,
     "sparse attention": """
         AXK2ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM
@@ -54,6 +54,24 @@ _REFUSED = {
     """,
 }
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+
+# Served classes that ranks do not share, by reason; those without a plan in `transformers` are most of them.
+_ONE_RANK = {
+    "no plan": """
+        BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel DbrxForCausalLM
+        ElectraForCausalLM Emu3ForCausalLM ErnieForCausalLM FuyuForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+        GptOssForCausalLM HunYuanDenseV1ForCausalLM JetMoeForCausalLM ModernBertDecoderForCausalLM OPTForCausalLM
+        PersimmonForCausalLM RoCBertForCausalLM StableLmForCausalLM
+    """,
+    "part of the plan": """
+        AriaTextForCausalLM BeamForCausalLM DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM GraniteMoeSWAForCausalLM
+        GraniteSWAForCausalLM Llama4ForCausalLM LongcatFlashForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+    """,
+    "other results on ranks": """
+        Gemma3nForCausalLM
+    """,
+}
+ONE_RANK = {name: reason for reason, names in _ONE_RANK.items() for name in names.split()}
 
 # Classes whose tiny model cannot be built by itself.
 NOT_BUILT = {
