@@ -61,7 +61,7 @@ class ModelRunner:
         self._begin_report = partial(StepLogprobs, by_kernel=choice.uses_graphs, row_kernels=self._row_kernels)
         self.sampler = self._build_sampler()
         self._last_stream: torch.cuda.Stream | None = None
-        self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its index
+        self._in_flight: dict[Sequence, int] = {}  # what the last step launched samples, each with its last index
         binding.caches.allocate(*(n * config.block_size for n in pools.num_blocks), groups=pools.groups_of_layers())
         self._executor: DirectExecutor | GraphExecutor
         if choice.uses_graphs:

@@ -84,9 +84,9 @@ class Scheduler:
 
         for sequence, (before, start) in step.chunks.items():
             end = sequence.num_computed_tokens
-            samples = end == sequence.num_known_tokens
-            sequence.num_known_tokens += samples
-            entries.append(ScheduledSequence(sequence, start, end - start, samples, sequence.block_table, before))
+            num_samples = int(end == sequence.num_known_tokens)
+            sequence.num_known_tokens += num_samples
+            entries.append(ScheduledSequence(sequence, start, end - start, num_samples, sequence.block_table, before))
         if not entries:
             return None
         batch = ScheduledBatch(self._step_id, tuple(entries), num_decodes)
@@ -121,7 +121,7 @@ class Scheduler:
             sequence.placed_in_step = step_id
             if known % block_size == 0 and not is_in_flight:  # else `update` registers the block
                 manager.register(sequence, known // block_size - 1, known // block_size, step_id)
-            entries.append(ScheduledSequence(sequence, start, 1, True, table, start))
+            entries.append(ScheduledSequence(sequence, start, 1, 1, table, start))
         return prefills
 
     def _schedule_next_chunk(self, step: _Step, sequence: Sequence) -> None:
@@ -270,7 +270,10 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- outcome
 
     def update(self, batch: ScheduledBatch, token_ids: Iterable[int]) -> list[Sequence]:
-        """Take the tokens of `batch.sampling`, in order; returns the sequences that got a token or an error now."""
+        """Take the tokens of `batch.sampling`, in order; returns the sequences that got tokens or an error now.
+
+        A run ends with the first token that ends its sequence; the rest is dropped.
+        """
         if not self.in_flight or self.in_flight[0] is not batch:
             raise RuntimeError(f"step {batch.step_id} is not the oldest in flight")
         self.in_flight.popleft()
@@ -297,10 +300,18 @@ class Scheduler:
             elif len(known) >= sequence.max_num_tokens:
                 self.finish(sequence, "length")
             elif len(known) % block_size == 0 and sequence.num_computed_tokens >= len(known):
-                # A step in flight fills this block, whose last token is read only now.
+                # A step in flight, or this one's run, fills this block, whose last token is read only now.
                 index = len(known) // block_size - 1
-                manager.register(sequence, index, index + 1, self.in_flight[-1].step_id)
-        return advanced
+                manager.register(sequence, index, index + 1, (self.in_flight or [batch])[-1].step_id)
+        return self._end_runs(batch, advanced) if batch.draws_runs else advanced
+
+    def _end_runs(self, batch: ScheduledBatch, advanced: list[Sequence]) -> list[Sequence]:
+        """Drop what was reported behind the end of a run; returns each sequence once."""
+        self.block_manager.commit(batch.step_id)  # blocks that runs filled
+        for sequence in advanced:
+            if sequence.logprobs is not None:
+                del sequence.logprobs[sequence.num_output_tokens :]
+        return list(dict.fromkeys(advanced))
 
     def _end_without_token(self, sequence: Sequence, answer: int) -> None:
         if answer != EMBEDDED:
@@ -322,8 +333,8 @@ class Scheduler:
             undone = self.in_flight.pop()
             self.stats.num_failed_steps += has_failed
             self.block_manager.withdraw(undone.step_id)
-            for sequence, _, _, samples, table, num_computed_before in reversed(undone.entries):
-                sequence.num_known_tokens -= samples
+            for sequence, _, _, num_samples, table, num_computed_before in reversed(undone.entries):
+                sequence.num_known_tokens -= num_samples
                 if sequence.is_finished:
                     continue
                 affected[sequence] = None

@@ -43,7 +43,7 @@ def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], Non
         blocks = -(-end // block_size)
         sequence = Sequence(NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=end + 1)
         table = list(range(num_blocks, num_blocks + blocks))
-        entries.append(ScheduledSequence(sequence, start, count, True, table, start))
+        entries.append(ScheduledSequence(sequence, start, count, 1, table, start))
         num_blocks += blocks
     traits = LayerTraits(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
     kernels = load_kernels(torch.bfloat16, HEAD_DIM, HEADS // KV_HEADS)

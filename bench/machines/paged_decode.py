@@ -55,7 +55,7 @@ def entries_of(case: str) -> list[ScheduledSequence]:
     for table, context in decodes:
         sequence = Sequence(NewRequest("", [0] * context, SamplingParams()), arrival=0, max_model_len=context + 1)
         own_blocks = [numbers[block] for block in table]
-        entries.append(ScheduledSequence(sequence, context - 1, 1, True, own_blocks, context - 1))
+        entries.append(ScheduledSequence(sequence, context - 1, 1, 1, own_blocks, context - 1))
     return entries
 
 

@@ -40,7 +40,7 @@ def entries_of(step: str) -> list[ScheduledSequence]:
             num_pages = -(-len(tokens) // BLOCK_SIZE)
             table = list(range(next_block, next_block + num_pages))
             next_block += num_pages
-            entries.append(ScheduledSequence(sequence, start, num_new_tokens, True, table, start))
+            entries.append(ScheduledSequence(sequence, start, num_new_tokens, 1, table, start))
     assert next_block <= NUM_BLOCKS
     return entries
 

@@ -35,7 +35,7 @@ class ScheduledSequence(NamedTuple):
     sequence: Sequence
     start: int  # position of its first new token
     num_new_tokens: int
-    samples: bool  # True when its last known token is computed, so that the next one is drawn
+    num_samples: int  # tokens drawn from its last rows: 1 if its last known token is computed, 0 if not; a run: more
     block_table: list[int]  # the list at scheduling time: it may grow, but never changes what it held
     num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to
 
@@ -44,9 +44,12 @@ class ScheduledSequence(NamedTuple):
 class ScheduledBatch:
     """The sequences of one step, decodes first.
 
-    num_decodes: entries of sequences that lacked just one token when the step began; the others are chunks of prefills.
+    num_decodes: entries of sequences that lacked just one token when the step began; each draws one. The others are
+        chunks of prefills.
     prefills: these chunks.
-    sampling: the sequences that draw a token in this step, in batch order.
+    sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
+        At most max_num_seqs tokens in all, whose logits take memory.
+    draws_runs: whether some sequence draws more than one token.
     """
 
     step_id: int
@@ -54,15 +57,20 @@ class ScheduledBatch:
     num_decodes: int = 0
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
+    draws_runs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefills", self.entries[self.num_decodes :])
-        object.__setattr__(self, "sampling", [entry.sequence for entry in self.entries if entry.samples])
+        prefills = self.entries[self.num_decodes :]
+        sampling = [entry.sequence for entry in self.entries[: self.num_decodes]]
+        sampling += [entry.sequence for entry in prefills for _ in range(entry.num_samples)]
+        object.__setattr__(self, "prefills", prefills)
+        object.__setattr__(self, "sampling", sampling)
+        object.__setattr__(self, "draws_runs", any(entry.num_samples > 1 for entry in prefills))
 
     @property
     def draws_late(self) -> bool:
         """Whether a row is drawn only once the host has read a token in flight."""
-        return any(s.needs_host_tokens and s.num_in_flight_tokens > 1 for s in self.sampling)
+        return any(s.needs_host_tokens and s.num_in_flight_tokens > n for s, _, _, n, _, _ in self.entries if n)
 
     @property
     def num_tokens(self) -> int:

@@ -30,7 +30,8 @@ class BatchLayout:
     token_ids: [num_tokens] int64; -1 - i for the i-th token that the step before samples.
     positions: [num_tokens] int64, position of each row's token in its sequence.
     slot_mapping: [num_tokens] int64, cache slot that takes the row's K and V.
-    sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`.
+    sample_rows: [num_samples] int64, rows whose logits are wanted, in the order of `ScheduledBatch.sampling`: the last
+        `num_samples` rows of each entry.
     sampled_positions: [num_samples] int64, positions of the tokens drawn from them.
     blocks_to_clear: blocks that this step begins to fill but does not finish. Their unused slots must hold finite
         values, since a masked slot still enters the product as 0 * value.
@@ -76,13 +77,14 @@ def build_layout(
     """Lay out a step's entries; the only Python loops are over entries, never over tokens.
 
     Args:
-        in_flight: the sequences that the step before samples, each with its index; their tokens may not be known yet.
+        in_flight: the sequences that the step before samples, each with the index of its newest token, which may not be
+            known yet.
         longest_first: sort decodes by context, longest first, for backends that compute them side by side in order.
     """
     starts = np.fromiter((entry.start for entry in batch_entries), np.int64, len(batch_entries))
     counts = np.fromiter((entry.num_new_tokens for entry in batch_entries), np.int64, len(batch_entries))
-    samples = np.fromiter((entry.samples for entry in batch_entries), np.bool_, len(batch_entries))
-    sampled_positions = (starts + counts)[samples]
+    num_samples = np.fromiter((entry.num_samples for entry in batch_entries), np.int64, len(batch_entries))
+    sampled_positions = _up_to(starts + counts, num_samples)
     # Decodes first; chunks keep the order of the batch.
     order = np.lexsort((np.where(counts == 1, -starts if longest_first else 0, 0), counts > 1))
     entries = [batch_entries[index] for index in order.tolist()]
@@ -103,10 +105,18 @@ def build_layout(
         token_ids=_token_ids(entries, int(row_starts[-1]), in_flight or {}),
         positions=positions,
         slot_mapping=slot_mapping,
-        sample_rows=last_rows[samples],
+        sample_rows=_up_to(last_rows, num_samples),
         sampled_positions=sampled_positions,
         blocks_to_clear=blocks_to_clear,
     )
+
+
+def _up_to(lasts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each last number the `counts` numbers up to it."""
+    numbers = lasts.repeat(counts)
+    if len(numbers) > np.count_nonzero(counts):  # some count is above 1
+        numbers -= np.cumsum(counts).repeat(counts) - np.arange(1, len(numbers) + 1)
+    return numbers
 
 
 def map_slots(

@@ -121,7 +121,7 @@ class GraphExecutor:
             elif count:
                 self._run(self._head_graph(head), partial(self._head, head))
             if head.num_top is not None:
-                report.add_measured(sequences, self._extras.measured(head, count))
+                report.add_measured(range(count), self._extras.measured(head, count))
             if draws is None and count:
                 assert self._logits is not None
                 with torch.no_grad():

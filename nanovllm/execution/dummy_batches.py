@@ -32,7 +32,7 @@ def dummy_batch(binding: ModelBinding, config: EngineConfig, spans: Spans, *, ap
         blocks = [1] * -(-end // config.block_size)
         if apart:
             blocks[-1] += 1 + number
-        entries.append(ScheduledSequence(sequence, start, num_tokens, True, blocks, 0))
+        entries.append(ScheduledSequence(sequence, start, num_tokens, 1, blocks, 0))
     return ScheduledBatch(0, tuple(entries))
 
 

@@ -203,7 +203,7 @@ class StepLogprobs:
         self._measure = partial(Measured.from_logits, by_kernel=by_kernel, row_kernels=row_kernels)
         self.errors: dict[Sequence, str] = {}
         self._prompt_pieces: list[Measured] = []
-        self._sequences: list[Sequence] = []
+        self._rows: SequenceABC[int] = ()  # of the step's sampled rows, those measured
         self._sampled: Measured | PackedMeasured | None = None
 
     @property
@@ -229,15 +229,13 @@ class StepLogprobs:
         measured = self._measure(logits, token_ids, self.prompt.num_top)
         self._prompt_pieces.append(measured)
 
-    def add_sampled(self, sequences: SequenceABC[Sequence], logits: Tensor, token_ids: Tensor) -> None:
-        """Take the logits [num_rows, vocab_size] with which these sequences drew token_ids [num_rows]."""
-        self._sequences = list(sequences)
-        num_top = max(sequence.params.logprobs or 0 for sequence in sequences)
-        self._sampled = self._measure(logits, token_ids, num_top)
+    def add_sampled(self, rows: SequenceABC[int], num_top: int, logits: Tensor, token_ids: Tensor) -> None:
+        """Take the logits [num_rows, vocab_size] with which these of the step's rows drew token_ids [num_rows]."""
+        self._rows, self._sampled = rows, self._measure(logits, token_ids, num_top)
 
-    def add_measured(self, sequences: SequenceABC[Sequence], measured: PackedMeasured) -> None:
-        """Take what was measured when these sequences drew their tokens."""
-        self._sequences, self._sampled = list(sequences), measured
+    def add_measured(self, rows: SequenceABC[int], measured: PackedMeasured) -> None:
+        """Take what was measured when these of the step's rows drew their tokens."""
+        self._rows, self._sampled = rows, measured
 
     def to_host(self) -> StepLogprobs:
         """Send what was measured to the host; it is there with the step's tokens."""
@@ -260,10 +258,10 @@ class StepLogprobs:
             if not sequence.is_finished:
                 sequence.error = error
         if isinstance(self._sampled, Measured):
-            token_of = dict(zip(sequences, token_ids, strict=True))
-            reports = self._sampled.rows(sequence.params.logprobs or 0 for sequence in self._sequences)
-            for sequence, report in zip(self._sequences, reports, strict=True):
-                if sequence.logprobs is not None and not sequence.is_finished and token_of[sequence] >= 0:
+            reports = self._sampled.rows(sequences[row].params.logprobs or 0 for row in self._rows)
+            for row, report in zip(self._rows, reports, strict=True):
+                sequence = sequences[row]
+                if sequence.logprobs is not None and not sequence.is_finished and token_ids[row] >= 0:
                     sequence.logprobs.append(report)
         if self.prompt is not None:
             self._record_prompts(self.prompt)

@@ -89,7 +89,8 @@ class Sampler:
         token_ids = self._draw(logits, sequences, positions)
         mark_emptied(token_ids)
         if raw is not None:
-            report.add_sampled([sequences[row] for row in reported], raw, token_ids[to_device(reported, logits.device)])
+            num_top = max(sequences[row].params.logprobs or 0 for row in reported)
+            report.add_sampled(reported, num_top, raw, token_ids[to_device(reported, logits.device)])
         return token_ids
 
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:

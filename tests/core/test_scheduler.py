@@ -35,7 +35,7 @@ def test_a_prompt_that_fits_is_computed_in_one_step_and_samples():
     loop.add(prompt(10))
     batch = loop.launch()
     assert chunks(batch) == {"0": (0, 10)}
-    assert [entry.samples for entry in batch.entries] == [True]
+    assert [entry.num_samples for entry in batch.entries] == [1]
 
 
 def test_a_running_sequence_computes_its_newest_token_and_samples_the_next():
@@ -100,7 +100,7 @@ def test_a_chunk_samples_only_when_it_ends_the_known_tokens():
     loop = make_loop(max_num_batched_tokens=12)
     loop.add(prompt(20))
     first, second = loop.step(), loop.step()
-    assert [entry.samples for entry in first.entries + second.entries] == [False, True]
+    assert [entry.num_samples for entry in first.entries + second.entries] == [0, 1]
     assert second.sampling == loop.sequences
 
 

@@ -49,7 +49,7 @@ def random_entries(choice: random.Random, *, block_size: int, max_num_seqs: int,
         if waits:
             in_flight.append(sequence)
         table = [pages.pop() for _ in range(-(-end // block_size))]
-        entries.append(ScheduledSequence(sequence, start, count, waits or choice.random() < 0.8, table, start))
+        entries.append(ScheduledSequence(sequence, start, count, int(waits or choice.random() < 0.8), table, start))
     choice.shuffle(in_flight)
     return entries, {sequence: place for place, sequence in enumerate(in_flight)}
 
@@ -109,7 +109,7 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
 def test_padding_stays_moderate():
     buckets = Buckets(config_of(1024, 8192, 64))
     entry = ScheduledSequence(
-        Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, True, [1], 5
+        Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, 1, [1], 5
     )
     for count in range(1, 1025):
         shape = buckets.shape(build_layout([entry] * count, 64), 0)
@@ -117,7 +117,7 @@ def test_padding_stays_moderate():
     prompts = [
         ScheduledSequence(
             Sequence(NewRequest(str(n), [1] * 130, SamplingParams()), arrival=n, max_model_len=200),
-            0, 130, True, [1, 2, 3], 0,
+            0, 130, 1, [1, 2, 3], 0,
         )
         for n in range(60)
     ]  # fmt: skip
@@ -176,8 +176,8 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
         tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
         sequence = Sequence(NewRequest("r", tokens, SamplingParams()), arrival=0, max_model_len=10**6)
         starts = [context - 1] * min(num_decodes, 1) + [5] * (num_decodes - 1)
-        entries = [ScheduledSequence(sequence, start, 1, True, table, start) for start in starts]
-        entries += [ScheduledSequence(sequence, 0, length, True, table, 0)] * (length > 0)
+        entries = [ScheduledSequence(sequence, start, 1, 1, table, start) for start in starts]
+        entries += [ScheduledSequence(sequence, 0, length, 1, table, 0)] * (length > 0)
         layout = build_layout(entries, block_size)
         return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks))
 
@@ -236,7 +236,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             tiles = Tiles.from_layout(layout, block_size)
             shape = buckets.shape(layout, len(tiles.blocks))
             packing = StepPacking(shape, block_size, decodes)
-            sampling = [entry for entry in entries if entry.samples]
+            sampling = [entry for entry in entries if entry.num_samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
             draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
             packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
@@ -307,7 +307,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
         params = SamplingParams(prompt_logprobs=0 if asks else None)
         sequence = Sequence(NewRequest(str(number), tokens, params), arrival=number, max_model_len=10**6)
         sequence.token_ids.extend(range(start + count - num_prompt_tokens))
-        return ScheduledSequence(sequence, start, count, True, [10 * number + n for n in range(1, 9)], start)
+        return ScheduledSequence(sequence, start, count, 1, [10 * number + n for n in range(1, 9)], start)
 
     entries = [
         entry(0, 40, 32, 100, asks=True),  # a chunk in the middle of a prompt

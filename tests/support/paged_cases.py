@@ -91,7 +91,7 @@ class PagedCase:
             sequence = Sequence(
                 NewRequest(str(number), [0] * end, SamplingParams()), arrival=number, max_model_len=10_000
             )
-            self.entries.append(ScheduledSequence(sequence, start, count, True, table, start))
+            self.entries.append(ScheduledSequence(sequence, start, count, 1, table, start))
         self.caches = [cache.to(DEVICE) for cache in self.caches]
         if head_dim == value_dim:
             self.caches = torch.stack(self.caches)

@@ -190,7 +190,7 @@ class MockModel:
             poisoned |= request_id in non_finite
             if poisoned:
                 self._poison(batch, entry)
-            if entry.samples:
+            if entry.num_samples:
                 check(end == len(state.token_ids), f"{request_id} samples, but a known token is not computed")
                 token_id = NON_FINITE if poisoned else state.prefixes[-1] % VOCAB_SIZE
                 state.token_ids.append(token_id)
@@ -207,7 +207,7 @@ class MockModel:
             for position in range(entry.start, entry.start + entry.num_new_tokens):
                 for slots, slot in zip(self.slots, self._slots(batch, entry, position), strict=True):
                     slots[slot] = UNWRITTEN
-            if entry.samples:
+            if entry.num_samples:
                 state.token_ids.pop()
                 state.prefixes.pop()
 
@@ -226,12 +226,15 @@ class MockModel:
         check(0 < batch.num_tokens <= self.config.max_num_batched_tokens, f"{batch.num_tokens} tokens in a step")
         check(len(entries) <= self.config.max_num_seqs, f"{len(entries)} sequences in a step")
         check(len({id(entry.sequence) for entry in entries}) == len(entries), "a sequence is in a step twice")
-        check(batch.sampling == [entry.sequence for entry in entries if entry.samples], "sampling is out of order")
+        drawn = [entry.sequence for entry in entries for _ in range(entry.num_samples)]
+        check(batch.sampling == drawn, "sampling is out of order")
+        check(len(drawn) <= self.config.max_num_seqs, f"{len(drawn)} tokens are drawn in a step")
+        check(all(entry.num_samples == 1 for entry in entries[: batch.num_decodes]), "a decode does not draw one token")
         sizes = [entry.num_new_tokens for entry in entries]
         check(min(sizes) > 0, "an entry computes nothing")
         for entry in entries:
             end = entry.start + entry.num_new_tokens
-            check(entry.samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
+            check(entry.num_samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
             check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
             for group, table in zip(self.groups, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
                 check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")

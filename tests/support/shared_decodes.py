@@ -29,7 +29,7 @@ def decode_entries(tables: list[list[int]], contexts: list[int]) -> list[Schedul
     for number, (table, context) in enumerate(zip(tables, contexts, strict=True)):
         request = NewRequest(str(number), [0] * context, SamplingParams())
         sequence = Sequence(request, arrival=number, max_model_len=10**6)
-        entries.append(ScheduledSequence(sequence, context - 1, 1, True, table, context - 1))
+        entries.append(ScheduledSequence(sequence, context - 1, 1, 1, table, context - 1))
     return entries
 
 

@@ -54,11 +54,11 @@ class StepWork(NamedTuple):
         """
         num_decodes, num_tokens, num_pairs, num_samples = batch.num_decodes, batch.num_decodes, 0, batch.num_decodes
         num_single = num_decodes
-        for _, start, size, samples, _, _ in batch.prefills:
+        for _, start, size, num_drawn, _, _ in batch.prefills:
             num_tokens += size
             num_single += size == 1
             num_pairs += _num_pairs(groups, start, size)
-            num_samples += samples
+            num_samples += num_drawn
         decodes = batch.entries[:num_decodes]
         shared = context = 0
         if groups and not groups[0].is_full:

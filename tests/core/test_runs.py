@@ -1,0 +1,175 @@
+"""Steps in which a sequence draws a run of several tokens: layout, rows, outcome. Batches are built by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.core.batch import NON_FINITE, ScheduledBatch, ScheduledSequence
+from nanovllm.core.batch_layout import build_layout
+from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.scheduler import Scheduler
+from tests.support.llms import generate, open_llm
+from tests.support.scheduling import make_scheduler, make_sequence
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def entry(sequence: Sequence, start: int, count: int, num_samples: int) -> ScheduledSequence:
+    return ScheduledSequence(sequence, start, count, num_samples, [1, 2, 3, 4], start)
+
+
+def decoding(**params: object) -> tuple[Scheduler, Sequence]:
+    """A sequence whose prompt is computed, with one token drawn; blocks of 4 tokens."""
+    scheduler, sequence = make_scheduler(), make_sequence(PROMPT, **params)
+    scheduler.add(sequence)
+    scheduler.update(scheduler.schedule(), [1])
+    return scheduler, sequence
+
+
+def launch_run(scheduler: Scheduler, *sequences: Sequence, length: int = 3) -> ScheduledBatch:
+    """A step that computes `length` rows behind what each sequence has, all of which draw."""
+    entries = []
+    for sequence in sequences:
+        start, manager = sequence.num_computed_tokens, scheduler.block_manager
+        manager.allocate(sequence, manager.num_blocks_for(start + length) - len(sequence.block_table))
+        sequence.num_computed_tokens += length
+        sequence.num_known_tokens += length
+        entries.append(ScheduledSequence(sequence, start, length, length, sequence.block_table, start))
+    batch = ScheduledBatch(100 + scheduler.stats.num_steps, tuple(entries))
+    scheduler.in_flight.append(batch)
+    return batch
+
+
+# ----------------------------------------------------------------------------------------------------- batch and layout
+
+
+def test_a_sequence_is_sampled_as_often_as_it_draws():
+    one, run, chunk = (make_sequence(range(20), arrival=arrival) for arrival in range(3))
+    batch = ScheduledBatch(0, (entry(one, 4, 1, 1), entry(chunk, 0, 8, 0), entry(run, 6, 5, 3)), num_decodes=1)
+    assert batch.sampling == [one, run, run, run] and batch.draws_runs
+    assert not ScheduledBatch(0, batch.entries[:2], num_decodes=1).draws_runs
+
+
+def test_the_sampled_rows_are_the_last_ones_of_their_entries():
+    """Rows are sorted: decodes first, the longest of them first; samples keep the order of the batch."""
+    chunk, run, short, long = (make_sequence(range(16), arrival=arrival) for arrival in range(4))
+    entries = [entry(run, 2, 5, 3), entry(short, 3, 1, 1), entry(chunk, 0, 4, 0), entry(long, 15, 1, 1)]
+    layout = build_layout(entries, 4, longest_first=True)
+    assert [e.sequence for e in layout.entries] == [long, short, run, chunk]
+    assert layout.sample_rows.tolist() == [4, 5, 6, 1, 0]
+    assert layout.sampled_positions.tolist() == [5, 6, 7, 4, 16]
+    assert layout.positions[layout.sample_rows].tolist() == [4, 5, 6, 3, 15]
+
+
+def test_a_step_launched_behind_a_run_goes_on_with_its_last_token():
+    run, other = make_sequence(PROMPT), make_sequence(PROMPT, arrival=1)
+    in_flight = {sequence: place for place, sequence in enumerate([other, run, run, run])}
+    layout = build_layout([entry(other, 5, 1, 1), entry(run, 7, 1, 1)], 4, in_flight)
+    assert layout.token_ids.tolist() == [-1 - 0, -1 - 3]
+
+
+def test_a_row_waits_for_tokens_of_steps_before_and_not_for_those_of_its_own_run():
+    scheduler, sequence = decoding()
+    sequence.needs_host_tokens = True
+    assert not launch_run(scheduler, sequence).draws_late
+    assert launch_run(scheduler, sequence).draws_late
+
+
+# ------------------------------------------------------------------------------------------------------------- outcome
+
+
+def test_update_appends_a_run_and_returns_its_sequence_once():
+    scheduler, sequence = decoding()
+    other = make_sequence(PROMPT, arrival=1)
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(), [2, 1])
+    batch = launch_run(scheduler, sequence, other)
+    num_before = scheduler.stats.num_output_tokens
+    assert scheduler.update(batch, [3, 4, 5, 2, 3, 4]) == [sequence, other]
+    assert sequence.output_token_ids == [1, 2, 3, 4, 5] and other.output_token_ids == [1, 2, 3, 4]
+    assert scheduler.stats.num_output_tokens == num_before + 6
+    assert sequence.num_in_flight_tokens == other.num_in_flight_tokens == 0
+
+
+def test_a_block_that_a_run_fills_is_found_and_stays_so():
+    scheduler, sequence = decoding()
+    batch = launch_run(scheduler, sequence)
+    scheduler.update(batch, [2, 3, 4])
+    same = make_sequence([*PROMPT, 1, 2, 3, 4], arrival=1)
+    assert scheduler.block_manager.lookup(same) == sequence.block_table[:2]
+    scheduler.block_manager.withdraw(batch.step_id)  # nothing of a step that was read is undone
+    assert scheduler.block_manager.lookup(same) == sequence.block_table[:2]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "kept"),
+    [({"stop_token_ids": [7]}, "stop", [1, 7]), ({"max_tokens": 3}, "length", [1, 7, 8])],
+    ids=["stop token", "length"],
+)
+def test_a_run_ends_with_the_token_that_ends_its_sequence(params, reason, kept):
+    scheduler, sequence = decoding(**params)
+    assert scheduler.update(launch_run(scheduler, sequence), [7, 8, 9]) == [sequence]
+    assert (sequence.finish_reason, sequence.output_token_ids) == (reason, kept)
+    assert sequence.num_in_flight_tokens == 0
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks - 1
+
+
+def test_a_run_ends_with_a_row_that_is_not_finite():
+    scheduler, sequence = decoding(logprobs=0)
+    sequence.logprobs.extend([{1: "first"}, {2: "second"}, {4: "behind the end"}])
+    assert scheduler.update(launch_run(scheduler, sequence), [2, NON_FINITE, 4]) == [sequence]
+    assert (sequence.finish_reason, sequence.output_token_ids) == ("error", [1, 2])
+    assert "after 7 tokens are not finite" in sequence.error
+    assert sequence.logprobs == [{1: "first"}, {2: "second"}]
+
+
+def test_a_run_of_an_aborted_sequence_is_dropped_whole():
+    scheduler, sequence = decoding()
+    batch = launch_run(scheduler, sequence)
+    scheduler.finish(sequence, "abort")
+    assert scheduler.update(batch, [2, 3, 4]) == []
+    assert sequence.output_token_ids == [1] and sequence.num_in_flight_tokens == 0
+
+
+def test_a_run_that_is_undone_leaves_its_sequence_as_it_was():
+    scheduler, sequence = decoding()
+    table, num_free = list(sequence.block_table), scheduler.block_manager.num_free_blocks
+    assert scheduler.rollback(launch_run(scheduler, sequence)) == [sequence]
+    assert (sequence.num_computed_tokens, sequence.num_known_tokens) == (5, 6)
+    assert (sequence.block_table, scheduler.block_manager.num_free_blocks) == (table, num_free)
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("backend", ["cpp", "sdpa"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 0},
+    ],
+    ids=["greedy", "top-p", "logprobs", "penalties"],
+)
+def test_each_row_of_a_run_draws_the_token_that_follows_it(backend, params):
+    """What a request draws one by one, a step with its tokens before draws at once: each row by its own noise."""
+    params = SamplingParams(seed=3, max_tokens=5, ignore_eos=True, **params)
+    with open_llm(attention_backend=backend, enforce_eager=backend == "sdpa") as llm:
+        (expected,) = generate(llm, [PROMPT], params)
+        expected = expected.outputs[0]
+        sequence = Sequence(NewRequest("run", PROMPT, params), arrival=0, max_model_len=64, seed=3)
+        sequence.token_ids.extend(expected.token_ids[:4])
+        other = Sequence(NewRequest("other", [3, 4], params), arrival=1, max_model_len=64, seed=4)
+        entries = entry(other, 1, 1, 1), ScheduledSequence(sequence, 0, 9, 4, [5], 0)
+        step = llm._engine.model_runner.execute(ScheduledBatch(0, entries, num_decodes=1))
+        token_ids = step.result()
+        step.report.record([other, *[sequence] * 4], token_ids)
+    assert token_ids[1:] == expected.token_ids[1:]
+    if params.logprobs is not None:
+        for reported, one_by_one in zip(sequence.logprobs, expected.logprobs[1:], strict=True):
+            values = {token: entry.logprob for token, entry in one_by_one.items()}
+            assert {token: entry.logprob for token, entry in reported.items()} == pytest.approx(values, abs=1e-4)
+        assert len(other.logprobs) == 1
