@@ -16,7 +16,7 @@ before anyone reads it, exactly the tokens that its entry names behind exactly t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from nanovllm.core import block_hashes
 from nanovllm.core.batch import ScheduledSequence
@@ -49,6 +49,8 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
         self.observer: BlockObserver | None = None
+        # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
+        self.on_idle: Callable[[int, PrefixEntry], None] | None = None
         self.hash_seed = hash_seed
         # The books, which only this class changes; `block_checks` and the live view read them.
         self.ref_counts = [0] * num_blocks
@@ -239,8 +241,11 @@ class BlockManager:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_blocks[block] = None
-                if self.entry_of[block] is None:
+                entry = self.entry_of[block]
+                if entry is None:
                     self.free_blocks.move_to_end(block, last=False)  # nothing to lose: the next to be taken
+                elif self.on_idle is not None:
+                    self.on_idle(block, entry)
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 

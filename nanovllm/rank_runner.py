@@ -89,7 +89,7 @@ class RankRunner(ModelRunner):
         assert self._workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
-            self._workers.send("follow", StepOrder.from_step(layout, draws, report))
+            self._workers.send("follow", StepOrder.from_step(batch, layout, draws, report))
             return partial(self._draw_together, self._executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
             self._workers.fail(error)
@@ -107,7 +107,7 @@ class RankRunner(ModelRunner):
         if self.device.type == "cuda":
             self._follow_last_stream()
         self.sampler.step_draws = order.draws
-        batch = ScheduledBatch(0, tuple(order.layout.entries))
+        batch = ScheduledBatch(0, tuple(order.layout.entries), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
         self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
 

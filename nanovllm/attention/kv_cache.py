@@ -6,13 +6,15 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.attention.first_touch import FirstTouch
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.process.device import find_kernel, fresh_pages, use_huge_pages, use_small_pages
+from nanovllm.core.batch import Copy
+from nanovllm.process.device import find_kernel, fresh_pages, to_device, use_huge_pages, use_small_pages
 
 # At the start of each layer's K and of its V: memory that is taken by pages of 4 KiB.
 SMALL_PAGES_BYTES = 2 * 2**20
@@ -103,12 +105,25 @@ class KVCaches:
             if by_kernel and self._clear_kernel is not None:
                 self._clear_kernel(caches, blocks, block_size)
             else:
-                caches.view(len(caches), -1, block_size, *caches.shape[2:]).index_fill_(1, blocks, 0)
+                _in_blocks(caches, block_size).index_fill_(1, blocks, 0)
+
+    def copy_blocks(self, copies: Sequence[Copy], block_size: int) -> None:
+        """Copy K and V of blocks, as `ScheduledBatch.copies` says, on the current stream."""
+        for group in {copy.group for copy in copies}:
+            blocks = [(source, destination) for of_group, source, destination in copies if of_group == group]
+            sources, destinations = to_device(np.array(blocks, np.int64), self._device).unbind(1)
+            for caches in [_in_blocks(caches, block_size) for of_group, caches in self._together if of_group == group]:
+                caches.index_copy_(1, destinations, caches.index_select(1, sources))
 
     def release(self) -> None:
         self._first_touch.stop()
         self.of_layers = []
         self._together = []
+
+
+def _in_blocks(caches: Tensor, block_size: int) -> Tensor:
+    """Caches [n, num_slots, ...] as [n, num_blocks, block_size, ...]."""
+    return caches.view(len(caches), -1, block_size, *caches.shape[2:])
 
 
 def _use_huge_pages(pages: mmap.mmap, part_bytes: int) -> None:

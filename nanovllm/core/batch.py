@@ -40,12 +40,22 @@ class ScheduledSequence(NamedTuple):
     num_computed_before: int  # computed tokens before this step's prefix hits: where a failed step returns to
 
 
+class Copy(NamedTuple):
+    """A block to be copied within a cache group's pool: K and V of all its layers."""
+
+    group: int
+    source: int
+    destination: int
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The sequences of one step, decodes first.
 
     num_decodes: entries of sequences that lacked just one token when the step began; each draws one. The others are
         chunks of prefills.
+    copies: executed before the forward pass, which may write to their sources. All sources are read before any
+        destination is written; no block is a destination twice.
     prefills: these chunks.
     sampling: the sequence of each token drawn in this step, in batch order; one that draws a run comes once for each.
         At most max_num_seqs tokens in all, whose logits take memory.
@@ -55,6 +65,7 @@ class ScheduledBatch:
     step_id: int
     entries: tuple[ScheduledSequence, ...]
     num_decodes: int = 0
+    copies: tuple[Copy, ...] = ()
     prefills: tuple[ScheduledSequence, ...] = field(init=False)
     sampling: list[Sequence] = field(init=False)
     draws_runs: bool = field(init=False)

@@ -106,6 +106,8 @@ class GraphExecutor:
         is_whole = report.reads_rows or self._binding.has_hooks()
         if not is_whole and self._captures:
             shape = self._captured_shape(shape)
+        if batch.copies:
+            self._binding.caches.copy_blocks(batch.copies, self._block_size)
         self._upload(shape, layout, tiles, draws)
         if is_whole:
             report.shift_prompt_rows(shape.num_decodes - layout.num_decodes)

@@ -67,6 +67,8 @@ class DirectExecutor:
         slot_mapping = rows[2:] if self._kind_groups else rows[2]
         if self._sampled is not None and layout.token_ids.min() < 0:
             token_ids = with_sampled(token_ids, self._sampled)
+        if batch.copies:
+            binding.caches.copy_blocks(batch.copies, self._block_size)
         if self.backend.reads_whole_blocks:
             for group, of_group in enumerate(layouts):
                 # The blocks that this step begins and does not fill, and the null block after padding wrote to it.

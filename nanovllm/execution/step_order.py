@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nanovllm.core.batch import Copy, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.embeddings import EmbeddedRows
@@ -20,15 +21,18 @@ class StepOrder:
     """
 
     layout: BatchLayout
+    copies: tuple[Copy, ...]
     draws: DrawInputs | None
     prompt: PromptRows | None
     embedded: EmbeddedRows | None
 
     @classmethod
-    def from_step(cls, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs) -> StepOrder:
+    def from_step(
+        cls, batch: ScheduledBatch, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs
+    ) -> StepOrder:
         prompt, embedded = report.prompt, report.embedded
         return cls(
-            _without_sequences(layout), draws,
+            _without_sequences(layout), batch.copies, draws,
             None if prompt is None else replace(prompt, spans=[]),
             None if embedded is None else embedded.without_sequences(),
         )  # fmt: skip

@@ -68,6 +68,21 @@ def test_a_block_with_nothing_to_lose_is_taken_before_any_findable_one():
     assert manager.num_evictions == 0
 
 
+def test_a_findable_block_is_idle_when_its_last_reference_goes():
+    manager = make_manager(8)
+    idle: list[tuple[int, bytes]] = []
+    manager.on_idle = lambda block, entry: idle.append((block, entry.tokens))
+    first, second = (computed(manager, A + B + [9], arrival=arrival) for arrival in range(2))
+    held, names = first.block_table[:2], [first.block_tokens(index, SIZE) for index in range(2)]
+    assert second.block_table[:2] == held
+    release(manager, first)
+    assert idle == []
+    release(manager, second)  # its third block is not findable
+    assert idle == [(held[1], names[1]), (held[0], names[0])]
+    computed(manager, A + B + [9])  # claimed, and in use again
+    assert len(idle) == 2
+
+
 def test_a_hit_renews_the_age_of_a_block():
     manager = make_manager(2)
     first, second = computed(manager, A), computed(manager, B)

@@ -257,3 +257,19 @@ def test_what_rows_see_is_counted(group: CacheGroup):
     assert [group.num_seen(count) for count in range(1, 40)] == [seen(position) for position in range(39)]
     for start, count in ((0, 1), (0, 30), (3, 9), (20, 12)):
         assert group.num_pairs(start, count) == sum(seen(position) for position in range(start, start + count))
+
+
+def test_each_group_tells_of_the_findable_blocks_that_become_idle_in_its_own_pool():
+    """Behind the window those before the prompt's end: the others are forgotten."""
+    loop = make_loop(FULL, WINDOW)
+    idle: list[list[int]] = [[], []]
+    for group, manager in enumerate(loop.manager.managers):
+        manager.on_idle = lambda block, entry, group=group: idle[group].append(block)
+    sequence = loop.add(tokens(40), max_tokens=12)
+    loop.launch()
+    full, window = (list(table) for table in tables_of(sequence))
+    loop.read()
+    assert idle == [[], window[7:8]]  # the first of the three that go on from the prompt's last block but one
+    while not sequence.is_finished:
+        loop.step()
+    assert set(full) <= set(idle[0]) and set(window[7:]) <= set(idle[1])

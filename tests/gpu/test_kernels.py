@@ -13,7 +13,7 @@ from nanovllm.attention.flash import keep_compiled_kernels, missing_for_flash
 from nanovllm.attention.kv_cache import KVCaches
 from nanovllm.attention.kv_writes import write_states
 from nanovllm.attention.operator import AttentionStep, paged_attention, step_in_force
-from nanovllm.core.batch import NON_FINITE
+from nanovllm.core.batch import NON_FINITE, Copy
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.kernels.kv_writes import store_states
 from nanovllm.kernels.skinny_linear import linear, linear_and_add
@@ -150,6 +150,22 @@ def test_blocks_are_cleared_in_all_caches_and_no_others(shape, by_kernel):
     expected = torch.ones_like(sums)
     expected[:, blocks] = 0
     torch.testing.assert_close(sums, expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 64 * 40, 8, 128), (33, 64 * 1024, 8, 128)])  # 2^31 and more
+def test_blocks_are_copied_in_all_caches_and_no_others_change(shape):
+    caches = torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+    blocks, last = caches.view(shape[0], -1, 64 * 8 * 128), shape[1] // 64 - 1
+    for layer in range(shape[0]):
+        blocks[layer, 3], blocks[layer, last] = layer, -layer
+    pool = KVCaches([], torch.device("cuda"))
+    pool._together = [(0, caches)]
+    pool.copy_blocks((Copy(0, 3, last), Copy(0, last, 7)), 64)
+    expected = torch.ones(blocks.shape[:2], device="cuda")
+    of_layers = torch.arange(shape[0], device="cuda").float()
+    expected[:, 3], expected[:, last], expected[:, 7] = of_layers, of_layers, -of_layers
+    for number in (0, shape[0] - 1):
+        torch.testing.assert_close(blocks[number].float(), expected[number][:, None].expand(-1, blocks.shape[2]))
 
 
 def test_compiled_code_stores_states_without_a_copy_of_the_cache():
