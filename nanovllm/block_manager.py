@@ -48,6 +48,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
+        self.num_touched_blocks = 0  # handed out at least once: those never used come first, in order
         self.observer: BlockObserver | None = None
         # Called when a findable block's last reference goes: its content stays until it is evicted. May change no book.
         self.on_idle: Callable[[int, PrefixEntry], None] | None = None
@@ -218,6 +219,7 @@ class BlockManager:
         for _ in range(num_blocks):
             block, _ = self.free_blocks.popitem(last=False)
             self.ref_counts[block] = 1
+            self.num_touched_blocks = max(self.num_touched_blocks, block)
             if (entry := self.entry_of[block]) is not None:
                 self._forget_block(block, entry)
                 self.num_evictions += 1

@@ -14,11 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from sortedcontainers import SortedList
 
 from nanovllm.cache.block_checks import check_blocks
+from nanovllm.cache.cache_groups import pools_of
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError, EngineDeadError, ForkedChildError, QueueFullError, StepError
@@ -305,7 +307,12 @@ class Engine:
     def stats(self) -> EngineStats:
         if os.getpid() != self._process_id:
             raise ForkedChildError("Engine", self._process_id)
-        return self.observers.stats(self.scheduler)
+        pools, caches = pools_of(self.block_manager), self.model_runner.binding.caches
+        return replace(
+            self.observers.stats(self.scheduler),
+            kv_touched_bytes=caches.touched_bytes([pool.num_touched_blocks / (pool.num_blocks - 1) for pool in pools]),
+            kv_findable_bytes=caches.bytes_of([pool.num_findable_blocks / (pool.num_blocks - 1) for pool in pools]),
+        )
 
     def check_integrity(self) -> None:
         """Verify the block manager's invariants against every live sequence; RuntimeError names a broken one."""

@@ -35,6 +35,7 @@ class FirstTouch:
         """Args: caches: [n, ...] each, contiguous and mapped by themselves; `n` parts that fill alike."""
         self._caches = list(caches)
         self._pieces = _pieces(self._caches)
+        self.num_bytes = 0  # taken so far
 
     def take_next(self) -> bool:
         """Take one piece; False if none is left, the system has no way to, or memory is short."""
@@ -47,7 +48,9 @@ class FirstTouch:
         if error:
             logger.debug("the KV cache's memory is taken by the steps that use it: madvise failed with error %d", error)
             self.stop()
-        return not error
+            return False
+        self.num_bytes += piece[1]
+        return True
 
     def stop(self) -> None:
         """Forget what is left."""

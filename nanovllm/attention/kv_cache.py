@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class KVCaches:
         self._device = device
         self._clear_kernel = find_kernel("kv_writes", "clear_blocks") if device.type == "cuda" else None
         self._together: list[tuple[int, Tensor]] = []  # group, and an allocation of one or more layers' caches
+        self._group_bytes: Counter[int] = Counter()
         self._first_touch = FirstTouch([])
         self.of_layers: list[LayerCache] = []
 
@@ -54,6 +56,7 @@ class KVCaches:
             shape = traits.num_kv_heads, traits.head_dim, traits.value_dim
             by_shape.setdefault((0 if groups is None else groups[index], *shape), []).append(index)
         self._together = []
+        self._group_bytes.clear()
         found: dict[int, LayerCache] = {}
         for (group, num_heads, head_dim, value_dim), indices in by_shape.items():
             # On a CPU one by one, since pages of the system's memory are cleared where they are used.
@@ -67,6 +70,8 @@ class KVCaches:
                     both = [self._zeros(*sizes, width) for width in (head_dim, value_dim)]
                     found.update(zip(part, zip(*both, strict=True), strict=True))
                     self._together += [(group, caches) for caches in both]
+        for group, caches in self._together:
+            self._group_bytes[group] += caches.nbytes
         self.of_layers = [found[layer.traits.shares_of(index)] for index, layer in enumerate(self._layers)]
         if self._device.type == "cpu":
             self._first_touch = FirstTouch([caches for _, caches in self._together])
@@ -81,6 +86,16 @@ class KVCaches:
             pages = fresh_pages(math.prod(shape) * dtype.itemsize)
             _use_huge_pages(pages, len(pages) // shape[0])
             return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def bytes_of(self, shares: Sequence[float]) -> int:
+        """Bytes of a share, 0 to 1, of each cache group's blocks."""
+        return sum(round(num_bytes * shares[group]) for group, num_bytes in self._group_bytes.items())
+
+    def touched_bytes(self, shares: Sequence[float]) -> int:
+        """Memory that the caches take, where `shares` of the blocks were handed out: on a GPU all of it."""
+        if self._device.type != "cpu":
+            return self.bytes_of([1.0] * len(shares))
+        return max(self.bytes_of(shares), self._first_touch.num_bytes)
 
     def take_memory(self) -> None:
         """Take a CPU's memory now, by writing zeros, instead of in the steps that first write to a block.
@@ -119,6 +134,7 @@ class KVCaches:
         self._first_touch.stop()
         self.of_layers = []
         self._together = []
+        self._group_bytes.clear()
 
 
 def _in_blocks(caches: Tensor, block_size: int) -> Tensor:

@@ -43,6 +43,11 @@ def known_prefixes(manager: BlockManager) -> dict[bytes, PrefixEntry] | dict[byt
     return manager.entries
 
 
+def pools_of(manager: BlockManager) -> list[BlockManager]:
+    """The pool of each cache group."""
+    return [*manager.managers] if isinstance(manager, CacheGroups) else [manager]
+
+
 def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
     """The pools of a manager of cache groups; empty for another."""
     return tuple(

@@ -246,6 +246,8 @@ class EngineStats:
     recent_budget_use: scheduled tokens / max_num_batched_tokens over the last 1,000 steps; None without steps.
     hook_error: error of an observer (`on_step`, the trace) that was dropped because it raised.
     cache_groups: the pool of each cache group, where some layers have a window or chunked attention; else empty.
+    kv_touched_bytes: memory that the KV cache takes: on a CPU its blocks that were used or touched while idle.
+    kv_findable_bytes: of blocks that hold a findable prefix, in use or free.
     """
 
     num_running: int
@@ -266,6 +268,8 @@ class EngineStats:
     recent_budget_use: float | None
     hook_error: str | None
     cache_groups: tuple[CacheGroupStats, ...] = ()
+    kv_touched_bytes: int = 0
+    kv_findable_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ COUNTERS = (
     "prefix_cache_queries", "prefix_cache_hits", "prefix_cache_evictions", "num_preemptions", "num_steps",
     "num_failed_steps", "num_scheduled_tokens", "num_output_tokens",
 )  # fmt: skip
-BLOCKS = ("num_blocks", "num_used_blocks", "num_free_blocks", "num_findable_blocks")
+BLOCKS = (
+    "num_blocks", "num_used_blocks", "num_free_blocks", "num_findable_blocks", "kv_touched_bytes", "kv_findable_bytes",
+)  # fmt: skip
 
 
 class PoolStats:

@@ -53,6 +53,8 @@ class EngineFigures(Collector):
             "num_requests_waiting": ("Waiting samples.", stats.num_waiting),
             "engine_step_age_seconds": ("Seconds since the last step ended, while there is work.", self.heartbeat.age),
             "engine_stalled": ("1 if engine_step_age_seconds is above stall_timeout.", int(self.is_stalled)),
+            "kv_cache_touched_bytes": ("Memory that the KV cache takes.", stats.kv_touched_bytes),
+            "kv_cache_findable_bytes": ("KV memory of findable prefixes.", stats.kv_findable_bytes),
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1; of the fullest pool.", usage),
         }
         for name, (text, value) in gauges.items():

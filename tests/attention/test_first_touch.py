@@ -198,6 +198,27 @@ def test_an_llm_told_to_leave_untouched_memory_alone_takes_what_its_steps_write(
         assert untouched < resident_bytes(caches) < sum(cache.nbytes for cache in caches) // 2
 
 
+def test_statistics_tell_memory_that_was_touched_from_memory_that_can_be_hit():
+    """On other prompts than before, blocks that were never used come first: touched memory grows, and stays."""
+    with open_llm(kv_cache_touch="none", enable_prefix_caching=True, **BLOCKS) as llm:
+        caches = llm._engine.model_runner.binding.caches.of_layers
+        block_bytes = sum(cache.nbytes for cache in caches) / BLOCKS["num_kv_blocks"]
+        assert llm.stats().kv_touched_bytes == llm.stats().kv_findable_bytes == 0
+        taken = []
+        for first in (5, 6):
+            llm.generate([[first] * 40], GREEDY, use_tqdm=False)
+            stats = llm.stats()
+            taken.append(stats.kv_touched_bytes)
+            assert abs(stats.kv_findable_bytes - stats.num_findable_blocks * block_bytes) <= block_bytes
+            assert 0 < stats.kv_findable_bytes <= stats.kv_touched_bytes + block_bytes
+        assert 0 < taken[0] < taken[1] <= sum(cache.nbytes for cache in caches)
+        llm.reset_prefix_cache()
+        assert (llm.stats().kv_touched_bytes, llm.stats().kv_findable_bytes) == (taken[1], 0)
+    with open_llm(**BLOCKS) as llm:
+        caches = llm._engine.model_runner.binding.caches.of_layers
+        until(lambda: llm.stats().kv_touched_bytes == sum(cache.nbytes for cache in caches))  # touched while idle
+
+
 def test_closing_ends_the_thread_of_an_llm(monkeypatch):
     monkeypatch.setattr("nanovllm.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before, taken = idle_threads(), []
