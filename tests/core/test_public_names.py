@@ -1,4 +1,4 @@
-"""What other projects import: the names that the package exports, and the paths that the changelog promises."""
+"""What other projects import: the names that the package exports, and the paths that the page on upgrading promises."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import nanovllm
 
 ROOT = Path(__file__).parents[2]
-# Rows of the changelog's table of paths: | `from ... import ...` | `from ... import ...` |
-MOVED = re.findall(r"\| `(from nanovllm[^`]+)` \| `(from nanovllm[^`]+)` \|", (ROOT / "CHANGELOG.md").read_text())
+PAGE = ROOT / "docs" / "guide" / "upgrading.md"
+# Rows of its table of paths: | `from ... import ...` | `from ... import ...` |
+MOVED = re.findall(r"\| `(from nanovllm[^`]+)` \| `(from nanovllm[^`]+)` \|", PAGE.read_text())
 
 
 def test_the_reference_shows_every_public_name_and_no_other():
@@ -24,16 +25,16 @@ def test_every_public_name_is_there():
         assert getattr(nanovllm, name) is not None
 
 
-def test_the_changelog_has_a_table_of_moved_paths():
+def test_the_page_on_upgrading_has_a_table_of_moved_paths():
     assert MOVED
 
 
 @pytest.mark.parametrize("statement", [now for _, now in MOVED])
-def test_a_path_that_the_changelog_promises_imports(statement: str):
+def test_a_path_that_the_page_promises_imports(statement: str):
     exec(statement, {})
 
 
 @pytest.mark.parametrize("statement", [before for before, _ in MOVED])
-def test_a_path_that_the_changelog_calls_gone_is_gone(statement: str):
+def test_a_path_that_the_page_calls_gone_is_gone(statement: str):
     with pytest.raises(ModuleNotFoundError):
         exec(statement, {})
