@@ -5,6 +5,7 @@ A run of the whole suite takes a process a core; `-n 0` keeps it in one.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -53,6 +54,16 @@ def threads_stay():
     if before is not None and after != before:
         sys.modules["torch"].set_num_threads(before)
         pytest.fail(f"PyTorch computed with {before} threads before this test, and with {after} after it")
+
+
+@pytest.fixture(autouse=True)
+def collector_goes_through_everything():
+    """A server that ran in this process has frozen what was loaded: for later tests it is thawed."""
+    yield
+    module = sys.modules.get("nanovllm.process.gc_control")
+    if module is not None and module.OldObjectsFrozen._is_for_good:
+        module.OldObjectsFrozen._is_for_good = False
+        gc.unfreeze()
 
 
 def _num_threads():

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from nanovllm import LLM, EngineDeadError, SamplingParams
@@ -351,6 +352,8 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
     """The hub's `main` moves between two starts."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))  # read once, by this process
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     old, new = "0" * 40, "1" * 40
     main = tmp_path / "models--own--tiny" / "refs" / "main"
     main.parent.mkdir(parents=True)

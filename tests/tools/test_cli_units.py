@@ -37,7 +37,7 @@ def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
     file.write_text('kv-cache-memory-bytes = "64MiB"\nmax_queue = 7\nmax_body_bytes = "1MB"\n')
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     assert main(["serve", "--config", str(file), "--max-model-len", "4k"]) == 0
-    ((model, _, settings, engine),) = seen
+    ((model, _, settings, engine, _),) = seen
     assert engine == {"kv_cache_memory_bytes": 64 * 2**20, "max_queue": 7, "max_model_len": 4000}
     assert settings.max_body_bytes == 10**6
     assert model == "smollm2-135m-instruct"

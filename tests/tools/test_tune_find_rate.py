@@ -98,7 +98,7 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     monkeypatch.setattr("nanovllm.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     file = tmp_path / "t" / "serve.toml"
     assert main(["serve", "--config", str(file), "--port", "9"]) == 0
-    ((model, _, settings, engine),) = calls
+    ((model, _, settings, engine, _),) = calls
     assert (model, settings.port, engine["max_model_len"], engine["seed"]) == ("m", 9, 256, 7)
     assert engine["max_num_batched_tokens"] == best["max_num_batched_tokens"]
     assert engine["kv_events"] == "tcp://*:5557"
