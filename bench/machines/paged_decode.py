@@ -22,16 +22,16 @@ from gpu_timing import replayed_micros  # beside this file
 from torch import Tensor
 
 from nanovllm.attention.flex_decodes import FlexDecodes
-from nanovllm.attention.flex_gpu import StepTables
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.graph_inputs import StepPacking, tables_of
+from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
 
 BLOCK_SIZE, CACHE_BYTES = 64, 160e6  # what all layers read together, at least: more than the GPU's cache holds
@@ -78,10 +78,10 @@ class Case:
 
     def step(self, prefixes: SharedPrefixes | None = None) -> StepTables:
         shape = GraphShape(self.rows, self.rows, 0)
-        packing = StepPacking(shape, BLOCK_SIZE, self.rows)
+        packing = StepPacking(shape, self.rows, (SampleInputs(), RowInputs(), TableInputs(BLOCK_SIZE)))
         packed = np.empty(packing.num_words + int(self.layout.table_lengths.sum()), np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, BLOCK_SIZE, prefixes), None, packed)
-        return tables_of(packing.views(torch.from_numpy(packed).to(CUDA)), shape)
+        return StepTables.from_inputs(packing.views(torch.from_numpy(packed).to(CUDA)))
 
     def micros(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
         """Of a layer, the median of some replays."""

@@ -23,6 +23,7 @@ from nanovllm.attention.flex_chunks import FlexChunks
 from nanovllm.attention.flex_decodes import FlexDecodes
 from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.layer_traits import LayerTraits
@@ -51,6 +52,7 @@ class GpuFlexAttention:
         device: torch.device,
     ) -> None:
         self.block_size = options.block_size
+        self.inputs = TableInputs(options.block_size)  # of a packed step, which `fill` reads
         self._kernel: Any = options.decode_kernel(max_decodes, device)
         self._flex: FlexDecodes | None = None
         self._sharing: SharingRule | None = None
@@ -88,12 +90,15 @@ class GpuFlexAttention:
         """Whether decodes read blocks together that their tables begin with."""
         return self._sharing is not None
 
-    def fill(self, step: StepTables, *, shares: bool = True) -> GpuFlexPlan:
+    def fill(self, inputs: Any, group: int | None = None, *, shares: bool = True) -> GpuFlexPlan:
         """Fill the block masks' tables on the device; they are overwritten by the next step's.
 
         Args:
+            inputs: of the packed step, by name, on the device.
+            group: whose block tables, of several cache groups.
             shares: whether `plan` was asked which decodes read blocks together.
         """
+        step = StepTables.from_inputs(inputs, group)
         if len(step.decode_blocks):
             decodes = step.tables, step.decode_tables, step.decode_blocks, step.decode_positions
             if self._flex is None:
@@ -123,44 +128,6 @@ class GpuFlexAttention:
     ) -> Tensor:
         """query [num_tiles * block_size, num_heads, head_dim]."""
         return self._chunks.attend(query, keys, values, scaling, sinks)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTables:
-    """The inputs of a step's block masks, int32 on the device unless said otherwise.
-
-    tables: the block tables of the step's sequences, concatenated; of every cache group.
-    decode_tables: [num_decodes], start of each one's block table.
-    decode_blocks: [num_decodes], blocks that it sees; 0 for padding.
-    decode_positions: [num_decodes] int64, of its token.
-    shared_blocks: [num_decodes], blocks at the head of its table that its bundle reads for it.
-    members: [num_decodes], decodes of such bundles, bundle by bundle.
-    shared_bundles: [num_decodes // 2, 4], of each bundle the index of its first member, number of members, number of
-        blocks, start of its block table; 0 for padding.
-    tile_tables: [num_tiles], start of the block table of each one's sequence.
-    tile_blocks: [num_tiles], which of the sequence's blocks it is.
-    tile_is_used: [num_tiles], 1, or 0 for padding.
-    tile_rows: [num_tiles * block_size], the row of the flat batch in each row of the tiles.
-    chunk_rows: [num_chunk_rows], the row of the tiles of each row of the flat batch behind the decodes.
-    """
-
-    tables: Tensor
-    decode_tables: Tensor
-    decode_blocks: Tensor
-    decode_positions: Tensor
-    shared_blocks: Tensor
-    members: Tensor
-    shared_bundles: Tensor
-    tile_tables: Tensor
-    tile_blocks: Tensor
-    tile_is_used: Tensor
-    tile_rows: Tensor
-    chunk_rows: Tensor
-
-    @property
-    def sharing(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which decodes read blocks together."""
-        return self.shared_blocks, self.members, self.shared_bundles
 
 
 @dataclass(frozen=True, slots=True)

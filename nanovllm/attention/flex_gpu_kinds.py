@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.attention.flex_gpu import GpuFlexAttention, GpuFlexPlan, StepTables
+from nanovllm.attention.flex_gpu import GpuFlexAttention, GpuFlexPlan
 from nanovllm.attention.flex_gpu_options import KernelOptions
 from nanovllm.attention.operator import AttentionLayer
+from nanovllm.attention.step_tables import TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch_layout import BatchLayout
@@ -25,25 +27,27 @@ class GpuFlexKinds:
     """A `GpuFlexAttention` for each kind of layers, where there are several.
 
     Args:
-        groups: the cache group of each.
+        groups: the cache group of each; empty where one group holds all layers.
     """
 
     def __init__(self, backends: Sequence[GpuFlexAttention], groups: Sequence[int]) -> None:
-        self.backends, self.groups = tuple(backends), tuple(groups)
+        self.backends = tuple(backends)
+        self.groups: tuple[int | None, ...] = tuple(groups) or (None,) * len(backends)
+        self.inputs = TableInputs(backends[0].block_size, 1 + max(groups) if groups else 0)
         self.compiles_each_size = any(backend.compiles_each_size for backend in backends)
         # Beginnings of block tables are those of the first group. Only one kind's decodes read them together, since how
         # many do depends on its heads.
-        of_first = (backend for backend, group in zip(backends, groups, strict=True) if not group)
+        of_first = (backend for backend, group in zip(backends, self.groups, strict=True) if not group)
         self._sharing = next((backend for backend in of_first if backend.shares), self.backends[0])
 
     def plan(self, layout: BatchLayout) -> Tiles:
         """As of `GpuFlexAttention`; the tiles are the same for all kinds."""
         return self._sharing.plan(layout)
 
-    def fill(self, of_groups: Sequence[StepTables]) -> GpuKindsPlan:
-        """Args: of_groups: the inputs of the step's block masks in each cache group."""
+    def fill(self, inputs: Any) -> GpuKindsPlan:
+        """As of `GpuFlexAttention`."""
         return GpuKindsPlan([
-            backend.fill(of_groups[group], shares=backend is self._sharing)
+            backend.fill(inputs, group, shares=backend is self._sharing)
             for backend, group in zip(self.backends, self.groups, strict=True)
         ])  # fmt: skip
 
@@ -107,4 +111,4 @@ def build_gpu_attention(
         )
         for layer, group in zip(firsts, groups or [0] * len(firsts), strict=True)
     ]
-    return backends[0] if len(backends) == 1 else GpuFlexKinds(backends, groups or [0] * len(backends))
+    return backends[0] if len(backends) == 1 else GpuFlexKinds(backends, groups)

@@ -16,9 +16,10 @@ import torch
 
 from nanovllm.attention.flex_gpu_kinds import layers_by_kind
 from nanovllm.attention.flex_gpu_options import KernelOptions
+from nanovllm.attention.step_tables import TableInputs
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
-from nanovllm.execution.graph_inputs import StepInputs, StepPacking
+from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.merged_linears import kernel_calls
 from nanovllm.model.rotary_attention import rotary_calls
@@ -37,7 +38,8 @@ def compile_ahead(binding: ModelBinding, config: EngineConfig) -> None:
     """
     assert config.block_size is not None and config.max_num_seqs is not None
     shape = GraphShape(MIN_ROWS, MIN_ROWS, 0)
-    packing = StepPacking(shape, config.block_size, MIN_ROWS)
+    features = SampleInputs(), RowInputs(), TableInputs(config.block_size)
+    packing = StepPacking(shape, MIN_ROWS, features)
     with torch.inference_mode(False):  # tensors made in a caller's inference mode could be written to only there
         inputs = packing.views(torch.zeros(packing.num_words + MIN_ROWS, dtype=torch.int32, device=binding.device))
         calls = [
@@ -58,9 +60,7 @@ def _start_compiler() -> None:
     AsyncCompile.use_process_pool()
 
 
-def _decode_calls(
-    binding: ModelBinding, block_size: int, max_decodes: int, inputs: StepInputs
-) -> list[Callable[[], Any]]:
+def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inputs: Any) -> list[Callable[[], Any]]:
     """Attention of a few decodes, of whose outputs a kernel of its own merges the parts, and of many."""
     device = binding.device
     calls: list[Callable[[], Any]] = []
@@ -89,7 +89,7 @@ def _layer_calls(binding: ModelBinding, num_rows: int, block_size: int) -> list[
     return calls
 
 
-def _draw_calls(binding: ModelBinding, inputs: StepInputs) -> list[Callable[[], Any]]:
+def _draw_calls(binding: ModelBinding, inputs: Any) -> list[Callable[[], Any]]:
     logits = torch.zeros(MIN_ROWS, binding.vocab_size, dtype=binding.dtype, device=binding.device)
     kinds: list[dict[str, Any]] = [{}]
     if (token_masks := find_kernel("bit_masks", "TokenMasks")) is not None:
@@ -97,7 +97,7 @@ def _draw_calls(binding: ModelBinding, inputs: StepInputs) -> list[Callable[[], 
         kinds.append({"masks": token_masks(words.new_zeros(MIN_ROWS), words)})
     draw = Sampler(compiles=True).draw
     return [
-        partial(draw, logits, inputs.draws, has_filters=has_filters, **kind)
+        partial(draw, logits, draw_tensors(inputs), has_filters=has_filters, **kind)
         for has_filters, kind in itertools.product((False, True), kinds)
     ]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.attention.flex_gpu_kinds import GpuFlexKinds, build_gpu_attention, kind_groups
+from nanovllm.attention.flex_gpu_kinds import build_gpu_attention, kind_groups
 from nanovllm.attention.kv_writes import use_write_kernel
-from nanovllm.attention.operator import AttentionPlan, AttentionStep
+from nanovllm.attention.operator import AttentionStep
 from nanovllm.attention.tiles import Tiles
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import ScheduledBatch
@@ -29,13 +29,13 @@ from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
-from nanovllm.execution.graph_inputs import StepPacking, tables_of, with_sampled
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
 from nanovllm.execution.rank_sampler import RankExtras, RankSampler
+from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import to_device
-from nanovllm.sampling.draw import DrawInputs, DrawTensors
+from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
 from nanovllm.sampling.sampler import Sampler
@@ -53,11 +53,10 @@ class GraphExecutor:
     """
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, sampler: Sampler, pools: CachePools) -> None:
-        block_size = config.block_size
         use_write_kernel()
         self._binding = binding
         self._sampler = sampler
-        self._block_size = block_size
+        self._block_size = config.block_size
         self._captures = config.cuda_graphs
         self._buckets = Buckets(config)
         max_blocks = -(-config.max_model_len // config.block_size)
@@ -67,8 +66,8 @@ class GraphExecutor:
         )  # fmt: skip
         self._with_sampled = torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
-        kinds = kind_groups(binding.layers, pools)
-        self._packing = cache(lambda shape: StepPacking(shape, block_size, max_samples, kinds))
+        features = SampleInputs(), RowInputs(kind_groups(binding.layers, pools)), self.backend.inputs
+        self._packing = cache(lambda shape: StepPacking(shape, max_samples, features))
         largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):
             num_words = largest.num_words + len(pools.groups) * config.max_num_seqs * max_blocks
@@ -166,11 +165,7 @@ class GraphExecutor:
         inputs = self._packing(shape).views(self._inputs)
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
-            if isinstance(self.backend, GpuFlexKinds):
-                groups = range(inputs.decode_tables.shape[0]) if inputs.decode_tables.dim() == 2 else [None]
-                plan: AttentionPlan = self.backend.fill([tables_of(inputs, shape, group) for group in groups])
-            else:
-                plan = self.backend.fill(tables_of(inputs, shape))
+            plan = self.backend.fill(inputs)
         return AttentionStep(plan, shape.num_rows), token_ids, inputs.positions, inputs.slot_mapping
 
     @property
@@ -207,7 +202,7 @@ class GraphExecutor:
         count = head.num_samples
         with torch.no_grad():
             if head.draws:
-                inputs = DrawTensors(*(values[:count] for values in self._draw_inputs.draws))
+                inputs = draw_tensors(self._draw_inputs, count)
                 changed = self._extras.penalised(logits, self._sampled) if head.penalises else logits
                 self._sampled[:count] = self._sampler.draw(changed, inputs, **self._extras.draw_options(head))
                 if head.num_top is not None:

@@ -16,7 +16,7 @@ from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.batch import NULL_BLOCK, ScheduledBatch
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.execution.graph_inputs import with_sampled
+from nanovllm.execution.step_inputs import row_values, with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.penalties import LatestTokens
@@ -59,10 +59,9 @@ class DirectExecutor:
         """Compute a step with the masks `plan`; returns its draw: of tokens [num_samples] int64, on the device."""
         binding, device, num_tokens = self._binding, self._binding.device, layout.num_tokens
         num_rows = max(binding.min_rows, num_tokens)  # padding writes to the null block
-        layouts = layout, *layout.others  # of each cache group
-        slot_mappings = [layouts[group].slot_mapping for group in self._kind_groups] or [layout.slot_mapping]
-        inputs = np.zeros((2 + len(slot_mappings), num_rows), np.int64)
-        inputs[:, :num_tokens] = layout.token_ids, layout.positions, *slot_mappings
+        values = row_values(layout, self._kind_groups)
+        inputs = np.zeros((len(values), num_rows), np.int64)
+        inputs[:, :num_tokens] = values
         token_ids, positions, *_ = rows = torch.from_numpy(inputs).to(device)
         slot_mapping = rows[2:] if self._kind_groups else rows[2]
         if self._sampled is not None and layout.token_ids.min() < 0:
@@ -70,7 +69,7 @@ class DirectExecutor:
         if batch.copies:
             binding.caches.copy_blocks(batch.copies, self._block_size)
         if self.backend.reads_whole_blocks:
-            for group, of_group in enumerate(layouts):
+            for group, of_group in enumerate((layout, *layout.others)):
                 # The blocks that this step begins and does not fill, and the null block after padding wrote to it.
                 blocks = of_group.blocks_to_clear
                 if self._null_block_is_dirty:

@@ -12,10 +12,11 @@ from torch import Tensor
 from nanovllm.core.sequence import Sequence
 from nanovllm.execution.buckets import HeadShape, round_up
 from nanovllm.execution.mask_buffer import build_mask_buffer
+from nanovllm.execution.step_inputs import Packing
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawExtras, draw_extras
 from nanovllm.sampling.logprobs import MOST_BY_KERNEL, Measured, PackedMeasured
-from nanovllm.sampling.penalties import PENALTY_FIELDS, LatestTokens, penalises, penalty_entries, write_tokens
+from nanovllm.sampling.penalties import PENALTY_FIELDS, PENALTY_INPUTS, LatestTokens, penalty_entries, write_tokens
 
 _LEAST_TOKENS = 2**20  # of the buffer; a larger one is made, and graphs captured anew, when a step needs it
 _NUM_TOPS = [0, 5, 20, MOST_BY_KERNEL]  # a graph measures so many of the most probable tokens
@@ -30,7 +31,7 @@ class HeadExtras:
         self._penalise = find_kernel("penalties", "penalise")
         self._measure = find_kernel("logprobs", "measure")
         self._masks = build_mask_buffer(max_samples, device)
-        self._entries: Tensor | None = None  # one for each sample, then the tokens, int32
+        self._penalties: Tensor | None = None  # `PENALTY_INPUTS`, packed for the head's number of samples
         self._words: Tensor | None = None  # of `Measured`
 
     def needed(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
@@ -72,25 +73,24 @@ class HeadExtras:
     def _upload_penalties(
         self, head: HeadShape, sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens
     ) -> bool:
-        rows = [row for row, sequence in enumerate(sequences) if penalises(sequence)]
+        rows = [row for row, sequence in enumerate(sequences) if sequence.params.penalises]
         own, num_tokens = penalty_entries(rows, sequences, positions, latest)
-        first = PENALTY_FIELDS * self._max_samples
-        is_new = self._entries is None or first + num_tokens > len(self._entries)
+        most_entries = PENALTY_FIELDS * self._max_samples
+        is_new = self._penalties is None or most_entries + num_tokens > len(self._penalties)
         if is_new:
             capacity = max(_LEAST_TOKENS, 1 << num_tokens.bit_length())
             with torch.inference_mode(False):
-                self._entries = torch.zeros(first + capacity, dtype=torch.int32, device=self._device)
-        assert self._entries is not None
-        # Pinned memory that PyTorch's allocator gives again only when the copies from it are done.
-        num_words = PENALTY_FIELDS * head.num_samples
-        buffer = torch.empty(num_words + num_tokens, dtype=torch.int32, device="cpu", pin_memory=True)
-        entries = buffer.numpy()[:num_words].reshape(-1, PENALTY_FIELDS)
-        entries[:] = 0
-        entries[:, 4] = -1  # no token in flight
-        entries[rows] = own
-        write_tokens(own, rows, sequences, buffer.numpy()[num_words:])
-        self._entries[:num_words].copy_(buffer[:num_words], non_blocking=True)
-        self._entries[first : first + num_tokens].copy_(buffer[num_words:], non_blocking=True)
+                self._penalties = torch.zeros(most_entries + capacity, dtype=torch.int32, device=self._device)
+        assert self._penalties is not None
+        packing = Packing(PENALTY_INPUTS, {"samples": head.num_samples})
+        # Pinned memory that PyTorch's allocator gives again only when the copy from it is done.
+        buffer = torch.empty(packing.num_words + num_tokens, dtype=torch.int32, device="cpu", pin_memory=True)
+        to = packing.views(buffer.numpy())
+        to.entries[:] = 0
+        to.entries[:, 4] = -1  # no token in flight
+        to.entries[rows] = own
+        write_tokens(own, rows, sequences, to.tokens)
+        self._penalties[: len(buffer)].copy_(buffer, non_blocking=True)
         return is_new
 
     def penalised(self, logits: Tensor, previous: Tensor) -> Tensor:
@@ -99,11 +99,10 @@ class HeadExtras:
         Args:
             previous: tokens that the step before sampled.
         """
-        assert self._entries is not None and self._penalise is not None
+        assert self._penalties is not None and self._penalise is not None
         changed = logits.to(torch.float32, copy=True)
-        first = PENALTY_FIELDS * self._max_samples
-        entries = self._entries[: PENALTY_FIELDS * len(logits)].view(-1, PENALTY_FIELDS)
-        self._penalise(changed, entries, self._entries[first:], previous)
+        inputs = Packing(PENALTY_INPUTS, {"samples": len(logits)}).views(self._penalties)
+        self._penalise(changed, inputs.entries, inputs.tokens, previous)
         return changed
 
     def draw_options(self, head: HeadShape) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sampling_params import COLD_TEMPERATURE
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import to_device
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely_by_sort
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
@@ -24,7 +24,7 @@ _MAX_TEMPERATURE = float(2**126)
 
 
 class DrawTensors(NamedTuple):
-    """The inputs of `draw` besides the logits, on their device. A row of zeros is a greedy one.
+    """The inputs of `draw` besides the logits, tensors on their device. A row of zeros is a greedy one.
 
     noise_keys: [num_rows] int64, from `noise.noise_keys`.
     inverse_temperatures: [num_rows] float32; unused in greedy rows.
@@ -34,25 +34,21 @@ class DrawTensors(NamedTuple):
     is_cold: [num_rows] int32; 1 where logits count from the row's largest one, so that the noise is not rounded away.
     """
 
-    noise_keys: Tensor
-    inverse_temperatures: Tensor
-    noise_scales: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    is_cold: Tensor
+    noise_keys: Any
+    inverse_temperatures: Any
+    noise_scales: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    is_cold: Any
 
 
-class DrawInputs(NamedTuple):
-    """The same on the host, as arrays."""
+_DTYPES: tuple[type[np.generic], ...] = np.int64, np.float32, np.float32, np.int32, np.float32, np.float32, np.int32
+DRAW_INPUTS = tuple(StepInput(n, dtype, ("samples",)) for n, dtype in zip(DrawTensors._fields, _DTYPES, strict=True))
 
-    noise_keys: NDArray[np.int64]
-    inverse_temperatures: NDArray[np.float32]
-    noise_scales: NDArray[np.float32]
-    top_k: NDArray[np.int32]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    is_cold: NDArray[np.int32]
+
+class DrawInputs(DrawTensors):
+    """The same on the host, as NumPy arrays."""
 
     @classmethod
     def from_sequences(cls, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs:
@@ -83,9 +79,8 @@ class DrawInputs(NamedTuple):
     def to_device(self, device: torch.device) -> DrawTensors:
         """One copy, for which the host does not wait."""
         words = to_device(np.concatenate([values.view(np.int32) for values in self]), device)
-        keys, *others = words.split([2 * len(self.noise_keys)] + [len(self.noise_keys)] * 6)
-        dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.float32, torch.int32)
-        return DrawTensors(keys.view(torch.int64), *(o.view(dtype) for o, dtype in zip(others, dtypes, strict=True)))
+        parts = words.split([values.nbytes // 4 for values in self])
+        return DrawTensors(*(p.view(torch.from_numpy(v).dtype) for p, v in zip(parts, self, strict=True)))
 
 
 def draw(logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import find_kernel, to_device
 from nanovllm.sampling.structured import has_kernels, keep_bits, keep_bits_by_kernel, token_masks
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels
 
 PENALTY_FIELDS = 8  # of the kernel's description of a row
+PENALTY_INPUTS = (  # of the kernel `penalise`
+    StepInput("entries", np.int32, ("samples", PENALTY_FIELDS)),
+    StepInput("tokens", np.int32, None),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +247,6 @@ def _penalise_by(kernel: Callable[..., None], logits: Tensor, rows: list[int], s
     kernel(logits, packed[: entries.size].view(-1, PENALTY_FIELDS), packed[entries.size :], previous)
 
 
-def penalises(sequence: Sequence) -> bool:
-    return sequence.params.penalises
-
-
 def penalty_entries(
     rows: list[int], sequences: SequenceABC[Sequence], positions: SequenceABC[int], latest: LatestTokens | None
 ) -> tuple[NDArray[np.int32], int]:
@@ -306,6 +307,6 @@ _CHANGES: tuple[tuple[Callable[[Sequence], Any], Callable[[Tensor, list[int], _S
     (lambda sequence: sequence.matcher, _keep_form),
     (lambda sequence: sequence.bad_words, _forbid_bad_words),
     (lambda sequence: sequence.params.logit_bias, _add_biases),
-    (penalises, _penalise),
+    (lambda sequence: sequence.params.penalises, _penalise),
     (lambda sequence: sequence.params.logits_processors, _run_all_processors),
 )

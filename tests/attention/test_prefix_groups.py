@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.step_tables import BUNDLE_NUMBERS
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.graph_inputs import BUNDLE_NUMBERS, StepPacking
+from tests.support.gpu_steps import packing_of
 from tests.support.shared_decodes import decode_entries, random_tables
 
 BLOCK_SIZE = 16
@@ -147,7 +148,7 @@ def test_a_packed_step_names_the_blocks_of_each_bundle():
     rule = SharingRule(3, 100, 0.0, 0.0)
     layout, prefixes = prefixes_of(tables, [16 * len(table) for table in tables], rule)
     assert prefixes is not None
-    packing = StepPacking(GraphShape(16, 16, 0), BLOCK_SIZE, 16)
+    packing = packing_of(GraphShape(16, 16, 0), BLOCK_SIZE, 16)
     packed = np.full(packing.num_words + int(layout.table_lengths.sum()), 12345, np.int32)
     packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE, prefixes), None, packed)
     step = packing.views(packed)

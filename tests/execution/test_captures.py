@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.attention.step_tables import TableInputs
 from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.core.config import EngineConfig
@@ -74,7 +75,7 @@ def make(monkeypatch):
     """Returns an executor that has not captured anything yet."""
     monkeypatch.setattr(cuda_graphs, "GraphPool", Pool)
     monkeypatch.setattr(cuda_graphs, "use_write_kernel", lambda: None)
-    backend = SimpleNamespace(compiles_each_size=False)
+    backend = SimpleNamespace(compiles_each_size=False, inputs=TableInputs(CONFIG.block_size))
     monkeypatch.setattr(cuda_graphs, "build_gpu_attention", lambda *_, **__: backend)
 
     def make(*, is_live: bool = False, cuda_graphs: bool = True) -> Any:

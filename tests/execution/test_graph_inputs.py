@@ -19,10 +19,11 @@ from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import MIN_ROWS, Buckets, GraphShape, RowSizes
 from nanovllm.execution.forward_graphs import MAX_GRAPHS
-from nanovllm.execution.graph_inputs import StepPacking, with_sampled
+from nanovllm.execution.step_inputs import with_sampled
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.tools.simulate.cost_model import StepWork as StepCosts
+from tests.support.gpu_steps import packing_of
 from tests.support.scheduling import Loop, make_scheduler
 
 H200 = Gpu(132, 232_448)
@@ -63,7 +64,7 @@ def config_of(max_num_seqs: int, budget: int, block_size: int, max_model_len: in
 def assert_fits(shape: GraphShape, buckets: Buckets, block_size: int) -> None:
     largest = buckets.largest()
     assert all(size <= bound for size, bound in zip(shape[:3], largest[:3], strict=True)), (shape, largest)
-    assert StepPacking(shape, block_size, 8).num_words <= StepPacking(largest, block_size, 8).num_words
+    assert packing_of(shape, block_size, 8).num_words <= packing_of(largest, block_size, 8).num_words
     assert shape.num_rows >= MIN_ROWS
     assert not shape.num_decodes or shape.num_decodes >= MIN_ROWS
 
@@ -226,7 +227,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
                          ((decodes, 1, 1), (decodes, 1, 1, pieces), (decodes,), (decodes,))]  # fmt: skip
         chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
-        words = StepPacking(buckets.largest(), block_size, decodes).num_words + max_num_seqs * (width - 1)
+        words = packing_of(buckets.largest(), block_size, decodes).num_words + max_num_seqs * (width - 1)
         buffer = torch.zeros(words, dtype=torch.int32)
         for _ in range(4):
             entries, in_flight = random_entries(
@@ -235,7 +236,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
             layout = build_layout(entries, block_size, in_flight, longest_first=True)
             tiles = Tiles.from_layout(layout, block_size)
             shape = buckets.shape(layout, len(tiles.blocks))
-            packing = StepPacking(shape, block_size, decodes)
+            packing = packing_of(shape, block_size, decodes)
             sampling = [entry for entry in entries if entry.num_samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
             draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
@@ -261,7 +262,7 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                     pieces = own[1][row, 0, 0, :count].tolist()
                     return {p * piece + slot for p in pieces for slot in range(piece) if p != last or slot <= offset}
                 place = int(inputs.chunk_rows[row - shape.num_decodes])
-                assert int(inputs.tile_rows[place]) == row
+                assert int(inputs.tile_rows.flatten()[place]) == row
                 tile, offset = divmod(place, size)
                 num_own, own_page, num_full, full = (table[0, 0, tile] for table in chunk)
                 assert int(num_own) == 1
@@ -290,8 +291,8 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
                 assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
             for place, entry in enumerate(sampling):
                 assert int(inputs.sample_rows[place]) == last_row[entry.sequence]
-                assert int(inputs.draws.noise_keys[place]) == int(draws.noise_keys[place])
-                assert float(inputs.draws.noise_scales[place]) == 1.0
+                assert int(inputs.noise_keys[place]) == int(draws.noise_keys[place])
+                assert float(inputs.noise_scales[place]) == 1.0
             num_steps += 1
     assert num_steps > 200
 
@@ -320,7 +321,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
     layout = build_layout(entries, 16, longest_first=True)
     shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
     assert shape.num_decodes > layout.num_decodes
-    packing = StepPacking(shape, 16, 16)
+    packing = packing_of(shape, 16, 16)
     buffer = np.zeros(packing.num_words + int(layout.table_lengths.sum()), np.int32)
     packing.pack(layout, Tiles.from_layout(layout, 16), None, buffer)
 

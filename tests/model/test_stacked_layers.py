@@ -15,8 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForC
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from nanovllm.attention.flex_gpu import GpuFlexPlan, StepTables
+from nanovllm.attention.flex_gpu import GpuFlexPlan
 from nanovllm.attention.operator import AttentionStep
+from nanovllm.attention.step_tables import StepTables
 from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding

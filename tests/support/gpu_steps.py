@@ -13,14 +13,20 @@ from nanovllm.attention import flex_chunks, flex_decodes
 from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.kv_writes import write_states
+from nanovllm.attention.step_tables import TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import Buckets, GraphShape
-from nanovllm.execution.graph_inputs import StepPacking, tables_of
+from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.kernels.paged_decode import PagedDecode
 from tests.support.paged_cases import NUM_BLOCKS, PagedCase
 
 SMALL_GPU = Gpu(4, 232_448)  # for which a CPU computes in its place
+
+
+def packing_of(shape: GraphShape, block_size: int, max_samples: int) -> StepPacking:
+    """The packed steps of one shape for an engine with one cache group."""
+    return StepPacking(shape, max_samples, (SampleInputs(), RowInputs(), TableInputs(block_size)))
 
 
 class GpuStep:
@@ -30,7 +36,7 @@ class GpuStep:
         self.case, layout, block_size = case, case.layout, case.block_size
         tiles = Tiles.from_layout(layout, block_size)
         self.shape = shape or buckets.shape(layout, len(tiles.blocks))
-        self.packing = StepPacking(self.shape, block_size, buckets.max_decodes)
+        self.packing = packing_of(self.shape, block_size, buckets.max_decodes)
         packed = np.empty(self.packing.num_words_for(layout), np.int32)
         self.packing.pack(layout, tiles, None, packed)
         self.packed = torch.from_numpy(packed).to(device)
@@ -53,7 +59,7 @@ class GpuStep:
 
     def attend(self, backend: GpuFlexAttention) -> Tensor:
         """[num_rows, num_heads, value_dim]."""
-        plan = backend.fill(tables_of(self.inputs, self.shape))
+        plan = backend.fill(self.inputs)
         query = self.states[0][0].transpose(0, 1).contiguous()
         return plan.attend(query, *self.case.caches, self.case.scaling, 0, self.sinks)
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
+from nanovllm.attention.step_tables import StepTables
 from nanovllm.attention.tiles import Tiles
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.execution.buckets import GraphShape
-from nanovllm.execution.graph_inputs import StepPacking, tables_of
 from nanovllm.kernels.paged_decode import PagedDecode
+from tests.support.gpu_steps import packing_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MAX_DECODES = 300
@@ -97,10 +98,10 @@ class SharedDecodes:
         """[num_rows, num_heads, head_dim] as in an engine's step, padding included."""
         num_rows = len(self.query)
         shape = GraphShape(num_rows, num_rows, 0)
-        packing = StepPacking(shape, self.block_size, num_rows)
+        packing = packing_of(shape, self.block_size, num_rows)
         packed = np.full(packing.num_words + int(self.layout.table_lengths.sum()), 12345, np.int32)
         packing.pack(self.layout, Tiles.from_layout(self.layout, self.block_size, prefixes), None, packed)
-        step = tables_of(packing.views(torch.from_numpy(packed).to(self.device)), shape)
+        step = StepTables.from_inputs(packing.views(torch.from_numpy(packed).to(self.device)))
         step.decode_blocks[self.idle] = 0
         sharing = step.shared_blocks, step.members, step.shared_bundles
         self.kernel.fill(step.tables, step.decode_tables, step.decode_blocks, step.decode_positions, sharing)

@@ -1,0 +1,131 @@
+"""The inputs of a GPU's block masks: named and filled on the host, read on the device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.attention.shared_prefixes import SharedPrefixes
+from nanovllm.attention.tiles import Tiles
+from nanovllm.core.batch_layout import BatchLayout
+from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
+
+BUNDLE_NUMBERS = 4  # of a bundle of decodes that share blocks: see `StepTables`
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """The inputs of a step's block masks, int32 on the device unless said otherwise.
+
+    tables: the block tables of the step's sequences, concatenated; of every cache group.
+    decode_tables: [num_decodes], start of each one's block table.
+    decode_blocks: [num_decodes], blocks that it sees; 0 for padding.
+    decode_positions: [num_decodes] int64, of its token.
+    shared_blocks: [num_decodes], blocks at the head of its table that its bundle reads for it.
+    members: [num_decodes], decodes of such bundles, bundle by bundle.
+    shared_bundles: [num_decodes // 2, 4], of each bundle the index of its first member, number of members, number of
+        blocks, start of its block table; 0 for padding.
+    tile_tables: [num_tiles], start of the block table of each one's sequence.
+    tile_blocks: [num_tiles], which of the sequence's blocks it is.
+    tile_is_used: [num_tiles], 1, or 0 for padding.
+    tile_rows: [num_tiles * block_size], the row of the flat batch in each row of the tiles.
+    chunk_rows: [num_chunk_rows], the row of the tiles of each row of the flat batch behind the decodes.
+    """
+
+    tables: Tensor
+    decode_tables: Tensor
+    decode_blocks: Tensor
+    decode_positions: Tensor
+    shared_blocks: Tensor
+    members: Tensor
+    shared_bundles: Tensor
+    tile_tables: Tensor
+    tile_blocks: Tensor
+    tile_is_used: Tensor
+    tile_rows: Tensor
+    chunk_rows: Tensor
+
+    @classmethod
+    def from_inputs(cls, inputs: Any, group: int | None = None) -> StepTables:
+        """Those of a packed step, in one of several cache groups or in the only one (None)."""
+        starts = inputs.decode_tables, inputs.tile_tables
+        decode_tables, tile_tables = starts if group is None else (part[group] for part in starts)
+        return cls(
+            inputs.tables, decode_tables, inputs.decode_blocks, inputs.positions[: len(inputs.decode_blocks)],
+            inputs.shared_blocks, inputs.members, inputs.shared_bundles, tile_tables,
+            inputs.tile_blocks, inputs.tile_is_used, inputs.tile_rows.reshape(-1), inputs.chunk_rows,
+        )  # fmt: skip
+
+    @property
+    def sharing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which decodes read blocks together."""
+        return self.shared_blocks, self.members, self.shared_bundles
+
+
+class TableInputs(StepFeature):
+    """The arrays of `StepTables`, filled from a step's `Tiles`; those that begin block tables, for each cache group.
+
+    Args:
+        num_groups: of the cache; 0 for the only one.
+    """
+
+    def __init__(self, block_size: int, num_groups: int = 0) -> None:
+        self._block_size, self._num_groups = block_size, num_groups
+        of_groups = (num_groups,) if num_groups else ()
+        sizes: dict[str, tuple[int | str, ...] | None] = {
+            "decode_tables": (*of_groups, "decodes"),
+            "decode_blocks": ("decodes",),
+            "shared_blocks": ("decodes",),
+            "members": ("decodes",),
+            "shared_bundles": ("pairs", BUNDLE_NUMBERS),
+            "tile_tables": (*of_groups, "tiles"),
+            "tile_blocks": ("tiles",),
+            "tile_is_used": ("tiles",),
+            "tile_rows": ("tiles", block_size),
+            "chunk_rows": ("chunk_rows",),
+            "tables": None,
+        }
+        self.inputs = tuple(StepInput(name, np.int32, size) for name, size in sizes.items())
+
+    def num_more_words(self, layout: BatchLayout) -> int:
+        """Those of the block tables, which are equally long in all groups."""
+        return max(1, self._num_groups) * int(layout.table_lengths.sum())
+
+    def fill(self, to: Any, step: HostStep) -> None:
+        layout, real, tiles = step.layout, step.layout.num_decodes, step.plan
+        layouts = (layout, *layout.others)[: max(1, self._num_groups)]
+        entries = itertools.chain.from_iterable(of_group.entries for of_group in layouts)
+        to.tables[:] = np.fromiter(
+            itertools.chain.from_iterable(entry.block_table for entry in entries), np.int32, len(to.tables)
+        )
+        lengths = layout.table_lengths
+        starts = np.cumsum(lengths) - lengths
+        # The tables of each group lie behind all of the one before.
+        behind = np.arange(self._num_groups)[:, None] * lengths.sum() if self._num_groups else 0
+        to.decode_tables[..., :real] = starts[:real] + behind
+        to.decode_blocks[:real] = layout.positions[:real] // self._block_size + 1
+        if tiles.prefixes is not None:
+            _fill_prefixes(to, tiles.prefixes, starts)
+        if count := len(tiles.blocks):
+            to.tile_tables[..., :count] = starts[real:][tiles.chunks] + behind
+            self._fill_tiles(to, tiles, step.num_decodes)
+
+    def _fill_tiles(self, to: Any, tiles: Tiles, first_row: int) -> None:
+        count, is_real = len(tiles.blocks), tiles.rows >= 0
+        to.tile_blocks[:count] = tiles.blocks
+        to.tile_is_used[:count] = 1
+        to.tile_rows[:count] = np.where(is_real, tiles.rows + first_row, 0).reshape(count, -1)
+        to.chunk_rows[tiles.rows[is_real]] = np.flatnonzero(is_real)
+
+
+def _fill_prefixes(to: Any, prefixes: SharedPrefixes, starts: NDArray[np.int64]) -> None:
+    to.shared_blocks[: len(prefixes.shared)] = prefixes.shared
+    to.members[: len(prefixes.members)] = prefixes.members
+    bundles = to.shared_bundles[: len(prefixes.bundles)]
+    bundles[:, :3] = prefixes.bundles
+    bundles[:, 3] = starts[prefixes.members[prefixes.bundles[:, 0]]]  # of the first member's block table

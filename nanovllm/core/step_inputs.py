@@ -1,0 +1,49 @@
+"""What steps bring to the device: a feature names its arrays once, and whoever packs a step knows no more of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanovllm.core.batch_layout import BatchLayout
+
+
+class StepInput(NamedTuple):
+    """One array of a packed step; zeros where the feature writes nothing.
+
+    sizes: of its dimensions: numbers, or names of what the packed step counts, padding included: "samples", "rows",
+        "decodes", "pairs" (of decodes), "tiles", "chunk_rows". None: one dimension, all that is left; for the last.
+    """
+
+    name: str
+    dtype: type[np.generic]  # int32, int64 or float32
+    sizes: tuple[int | str, ...] | None
+
+
+class HostStep(NamedTuple):
+    """A step to be packed.
+
+    plan: by the attention backend.
+    draws: what the device draws with, `sampling.draw.DrawInputs`; None if the host's sampler draws.
+    num_decodes: rows of the decodes, padding included; those of chunks come behind.
+    """
+
+    layout: BatchLayout
+    plan: Any
+    draws: Any
+    num_decodes: int
+
+
+class StepFeature:
+    """Arrays that one feature brings; they are read by their names, on the host and on the device."""
+
+    inputs: tuple[StepInput, ...]
+
+    def num_more_words(self, layout: BatchLayout) -> int:
+        """32-bit words of the array without sizes."""
+        return 0
+
+    def fill(self, to: Any, step: HostStep) -> None:
+        """Write the step into the arrays of the packed step `to`, which are 0."""
+        raise NotImplementedError

@@ -1,0 +1,94 @@
+"""A packed step carries what features name, and knows none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.attention.step_tables import TableInputs
+from nanovllm.attention.tiles import Tiles
+from nanovllm.core.batch import ScheduledSequence
+from nanovllm.core.batch_layout import BatchLayout, build_layout
+from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.core.step_inputs import HostStep, StepFeature, StepInput
+from nanovllm.execution.buckets import GraphShape
+from nanovllm.execution.step_inputs import Packing, RowInputs, SampleInputs, StepPacking, draw_tensors
+from nanovllm.sampling.draw import DRAW_INPUTS, DrawInputs
+
+SHAPE = GraphShape(8, 8, 0)
+
+
+class States(StepFeature):
+    """An example: where each decode's state is read, by two of the layers, and a number a sample."""
+
+    inputs = (
+        StepInput("reads", np.int32, (2, "decodes")),
+        StepInput("weights", np.float32, ("samples",)),
+        StepInput("totals", np.int64, ("rows",)),
+    )
+
+    def fill(self, to: Any, step: HostStep) -> None:
+        count = step.layout.num_decodes
+        to.reads[:, :count] = np.arange(count) + np.array([[10], [20]])
+        to.weights[: len(step.layout.sample_rows)] = 0.5
+        to.totals[:count] = step.layout.positions[:count] + 2**40
+
+
+def decodes(*starts: int) -> tuple[BatchLayout, list[Sequence]]:
+    sequences = [
+        Sequence(NewRequest(str(start), [1] * (start + 1), SamplingParams(top_p=0.9)), arrival=start, max_model_len=99)
+        for start in starts
+    ]
+    entries = [ScheduledSequence(s, len(s.token_ids) - 1, 1, 1, [3, 4, 5], 0) for s in sequences]
+    return build_layout(entries, 16), sequences
+
+
+def packed(*features: StepFeature) -> tuple[Any, DrawInputs]:
+    """Views on the device of a step that is packed into a dirty buffer."""
+    layout, sequences = decodes(5, 20, 33)
+    packing = StepPacking(SHAPE, 8, features)
+    draws = DrawInputs.from_sequences(sequences, layout.sampled_positions.tolist())
+    buffer = np.full(packing.num_words_for(layout), 12345, np.int32)
+    packing.pack(layout, Tiles.from_layout(layout, 16), draws, buffer)
+    return packing.views(torch.from_numpy(buffer)), draws
+
+
+def test_a_step_brings_the_arrays_of_a_feature_beside_all_others():
+    own = SampleInputs(), RowInputs()
+    alone, _ = packed(*own, TableInputs(16))
+    beside, _ = packed(*own, States(), TableInputs(16))
+    assert beside.reads.tolist() == [[10, 11, 12, 0, 0, 0, 0, 0], [20, 21, 22, 0, 0, 0, 0, 0]]
+    assert beside.weights.tolist() == [0.5] * 3 + [0.0] * 5
+    assert beside.totals.tolist() == [2**40 + start for start in (5, 20, 33)] + [0] * 5
+    for name, values in vars(alone).items():
+        assert torch.equal(getattr(beside, name), values) and getattr(beside, name).dtype == values.dtype
+
+
+def test_what_the_draw_reads_is_as_it_was_on_the_host():
+    inputs, draws = packed(SampleInputs(), RowInputs(), TableInputs(16))
+    for named, values, on_host in zip(DRAW_INPUTS, draw_tensors(inputs, 3), draws, strict=True):
+        np.testing.assert_array_equal(values.numpy(), on_host, err_msg=named.name)
+        assert on_host.dtype == named.dtype
+    assert not any(values[3:].any() for values in draw_tensors(inputs))
+
+
+def test_wide_numbers_are_aligned_and_the_last_array_takes_what_is_left():
+    inputs = (
+        StepInput("flags", np.int32, ("samples",)),
+        StepInput("wide", np.int64, (2,)),
+        StepInput("rest", np.int32, None),
+    )
+    packing = Packing(inputs, {"samples": 3})
+    assert packing.num_words == 8
+    views = packing.views(torch.arange(11, dtype=torch.int32))
+    assert views.flags.tolist() == [0, 1, 2] and views.rest.tolist() == [8, 9, 10]
+    assert views.wide.dtype == torch.int64 and views.wide.tolist() == [4 + (5 << 32), 6 + (7 << 32)]
+
+
+def test_a_size_that_no_step_has_is_refused():
+    with pytest.raises(KeyError, match="pages"):
+        Packing((StepInput("pages", np.int32, ("pages",)),), {"samples": 3})
