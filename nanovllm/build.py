@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_groups import build_block_manager
-from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.engine import Engine
@@ -206,7 +205,7 @@ def resolve_options(
 def _cache_groups(binding: ModelBinding, config: EngineConfig) -> tuple[CacheGroup, ...]:
     """The cache groups of the model's layers."""
     layers = binding.layers
-    block_bytes = [layer.token_bytes * config.block_size for layer in layers]
+    block_bytes = [layer.traits.sight.block_bytes(layer.token_bytes, config.block_size) for layer in layers]
     return cache_groups_of([layer.traits for layer in layers], block_bytes, config.max_model_len)
 
 

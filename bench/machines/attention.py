@@ -30,9 +30,9 @@ CASES = {
 
 def ours(spans: list[tuple[int, int]], block_size: int = 64) -> Callable[[], None]:
     from nanovllm.attention.cpp import CppAttention
+    from nanovllm.cache.kinds import LayerTraits
     from nanovllm.core.batch import ScheduledSequence
     from nanovllm.core.batch_layout import build_layout
-    from nanovllm.core.layer_traits import LayerTraits
     from nanovllm.core.sampling_params import SamplingParams
     from nanovllm.core.sequence import NewRequest, Sequence
     from nanovllm.kernels.cpp import load_kernels

@@ -12,12 +12,11 @@ import random
 import time
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_groups import CacheGroups
 from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
 from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
@@ -35,7 +34,7 @@ def gemma_layers() -> list[LayerTraits]:
         None if index % shape["full_every"] == shape["full_every"] - 1 else shape["window"]
         for index in range(shape["num_layers"])
     ]
-    return [LayerTraits(**heads, **widths, window=window) for window in windows]
+    return [LayerTraits(**heads, **widths, sight=StateKind(window)) for window in windows]
 
 
 def resolved(max_model_len: int, **options: int) -> EngineConfig:
@@ -76,13 +75,13 @@ def round_robin(*, keeps_tails: bool) -> float:
     """The hit rate over the prompt tokens of the last rounds."""
     num_conversations, num_rounds, num_first, num_more, num_answer = 16, 8, 12_000, 200, 100
     config = resolved(32_768, max_num_seqs=4)
-    groups = (CacheGroup(), CacheGroup(window=GEMMA_3_4B["window"]))
+    kinds = (FULL, StateKind(window=GEMMA_3_4B["window"]))
     num_full = num_conversations * (num_first + num_rounds * (num_more + num_answer)) // BLOCK_SIZE + 600
-    window_blocks = groups[1].max_blocks(32_768, BLOCK_SIZE)
+    window_blocks = kinds[1].max_blocks(32_768, BLOCK_SIZE)
     # Beside what runs: a window and a half a conversation, for the new turn's before the old one's is dropped.
     num_window = num_conversations * (window_blocks + 12) + 4 * (window_blocks + config.max_num_batched_tokens // 64)
     manager = CacheGroups(
-        groups, (num_full, num_window), BLOCK_SIZE, max_model_len=32_768, max_chunk_tokens=config.max_num_batched_tokens
+        kinds, (num_full, num_window), BLOCK_SIZE, max_model_len=32_768, max_chunk_tokens=config.max_num_batched_tokens
     )
     if not keeps_tails:
         manager.others[0].__class__ = AgedAlike
@@ -121,8 +120,8 @@ def seconds_per_step(manager: BlockManager) -> float:
 
 
 def grouped_manager() -> CacheGroups:
-    groups = (CacheGroup(), CacheGroup(window=1024))
-    return CacheGroups(groups, (4000, 2000), BLOCK_SIZE, max_model_len=4096, max_chunk_tokens=1024)
+    kinds = (FULL, StateKind(window=1024))
+    return CacheGroups(kinds, (4000, 2000), BLOCK_SIZE, max_model_len=4096, max_chunk_tokens=1024)
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def forward_mask(
 
 
 def first_seen_on_device(positions: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    """`Sight.first_seen` for positions of any integer dtype, within compiled code."""
+    """`StateKind.first_seen` for positions of any integer dtype, within compiled code."""
     first = torch.zeros_like(positions)
     if window is not None:
         first = torch.maximum(first, positions - (window - 1))

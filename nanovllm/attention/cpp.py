@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch import NULL_BLOCK, ScheduledSequence
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.kernels.cpp import Kernels
 from nanovllm.kernels.packed_product import AttentionRowsStruct
 
@@ -64,7 +64,7 @@ class _KindKernels:
 
     def __init__(self, traits: LayerTraits, kernels: Kernels) -> None:
         self.kernels, self.is_full = kernels, traits.sight.is_full
-        self._traits = traits.window or 0, traits.chunk or 0, traits.softcap or 0.0
+        self._traits = traits.sight.window or 0, traits.sight.chunk or 0, traits.softcap or 0.0
         self._without_sinks = (*self._traits, None)
 
     def arguments(self, sinks: Tensor | None) -> tuple[int | float | None, ...]:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nanovllm.core.layer_traits import LayerTraits
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
 
 LOGGING_PACKAGES = ("flash_attn", "cutlass", "quack")

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from nanovllm.attention.block_mask import capped, first_seen_on_device, forward_mask, own_code, with_sinks
 from nanovllm.attention.flex_gpu_options import KernelOptions
-from nanovllm.core.layer_traits import Sight
+from nanovllm.cache.kinds import StateKind
 
 
 class FlexChunks:
@@ -55,7 +55,8 @@ class FlexChunks:
 
     def fill(self, tables: Tensor, table_starts: Tensor, blocks: Tensor, is_used: Tensor) -> None:
         """Fill the block mask's tables for a step; see `StepTables` for the arguments."""
-        sizes = (self._max_blocks,) if self._options.sight.is_full else (self._options.block_size, *self._options.sight)
+        sight = self._options.sight
+        sizes = (self._max_blocks,) if sight.is_full else (self._options.block_size, *sight.spans)
         self._fill(self._tables, tables, table_starts, blocks, is_used, *sizes)
 
     def attend(
@@ -73,13 +74,15 @@ class FlexChunks:
         return call(query, keys, values, self._tables, scaling, sinks)
 
 
-def most_listed(sight: Sight, block_size: int, max_blocks: int) -> int:
+def most_listed(sight: StateKind, block_size: int, max_blocks: int) -> int:
     """Blocks that a tile lists as full, or as partial, at most."""
-    spans = [size for size in sight if size is not None]
+    spans = [size for size in sight.spans if size is not None]
     return max_blocks if not spans else min(max_blocks, -(-min(spans) // block_size) + 2)
 
 
-def chunk_tables(sight: Sight, max_tiles: int, width: int, num_blocks: int, device: torch.device) -> tuple[Tensor, ...]:
+def chunk_tables(
+    sight: StateKind, max_tiles: int, width: int, num_blocks: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """Counts [1, 1, max_tiles] and blocks [1, 1, max_tiles, width] seen in part, then those seen whole.
 
     Where rows do not see all before them, also the index of each block of the cache in its sequence, [num_blocks], and
@@ -144,7 +147,7 @@ class ChunkCall(nn.Module):
     def __init__(self, options: KernelOptions, *, fixed_rows: bool) -> None:
         super().__init__()
         self.block_size, self.softcap = options.block_size, options.softcap
-        self.window, self.chunk = options.sight
+        self.window, self.chunk = options.sight.spans
         self.options: dict[str, Any] = {"BACKEND": "FLASH"} if fixed_rows else options.for_chunks()
         self.fixed_rows = fixed_rows
         # Nothing but the number of rows may become a symbol; see `flex_cpu.py`.

@@ -25,8 +25,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.block_mask import MIN_TABLE_TILES, MIN_TILES, IndexBuffers, forward_mask, own_code
 from nanovllm.attention.flex_kinds import KindCalls
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits
 
 IntArray = NDArray[np.integer[Any]]
 

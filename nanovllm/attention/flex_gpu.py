@@ -25,8 +25,8 @@ from nanovllm.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
 from nanovllm.attention.shared_prefixes import SharedPrefixes, SharingRule
 from nanovllm.attention.step_tables import StepTables, TableInputs
 from nanovllm.attention.tiles import Tiles
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits
 
 
 class GpuFlexAttention:

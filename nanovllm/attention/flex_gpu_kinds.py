@@ -18,9 +18,9 @@ from nanovllm.attention.operator import AttentionLayer
 from nanovllm.attention.step_tables import TableInputs
 from nanovllm.attention.tiles import Tiles
 from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.kinds import LayerTraits, kind_of
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits, kind_of
 
 
 class GpuFlexKinds:

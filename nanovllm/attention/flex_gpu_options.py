@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.operator import AttentionLayer
-from nanovllm.core.layer_traits import FULL_SIGHT, LayerTraits, Sight
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.process.device import find_kernel
 
 MIN_HEAD_DIM = 16  # elements, of queries and of values
@@ -91,8 +91,8 @@ class KernelOptions:
         return cls(Gpu.from_device(device), *heads, block_size, kernel, None if traits.is_plain else traits)
 
     @property
-    def sight(self) -> Sight:
-        return FULL_SIGHT if self.traits is None else self.traits.sight
+    def sight(self) -> StateKind:
+        return FULL if self.traits is None else self.traits.sight
 
     @property
     def softcap(self) -> float | None:
@@ -104,7 +104,7 @@ class KernelOptions:
             return None
         heads = self.num_kv_heads, self.num_groups, self.head_bytes
         return self.paged_decode(
-            heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight,
+            heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight.spans,
             softcap=self.softcap,
         )  # fmt: skip
 

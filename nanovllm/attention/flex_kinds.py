@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nanovllm.attention.block_mask import MIN_TILES, forward_mask, own_code
+from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits, Sight
 
 _NOWHERE = -1  # the index of a block that holds no positions
 
@@ -70,7 +70,7 @@ class SightTables:
         max_tiles, num_blocks: bounds; the lowering wants one column for each physical block.
     """
 
-    def __init__(self, sight: Sight, block_size: int, max_tiles: int, num_blocks: int, *, has_sinks: bool) -> None:
+    def __init__(self, sight: StateKind, block_size: int, max_tiles: int, num_blocks: int, *, has_sinks: bool) -> None:
         self._sight, self._block_size, self._sink = sight, block_size, [NULL_BLOCK] if has_sinks else []
         self._num_partial, self._num_full = torch.zeros(2, 1, 1, max_tiles, dtype=torch.int32)
         self._partial, self._full = torch.zeros(2, 1, 1, max_tiles, num_blocks, dtype=torch.int32)
@@ -118,7 +118,7 @@ class KindTiles(nn.Module):
         super().__init__()
         self._tables = tables
         self.num_groups, self.rows, self.block_size = traits.num_groups, rows, block_size
-        self.window, self.chunk, self.softcap = traits.window, traits.chunk, traits.softcap
+        (self.window, self.chunk), self.softcap = traits.sight.spans, traits.softcap
         self.sink_slot = NULL_BLOCK * block_size + block_size - 1
         # As of `flex_cpu.py`: only the number of rows may become a symbol.
         self._compiled: Callable[..., Tensor] = torch.compile(own_code(_attend_tiles), fullgraph=True, dynamic=False)
@@ -192,7 +192,7 @@ class KindCalls:
         self, kinds: Sequence[LayerTraits], block_size: int, max_tiles: tuple[int, int], num_blocks: int
     ) -> None:
         self._block_size = block_size
-        self._tables: dict[tuple[Sight, bool], list[SightTables]] = {}
+        self._tables: dict[tuple[StateKind, bool], list[SightTables]] = {}
         self.calls: dict[LayerTraits, tuple[KindTiles, KindTiles]] = {}
         for traits in kinds:
             if traits.first_beyond("widths") is None:

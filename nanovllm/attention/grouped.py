@@ -11,9 +11,9 @@ from torch import Tensor
 from nanovllm.attention.backends import AttentionChoice
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer, AttentionPlan
 from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.kinds import kinds_of
 from nanovllm.core.batch_layout import BatchLayout
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import kinds_of
 
 
 class GroupedAttention:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.kv_writes import write_states, write_states_compiled
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits
 
 ATTENTION_NAME = "nanovllm"
 # Attributes of an attention module (its cache, its engine's handle) and keyword arguments of the model (the step's

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.batch_layout import BatchLayout
-from nanovllm.core.layer_traits import LayerTraits, Sight
 
 # Decodes are gathered together while the longest of a group has at most this many times the blocks of the shortest:
 # padding costs memory traffic, a further call costs some tens of microseconds a layer.
@@ -91,7 +91,7 @@ class SdpaAttention:
         seen = {sight: Seen(self._decode_groups(layout, sight), self._chunks(layout, sight)) for sight in self.sights}
         return SdpaPlan(self.kinds, self.block_size, seen)
 
-    def _chunks(self, layout: BatchLayout, sight: Sight) -> list[_Chunk]:
+    def _chunks(self, layout: BatchLayout, sight: StateKind) -> list[_Chunk]:
         chunks = []
         first_rows = layout.row_starts[layout.num_decodes : -1].tolist()
         for first_row, entry in zip(first_rows, layout.entries[layout.num_decodes :], strict=True):
@@ -109,7 +109,7 @@ class SdpaAttention:
                 chunks.append(_Chunk(rows, blocks, end - begin, mask))
         return chunks
 
-    def _decode_groups(self, layout: BatchLayout, sight: Sight) -> list[_DecodeGroup]:
+    def _decode_groups(self, layout: BatchLayout, sight: StateKind) -> list[_DecodeGroup]:
         if not layout.num_decodes:
             return []
         positions = layout.positions[: layout.num_decodes]
@@ -143,7 +143,7 @@ class SdpaAttention:
         return groups
 
     def _mask(
-        self, positions: NDArray[np.int64], sight: Sight, begin: int | NDArray[np.int64], num_keys: int
+        self, positions: NDArray[np.int64], sight: StateKind, begin: int | NDArray[np.int64], num_keys: int
     ) -> Tensor:
         """[len(positions), num_keys]: 0 for the keys that a query at each position sees, -inf for the others.
 
@@ -165,7 +165,7 @@ class SdpaPlan:
 
     kinds: tuple[LayerTraits, ...]
     block_size: int
-    seen: dict[Sight, Seen]
+    seen: dict[StateKind, Seen]
 
     def attend(
         self,

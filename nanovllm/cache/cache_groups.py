@@ -24,9 +24,9 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_pools import CachePools
 from nanovllm.cache.group_blocks import GroupBlocks
+from nanovllm.cache.kinds import StateKind
 from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.block_tables import GroupTable, GroupTables, HasBlockTable
@@ -38,7 +38,7 @@ from nanovllm.core.sequence import Sequence
 
 def known_prefixes(manager: BlockManager) -> dict[bytes, PrefixEntry] | dict[bytes, PrefixNode]:
     """What observers of the manager were told to be findable, by block hash, in this order."""
-    if isinstance(manager, CacheGroups) and not manager.group.is_full:
+    if isinstance(manager, CacheGroups) and not manager.kind.is_full:
         return manager.tree.nodes
     return manager.entries
 
@@ -52,8 +52,8 @@ def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
     """The pools of a manager of cache groups; empty for another."""
     return tuple(
         CacheGroupStats(
-            pool.group.window,
-            pool.group.chunk,
+            pool.kind.window,
+            pool.kind.chunk,
             pool.num_blocks - 1,
             pool.num_blocks - 1 - len(pool.free_blocks),
             pool.num_findable_blocks,
@@ -97,7 +97,7 @@ class CacheGroups(GroupBlocks):
     sequence always finishes: each pool holds what one sequence needs at most, and a preemption frees in all of them.
 
     Args:
-        groups: the one with full attention first, if there is one.
+        kinds: one a group, full attention first if there is any.
         num_blocks: of each group, the null block included.
         max_chunk_tokens: that steps in flight compute of one prompt at most, for the decision to admit it.
         enable_prefix_caching, hash_seed: as of `BlockManager`.
@@ -107,7 +107,7 @@ class CacheGroups(GroupBlocks):
 
     def __init__(
         self,
-        groups: AnySequence[CacheGroup],
+        kinds: AnySequence[StateKind],
         num_blocks: AnySequence[int],
         block_size: int,
         *,
@@ -117,28 +117,28 @@ class CacheGroups(GroupBlocks):
         hash_seed: str = "",
     ) -> None:
         tree = PrefixTree(self._became_known, self._became_unknown)
-        super().__init__(groups[0], num_blocks[0], block_size, tree)
+        super().__init__(kinds[0], num_blocks[0], block_size, tree)
         self.enable_prefix_caching, self.hash_seed = enable_prefix_caching, hash_seed
-        self.others = [GroupBlocks(g, n, block_size, tree) for g, n in zip(groups[1:], num_blocks[1:], strict=True)]
+        self.others = [GroupBlocks(k, n, block_size, tree) for k, n in zip(kinds[1:], num_blocks[1:], strict=True)]
         self.managers: list[GroupBlocks] = [self, *self.others]
         chunk_blocks = self.num_blocks_for(max_chunk_tokens)
         self._peaks: list[int] = []  # of one sequence, with what steps in flight compute
         for manager in self.managers:
-            needed = manager.group.max_blocks(max_model_len, block_size)
+            needed = manager.kind.max_blocks(max_model_len, block_size)
             if needed > manager.num_blocks - 1:
                 raise ValueError(
                     f"a pool of {manager.num_blocks} blocks (block 0 is reserved) for layers with window "
-                    f"{manager.group.window} and chunk {manager.group.chunk} cannot hold the {needed} blocks that one "
+                    f"{manager.kind.window} and chunk {manager.kind.chunk} cannot hold the {needed} blocks that one "
                     f"sequence of {max_model_len} tokens needs. Give it at least {needed + 1} blocks."
                 )
-            self._peaks.append(needed if manager.group.is_full else min(manager.num_blocks - 1, needed + chunk_blocks))
+            self._peaks.append(needed if manager.kind.is_full else min(manager.num_blocks - 1, needed + chunk_blocks))
 
     def _became_known(self, node: PrefixNode) -> None:
-        if self.observer is not None and not self.group.is_full:
+        if self.observer is not None and not self.kind.is_full:
             self.observer.findable(node, None if node.above is None else node.above.block_hash)
 
     def _became_unknown(self, node: PrefixNode) -> None:
-        if self.observer is not None and not self.group.is_full:
+        if self.observer is not None and not self.kind.is_full:
             self.observer.forgotten(node.block_hash)
 
     def tables_of(self, sequence: Sequence) -> Iterator[tuple[GroupBlocks, list[int]]]:
@@ -172,7 +172,7 @@ class CacheGroups(GroupBlocks):
         counts = []
         for manager, peak, claimed, first in zip(self.managers, self._peaks, of_groups, first_held, strict=True):
             wanted = lacking
-            if not manager.group.is_full:
+            if not manager.kind.is_full:
                 wanted = min(lacking, max(0, peak - (len(sequence.block_table) - first)))
             counts.append(min(wanted + manager.num_free_among(claimed), manager.num_blocks - 1))
         return Demand.of_groups(counts)
@@ -270,7 +270,7 @@ class CacheGroups(GroupBlocks):
         junctions = {(prompt - 1) // self.block_size, prompt // self.block_size, *further.junctions}
         for number, (manager, table) in enumerate(self.tables_of(sequence)):
             first, end = further.first_held[number], manager.first_block(num_read)
-            if not manager.group.is_full and end > first:
+            if not manager.kind.is_full and end > first:
                 manager.let_go(table, first, end, junctions)
                 further.first_held[number] = end
 
@@ -289,7 +289,7 @@ def build_block_manager(config: EngineConfig, pools: CachePools, *, hash_seed: s
             hash_seed=hash_seed,
         )
     return CacheGroups(
-        pools.groups,
+        [group.kind for group in pools.groups],
         pools.num_blocks,
         config.block_size,
         max_model_len=config.max_model_len,

@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.kinds import FULL, LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits
+
+
+class CacheGroup(NamedTuple):
+    """Layers that keep the same of a sequence: they share block tables and a pool of blocks.
+
+    layers: their indices in the model.
+    block_bytes: of one block over all of them.
+    """
+
+    layers: tuple[int, ...] = ()
+    block_bytes: int = 0
+    kind: StateKind = FULL
 
 
 class CachePools(NamedTuple):
@@ -20,7 +31,7 @@ class CachePools(NamedTuple):
     @property
     def is_one_full(self) -> bool:
         """Whether one block manager with one table a sequence does, as for a model of full attention alone."""
-        return len(self.groups) == 1 and self.groups[0].is_full
+        return len(self.groups) == 1 and self.groups[0].kind.is_full
 
     @property
     def num_bytes(self) -> int:
@@ -34,7 +45,7 @@ class CachePools(NamedTuple):
     def num_longest(self, max_model_len: int, block_size: int) -> int:
         """Sequences of max_model_len that fit at once."""
         pairs = zip(self.groups, self.num_blocks, strict=True)
-        return min((count - 1) // group.max_blocks(max_model_len, block_size) for group, count in pairs)
+        return min((count - 1) // group.kind.max_blocks(max_model_len, block_size) for group, count in pairs)
 
 
 def cache_groups_of(
@@ -49,18 +60,14 @@ def cache_groups_of(
         block_bytes: of one block in each layer; those of a layer that reads another's do not count.
     """
 
-    def sight(layer: LayerTraits) -> tuple[int | None, int | None]:
-        window, chunk = ((n if n is not None and n < max_model_len else None) for n in (layer.window, layer.chunk))
-        return window, chunk
-
-    sights = [sight(layer) for layer in layers]
-    if any(layer.shares is not None and sights[layer.shares] != own for layer, own in zip(layers, sights, strict=True)):
-        sights = [(None, None)] * len(layers)
+    kinds = [layer.sight.within(max_model_len) for layer in layers]
+    if any(layer.shares is not None and kinds[layer.shares] != own for layer, own in zip(layers, kinds, strict=True)):
+        kinds = [FULL] * len(layers)
     groups = []
-    for window, chunk in sorted(dict.fromkeys(sights), key=lambda seen: seen != (None, None)):  # stable
-        members = tuple(index for index, own in enumerate(sights) if own == (window, chunk))
+    for kind in sorted(dict.fromkeys(kinds), key=lambda kind: not kind.is_full):  # stable
+        members = tuple(index for index, own in enumerate(kinds) if own == kind)
         num_bytes = sum(block_bytes[index] for index in members if layers[index].shares is None)
-        groups.append(CacheGroup(members, num_bytes, window, chunk))
+        groups.append(CacheGroup(members, num_bytes, kind))
     return tuple(groups)
 
 
@@ -119,19 +126,19 @@ def resolve_pools(
                 f"window_pool_share is {config.window_pool_share}, but all layers of this model share one pool here: "
                 "they see the same positions. Leave window_pool_share out."
             )
-        if groups[0].is_full:
+        if groups[0].kind.is_full:
             config = resolve_pool(
                 config, groups[0].block_bytes, memory_bytes, max_model_len_is_set=max_model_len_is_set
             )
             return config, CachePools(groups, (config.num_kv_blocks,))
     pools = CachePools(groups, _split(config, groups, memory_bytes))
     longest = config.max_model_len
-    if groups[0].is_full and (fitting := max(0, pools.num_blocks[0] - 1) * config.block_size) < longest:
+    if groups[0].kind.is_full and (fitting := max(0, pools.num_blocks[0] - 1) * config.block_size) < longest:
         if max_model_len_is_set or fitting < 2:
             raise ValueError(_too_small(config, pools, 0))
         longest = fitting
     for number, (group, count) in enumerate(zip(*pools, strict=True)):
-        if count - 1 < group.max_blocks(longest, config.block_size):
+        if count - 1 < group.kind.max_blocks(longest, config.block_size):
             raise ValueError(_too_small(config, pools, number))
     return replace(config, num_kv_blocks=pools.num_blocks[0], max_model_len=longest), pools
 
@@ -139,7 +146,9 @@ def resolve_pools(
 def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: int) -> tuple[int, ...]:
     """Blocks of each group: in proportion to `_weights`, but no window pool smaller than one sequence needs."""
     weights = _weights(config, groups)
-    least = [0 if group.is_full else 1 + group.max_blocks(config.max_model_len, config.block_size) for group in groups]
+    kinds = [group.kind for group in groups]
+    needed = [kind.max_blocks(config.max_model_len, config.block_size) for kind in kinds]
+    least = [0 if kind.is_full else 1 + count for kind, count in zip(kinds, needed, strict=True)]
     if config.num_kv_blocks is not None:
         scale = config.num_kv_blocks / weights[0]
         return config.num_kv_blocks, *(max(n, int(scale * w)) for n, w in zip(least[1:], weights[1:], strict=True))
@@ -151,9 +160,8 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
     counts = [max(n, int(scale * weight)) for n, weight in zip(least, weights, strict=True)]
     if not is_asked:  # more blocks could never be used, but to cache as many sequences again as run
         chunk = -(-2 * config.max_num_batched_tokens // config.block_size)
-        for number, group in enumerate(groups):
-            needed = group.max_blocks(config.max_model_len, config.block_size)
-            most = config.max_num_seqs * (needed if group.is_full else 2 * needed) + (0 if group.is_full else chunk)
+        for number, kind in enumerate(kinds):
+            most = config.max_num_seqs * needed[number] * (1 if kind.is_full else 2) + (0 if kind.is_full else chunk)
             counts[number] = min(counts[number], most + 1)
     rest = memory - sum(g.block_bytes * n for g, n in zip(groups[1:], counts[1:], strict=True))
     counts[0] = max(0, min(counts[0], rest // groups[0].block_bytes))
@@ -162,8 +170,8 @@ def _split(config: EngineConfig, groups: tuple[CacheGroup, ...], memory_bytes: i
 
 def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float]:
     """Blocks of each group in proportion to one another."""
-    blocks: list[float] = [group.max_blocks(config.max_model_len, config.block_size) for group in groups]
-    if groups[0].is_full:
+    blocks: list[float] = [group.kind.max_blocks(config.max_model_len, config.block_size) for group in groups]
+    if groups[0].kind.is_full:
         blocks[0] /= 2
     if (share := config.window_pool_share) is not None:
         of_windows = sum(group.block_bytes * count for group, count in zip(groups[1:], blocks[1:], strict=True))
@@ -174,11 +182,11 @@ def _weights(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> list[float
 
 def _too_small(config: EngineConfig, pools: CachePools, number: int) -> str:
     """The message for a pool that cannot hold one sequence."""
-    group, count = pools.groups[number], pools.num_blocks[number]
-    seen = f"window {group.window}" if group.window is not None else f"chunks of {group.chunk}"
-    needed = 1 + group.max_blocks(config.max_model_len, config.block_size)
+    (layers, _, kind), count = pools.groups[number], pools.num_blocks[number]
+    seen = f"window {kind.window}" if kind.window is not None else f"chunks of {kind.chunk}"
+    needed = 1 + kind.max_blocks(config.max_model_len, config.block_size)
     return (
-        f"the KV cache of the {len(group.layers)} layers with {'full attention' if group.is_full else seen} has {count}"
+        f"the KV cache of the {len(layers)} layers with {'full attention' if kind.is_full else seen} has {count}"
         f" blocks of {config.block_size} tokens (block 0 is reserved), but one sequence of max_model_len "
         f"({config.max_model_len}) needs {needed}. Set a smaller max_model_len, or give the cache more memory through "
         "num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization."

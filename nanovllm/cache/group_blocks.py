@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as AnySequence
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.kinds import StateKind
 from nanovllm.cache.prefix_tree import PrefixNode, PrefixTree
 from nanovllm.core.batch import NULL_BLOCK
 from nanovllm.core.block_tables import HasBlockTable
@@ -20,14 +20,14 @@ class GroupBlocks(BlockManager):
         claimed: findable blocks that were claimed by some sequence since they were computed.
     """
 
-    def __init__(self, group: CacheGroup, num_blocks: int, block_size: int, tree: PrefixTree) -> None:
+    def __init__(self, kind: StateKind, num_blocks: int, block_size: int, tree: PrefixTree) -> None:
         super().__init__(num_blocks, block_size)
-        self.group = group
+        self.kind = kind
         self.tree = tree
         self.claimed: set[int] = set()
 
     def first_block(self, num_tokens: int) -> int:
-        return self.group.first_block(num_tokens, self.block_size)
+        return self.kind.first_block(num_tokens, self.block_size)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         return super().num_free_among(block for block in blocks if block != NULL_BLOCK)
@@ -43,7 +43,7 @@ class GroupBlocks(BlockManager):
 
         Scanned from the right; what stands before `first` is the sequence's own.
         """
-        if self.group.is_full:
+        if self.kind.is_full:
             return next((i for i, node in enumerate(nodes[:end]) if node.block_hash not in self.entries), end)
         index = end
         while index > 0:
@@ -69,7 +69,7 @@ class GroupBlocks(BlockManager):
             entry = PrefixEntry(node.prefix_id, node.block_hash, node.parent, node.tokens)
             self.entries[node.block_hash] = entry
             node.num_users += 1
-            if self.observer is not None and self.group.is_full:
+            if self.observer is not None and self.kind.is_full:
                 self.observer.findable(entry, None if node.above is None else node.above.block_hash)
         entry.blocks[block] = None
         self.entry_of[block] = entry
@@ -81,7 +81,7 @@ class GroupBlocks(BlockManager):
         super()._forget_block(block, entry)
 
     def _forget_entry(self, entry: PrefixEntry) -> None:
-        if self.group.is_full:
+        if self.kind.is_full:
             super()._forget_entry(entry)
         else:  # the tree tells what it no longer knows
             del self.entries[entry.block_hash]

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.core.layer_traits import FULL_SIGHT, Sight
-
 _CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
 _MERGED_ELEMENTS = 4096  # of the workspace, read in one go
 _MAX_HEAD_DIM = 256
@@ -60,7 +58,8 @@ class PagedDecode:
         heads: number of KV heads, query heads per KV head, bytes of one head's K of one token, or V if that is wider.
         gpu: number of multiprocessors, bytes of shared memory that one program may take.
         max_decodes: bound of a step.
-        sight, softcap: of the layers; None caps nothing.
+        sight: window and chunk of the layers, None where they have none.
+        softcap: of the layers; None caps nothing.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class PagedDecode:
         max_decodes: int,
         device: torch.device,
         sizes: DecodeSizes = MEASURED,
-        sight: Sight = FULL_SIGHT,
+        sight: tuple[int | None, int | None] = (None, None),
         softcap: float | None = None,
     ) -> None:
-        self._sight, self._softcap = sight, softcap or 0.0
+        (self._window, self._chunk), self._softcap = sight, softcap or 0.0
         self._num_kv_heads, self._num_groups, head_bytes = heads
         num_multiprocessors, shared_memory = gpu
         self._block_size = block_size
@@ -145,7 +144,7 @@ class PagedDecode:
                 tables, table_starts, block_counts, positions, shared, bundles, self._pieces, self._splits, num_rows,
                 num_bundles, self._least_pieces, self._most_pieces, TILE=self._sizes.tile, BLOCK_SIZE=self._block_size,
                 ENTRY=kernels.ENTRY, BUNDLE_ENTRY=kernels.BUNDLE_ENTRY, LANES=256, OWN=_CUT_AT_ONCE, WIDTH=_CUT_PIECES,
-                WINDOW=self._sight.window or 0, CHUNK=self._sight.chunk or 0,
+                WINDOW=self._window or 0, CHUNK=self._chunk or 0,
             )  # fmt: skip
 
     def attend(
@@ -185,8 +184,9 @@ class PagedDecode:
                 GROUPS=self._num_groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_SIZE=self._block_size,
                 ENTRY=entry, TILE=sizes.tile, ROWS=rows, MERGED_ROWS=merged_rows, DIMS=dims, VALUE_DIMS=value_dims,
                 AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * value_dims)), MERGES=not merges_apart,
-                OVERLAPS=self._overlaps, SOFTCAP=self._softcap, LIMITED=not self._sight.is_full, HAS_SINKS=has_sinks,
-                launch_pdl=self._overlaps, num_warps=4 if is_large else sizes.num_warps, num_stages=sizes.num_stages,
+                LIMITED=(self._window, self._chunk) != (None, None), OVERLAPS=self._overlaps, SOFTCAP=self._softcap,
+                HAS_SINKS=has_sinks, launch_pdl=self._overlaps, num_warps=4 if is_large else sizes.num_warps,
+                num_stages=sizes.num_stages,
             )  # fmt: skip
             if merges_apart:
                 kernels.merge_pieces[(num_rows * num_heads,)](

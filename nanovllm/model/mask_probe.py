@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.core.layer_traits import FULL_SIGHT, Sight
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.model.unsupported import unsupported
 
 MaskFunction = Callable[..., Tensor]  # of indices of batch, head, query and key: whether the query sees the key
@@ -30,7 +30,7 @@ class MaskProbe:
 
     sizes: tuple[int, ...] = ()
     _functions: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)  # by address of its tensor
-    _sights: dict[int, Sight] = field(default_factory=dict)
+    _sights: dict[int, StateKind] = field(default_factory=dict)
 
     def make(self, mask_function: MaskFunction, *shape: int, device: torch.device) -> Tensor:
         """A tensor [1, 1, num_queries, num_keys] that stands for a mask."""
@@ -42,10 +42,10 @@ class MaskProbe:
         """Whether it stands for a mask, or is a view of one that does."""
         return mask.untyped_storage().data_ptr() in self._functions
 
-    def sight(self, mask: Tensor | None) -> Sight | None:
+    def sight(self, mask: Tensor | None) -> StateKind | None:
         """What a layer with this mask sees; None for a mask of another kind."""
         if mask is None:
-            return FULL_SIGHT
+            return FULL
         address = mask.untyped_storage().data_ptr()
         if address not in self._sights:
             found = _sight_of(self._functions[address][1], self.sizes, mask.device)
@@ -61,7 +61,7 @@ def sizes_of(text_config: Any) -> tuple[int, ...]:
     return tuple(size for size in named if isinstance(size, int) and size > 0)
 
 
-def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> Sight | None:
+def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device) -> StateKind | None:
     borders = {border for size in sizes for border in (size, 2 * size)}
     end = 2 + max(borders, default=DEFAULT_END)
     near = {border + step for border in (1, *borders) for step in (-1, 0, 1)} | {end // 2, end - 1}
@@ -75,7 +75,7 @@ def _sight_of(function: MaskFunction, sizes: Iterable[int], device: torch.device
         raise unsupported("own mask", "a layer of attention", f"its mask cannot be read: {error}") from error
     counts = seen.sum(dim=1)
     last = int(queries[-1])
-    candidates = [FULL_SIGHT, Sight(window=int(counts[-1])), *(Sight(chunk=size) for size in sizes)]
+    candidates = [FULL, StateKind(window=int(counts[-1])), *(StateKind(chunk=size) for size in sizes)]
     positions = queries.cpu().numpy()
     for sight in candidates:
         first = torch.from_numpy(sight.first_seen(positions))[:, None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES, AttentionLayer
-from nanovllm.core.layer_traits import kind_of, kinds_of
+from nanovllm.cache.kinds import kind_of, kinds_of
 
 Change = tuple[dict[str, Any], str, Any]  # an object's attributes, a name among them, a value
 

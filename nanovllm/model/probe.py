@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from nanovllm.attention.operator import SINKS, AttentionLayer
+from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.errors import UnsupportedModelError
-from nanovllm.core.layer_traits import LayerTraits, Sight
 from nanovllm.model.mask_probe import MaskProbe, sizes_of
 from nanovllm.model.unsupported import reason_of_layer_type, unsupported
 
@@ -89,14 +89,14 @@ class Probe:
             raise unsupported("unknown argument", name, f"sinks of {tuple(sinks.shape)}, not one a head")
         sight = self._sight(name, mask, window or None)
         traits = LayerTraits(
-            query.shape[1], key.shape[1], query.shape[3], value.shape[3], *sight, softcap or None, sinks is not None,
+            query.shape[1], key.shape[1], query.shape[3], value.shape[3], sight, softcap or None, sinks is not None,
             self._shared_with(key, value),
         )  # fmt: skip
         add_states(self.states, query, key, value)
         self._states.append((key, value))
         self.layers.append(AttentionLayer(module, traits, key.dtype, scaling))
 
-    def _sight(self, name: str, mask: Tensor | None, window: int | None) -> Sight:
+    def _sight(self, name: str, mask: Tensor | None, window: int | None) -> StateKind:
         """What the layer's mask lets it see, which the window that it names must not contradict."""
         sight = self.masks.sight(mask)
         if sight is None:

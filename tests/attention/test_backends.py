@@ -16,8 +16,8 @@ from nanovllm.attention import flash
 from nanovllm.attention.backends import AttentionChoice, preferred_block_size
 from nanovllm.attention.flash import TRIED_VERSION
 from nanovllm.attention.operator import AttentionLayer
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits
 
 LAYERS = [AttentionLayer(nn.Identity(), LayerTraits(16, 8, 128, 128), torch.bfloat16, 1.0)]
 DEVICE = torch.device("cuda", 0)

@@ -9,21 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_groups import known_prefixes
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.prefix_entry import PrefixEntry
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduler_fuzz import AGEING, SchedulerRules, walk_at_random
 from tests.support.scheduling import Loop, make_group_scheduler, make_scheduler
 
-FULL = CacheGroup()
 MIXES = (
-    lambda span: [FULL, CacheGroup(window=span)],
-    lambda span: [FULL, CacheGroup(chunk=span)],
-    lambda span: [CacheGroup(window=span)],
-    lambda span: [CacheGroup(chunk=span)],
-    lambda span: [FULL, CacheGroup(window=span), CacheGroup(window=1 + span // 2, chunk=span)],
-    lambda span: [CacheGroup(window=span + 3), CacheGroup(window=span)],
+    lambda span: [FULL, StateKind(window=span)],
+    lambda span: [FULL, StateKind(chunk=span)],
+    lambda span: [StateKind(window=span)],
+    lambda span: [StateKind(chunk=span)],
+    lambda span: [FULL, StateKind(window=span), StateKind(window=1 + span // 2, chunk=span)],
+    lambda span: [StateKind(window=span + 3), StateKind(window=span)],
 )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache.cache_group import CacheGroup
-from nanovllm.cache.cache_pools import CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, cache_groups_of, resolve_pools
+from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
-FULL, WINDOW = CacheGroup((0,), 1000, None, None), CacheGroup((1, 2), 5000, 64, None)
+FULL, WINDOW = CacheGroup((0,), 1000), CacheGroup((1, 2), 5000, StateKind(window=64))
 
 
 def resolve(*groups: CacheGroup, memory: int = 0, is_set: bool = True, **options) -> tuple[EngineConfig, CachePools]:
@@ -20,22 +19,30 @@ def resolve(*groups: CacheGroup, memory: int = 0, is_set: bool = True, **options
 
 
 def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
-    layers = [LayerTraits(**HEADS, window=8), LayerTraits(**HEADS), LayerTraits(**HEADS, window=8)]
-    layers += [LayerTraits(**HEADS, chunk=32), LayerTraits(**HEADS, shares=1)]
+    layers = [
+        LayerTraits(**HEADS, sight=StateKind(window=8)),
+        LayerTraits(**HEADS),
+        LayerTraits(**HEADS, sight=StateKind(window=8)),
+    ]
+    layers += [LayerTraits(**HEADS, sight=StateKind(chunk=32)), LayerTraits(**HEADS, shares=1)]
     groups = cache_groups_of(layers, [10, 20, 30, 40, 50], 100)
     assert groups == (
-        CacheGroup((1, 4), 20), CacheGroup((0, 2), 40, window=8), CacheGroup((3,), 40, chunk=32)
+        CacheGroup((1, 4), 20), CacheGroup((0, 2), 40, StateKind(window=8)), CacheGroup((3,), 40, StateKind(chunk=32))
     )  # fmt: skip
 
 
 def test_a_window_that_holds_max_model_len_is_full_attention():
-    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, window=100)]
+    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, sight=StateKind(window=100))]
     assert cache_groups_of(layers, [1, 1], 100) == (CacheGroup((0, 1), 2),)
     assert len(cache_groups_of(layers, [1, 1], 101)) == 2
 
 
 def test_one_table_serves_layers_that_read_the_cache_of_one_with_another_sight():
-    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, window=8), LayerTraits(**HEADS, window=8, shares=0)]
+    layers = [
+        LayerTraits(**HEADS),
+        LayerTraits(**HEADS, sight=StateKind(window=8)),
+        LayerTraits(**HEADS, sight=StateKind(window=8), shares=0),
+    ]
     assert cache_groups_of(layers, [1, 1, 1], 100) == (CacheGroup((0, 1, 2), 2),)
 
 
@@ -60,7 +67,7 @@ def test_a_number_of_blocks_is_that_of_the_first_group():
 
 def test_no_window_pool_is_smaller_than_one_sequence_needs():
     _, pools = resolve(FULL, WINDOW, num_kv_blocks=101, window_pool_share=0.001)
-    assert pools.num_blocks == (101, 1 + WINDOW.max_blocks(1600, 16))
+    assert pools.num_blocks == (101, 1 + WINDOW.kind.max_blocks(1600, 16))
 
 
 def test_by_default_no_more_memory_is_taken_than_can_be_used():

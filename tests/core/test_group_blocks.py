@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_groups import Demand
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.scheduler import Scheduler
 from tests.support.scheduling import Loop, make_group_scheduler, tables_of
 
-FULL, WINDOW = CacheGroup(), CacheGroup(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
+WINDOW = StateKind(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
 NUM_FREE = 64
 
 
-def make_loop(*groups: CacheGroup, num_free: int = NUM_FREE, **limits: int) -> Loop:
-    return Loop(make_group_scheduler(list(groups), [1 + num_free] * len(groups), **({"max_model_len": 200} | limits)))
+def make_loop(*kinds: StateKind, num_free: int = NUM_FREE, **limits: int) -> Loop:
+    return Loop(make_group_scheduler(list(kinds), [1 + num_free] * len(kinds), **({"max_model_len": 200} | limits)))
 
 
 def hits(loop: Loop, prompt: list[int]) -> int:
@@ -70,7 +70,7 @@ def test_a_failed_step_moves_the_window_back_over_blocks_that_are_still_there():
 
 
 def test_chunked_attention_lets_go_of_whole_chunks():
-    loop = make_loop(CacheGroup(chunk=16))
+    loop = make_loop(StateKind(chunk=16))
     loop.add(tokens(4), max_tokens=60)
     for _ in range(14):
         loop.step()
@@ -79,7 +79,7 @@ def test_chunked_attention_lets_go_of_whole_chunks():
     assert held(loop.scheduler, 0) == 2  # its own, and the last full one
 
 
-@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (FULL, CacheGroup(chunk=12))])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (FULL, StateKind(chunk=12))])
 def test_a_prompt_hits_its_end_however_far_its_window_moved_on(groups):
     loop = make_loop(*groups)
     loop.add(tokens(40), max_tokens=40)
@@ -219,14 +219,14 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("group", "expected"), [(FULL, 50), (WINDOW, 3), (CacheGroup(window=1000), 50), (CacheGroup(chunk=16), 5)]
+    ("kind", "expected"), [(FULL, 50), (WINDOW, 3), (StateKind(window=1000), 50), (StateKind(chunk=16), 5)]
 )
-def test_what_one_sequence_needs_at_most(group: CacheGroup, expected: int):
-    assert group.max_blocks(200, 4) == expected
+def test_what_one_sequence_needs_at_most(kind: StateKind, expected: int):
+    assert kind.max_blocks(200, 4) == expected
 
 
 def test_the_smallest_pools_finish_every_request_among_many():
-    groups = [FULL, WINDOW, CacheGroup(chunk=6)]
+    groups = [FULL, WINDOW, StateKind(chunk=6)]
     sizes = [1 + group.max_blocks(60, 4) + extra for group, extra in zip(groups, (0, 6, 6), strict=True)]
     loop = Loop(make_group_scheduler(groups, sizes, max_model_len=60, max_num_batched_tokens=24, max_num_seqs=8))
     for number in range(8):
@@ -246,17 +246,39 @@ def test_a_block_that_a_window_needs_and_lacks_is_named():
         check_blocks(loop.manager, [sequence])
 
 
-@pytest.mark.parametrize("group", [FULL, WINDOW, CacheGroup(chunk=6), CacheGroup(window=5, chunk=7)])
-def test_what_rows_see_is_counted(group: CacheGroup):
-    def seen(position: int) -> int:
-        visible = range(position + 1)
-        if group.window is not None:
-            visible = [p for p in visible if p > position - group.window]
-        return sum(group.chunk is None or p // group.chunk == position // group.chunk for p in visible)
+KINDS = pytest.mark.parametrize("kind", [FULL, WINDOW, StateKind(chunk=6), StateKind(window=5, chunk=7)])
 
-    assert [group.num_seen(count) for count in range(1, 40)] == [seen(position) for position in range(39)]
+
+def visible(kind: StateKind, position: int) -> list[int]:
+    """The positions that a row sees."""
+    seen = [p for p in range(position + 1) if kind.window is None or p > position - kind.window]
+    return [p for p in seen if kind.chunk is None or p // kind.chunk == position // kind.chunk]
+
+
+@KINDS
+def test_what_rows_see_is_counted(kind: StateKind):
+    counts = [len(visible(kind, position)) for position in range(39)]
+    assert [kind.num_seen(count) for count in range(1, 40)] == counts
     for start, count in ((0, 1), (0, 30), (3, 9), (20, 12)):
-        assert group.num_pairs(start, count) == sum(seen(position) for position in range(start, start + count))
+        assert kind.num_pairs(start, count) == sum(counts[start : start + count])
+
+
+@KINDS
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_the_first_block_needed_is_that_of_what_the_last_block_boundary_sees_or_the_last_full_one(kind, block_size):
+    for num_tokens in range(block_size, 40):
+        boundary = num_tokens // block_size * block_size
+        expected = min(visible(kind, boundary)[0], boundary - 1) // block_size
+        assert kind.first_block(num_tokens, block_size) == expected
+
+
+def test_a_record_stands_for_all_positions_before_the_next_and_has_its_own_size():
+    record = StateKind.record(5000)
+    assert (record.block_bytes(token_bytes=0, block_size=4), WINDOW.block_bytes(10, 4)) == (5000, 40)
+    assert [record.first_block(num_tokens, 4) for num_tokens in (0, 3, 4, 11, 40)] == [0, 0, 0, 1, 9]
+    assert (record.max_blocks(200, 4), record.num_pairs(20, 12)) == (2, 12)  # the latest, and the one being written
+    assert record.within(1) == record
+    assert not record.is_full
 
 
 def test_each_group_tells_of_the_findable_blocks_that_become_idle_in_its_own_pool():

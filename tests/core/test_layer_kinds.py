@@ -61,9 +61,9 @@ def test_the_layers_are_what_their_models_say():
             }.values())  # fmt: skip
             return [layer.traits for layer in binding.layers]
 
-    assert [(t.window, t.softcap) for t in traits("Gemma2")] == [(WINDOW, 2.0), (None, 2.0)]
-    assert [(t.window, t.has_sinks) for t in traits("GptOss")] == [(WINDOW, True), (None, True)]
-    assert [t.chunk for t in traits("Llama4Text")] == [WINDOW, None]
+    assert [(t.sight.window, t.softcap) for t in traits("Gemma2")] == [(WINDOW, 2.0), (None, 2.0)]
+    assert [(t.sight.window, t.has_sinks) for t in traits("GptOss")] == [(WINDOW, True), (None, True)]
+    assert [t.sight.chunk for t in traits("Llama4Text")] == [WINDOW, None]
     assert [(t.head_dim, t.value_dim) for t in traits("DeepseekV2")] == [(48, 32)] * 2
     assert [t.shares for t in traits("Gemma3nText")] == [None, None, None, 1, 2, 1]
     assert [(t.head_dim, t.shares) for t in traits("Gemma4Text")] == [(32, None), (64, None), (32, 0), (64, 1)]

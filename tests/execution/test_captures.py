@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nanovllm.attention.step_tables import TableInputs
-from nanovllm.cache.cache_group import CacheGroup
-from nanovllm.cache.cache_pools import CachePools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools
 from nanovllm.core.config import EngineConfig
 from nanovllm.execution import cuda_graphs, forward_graphs
 from nanovllm.execution.buckets import Buckets, GraphShape

@@ -12,8 +12,8 @@ from torch import nn
 
 from nanovllm.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.attention.operator import AttentionLayer
+from nanovllm.cache.kinds import LayerTraits
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.execution import gpu_memory, memory
 from nanovllm.execution.gpu_memory import StepPeaks, split_bytes, workspace_bytes
 from nanovllm.kernels import paged_decode

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 
 from nanovllm import UnsupportedModelError
-from nanovllm.core.layer_traits import kinds_of
+from nanovllm.cache.kinds import kinds_of
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.unsupported import REASONS
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED, SINCE
@@ -76,10 +76,10 @@ _OTHERS = """
 def special_features(binding: ModelBinding) -> str:
     """What the layers, the experts and the rotary embeddings of a served model ask for, in words."""
     kinds, found = kinds_of(layer.traits for layer in binding.layers), []
-    windows = {kind.window for kind in kinds}
+    windows = {kind.sight.window for kind in kinds}
     if windows != {None}:
         found.append("window" if None in windows else "window (all)")
-    if any(kind.chunk for kind in kinds):
+    if any(kind.sight.chunk for kind in kinds):
         found.append("chunks")
     if any(kind.softcap for kind in kinds):
         found.append("soft-cap")

@@ -18,9 +18,9 @@ from nanovllm.attention.operator import (
     step_in_force,
 )
 from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.cache.kinds import LayerTraits, StateKind
 from nanovllm.core.batch import ScheduledSequence
 from nanovllm.core.batch_layout import build_layout
-from nanovllm.core.layer_traits import LayerTraits
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp import load_kernels
@@ -49,11 +49,13 @@ class PagedCase:
     ):
         """spans: (start, num_new_tokens) of each sequence; the first `shared` blocks are the same for all.
 
-        traits: of `LayerTraits`, beyond the sizes. Blocks that no row of a sequence sees are poisoned, but with
-        `keeps_for_boundary`, as in a cache group, not those that a row at the block boundary before its start sees.
+        traits: of `LayerTraits`, beyond the sizes; `window` and `chunk`. Blocks that no row of a sequence sees are
+        poisoned, but with `keeps_for_boundary`, as in a cache group, not those that a row at the block boundary before
+        its start sees.
         """
         value_dim = traits.pop("value_dim", head_dim)
-        self.traits = LayerTraits(num_kv_heads * groups, num_kv_heads, head_dim, value_dim, **traits)
+        sight = StateKind(traits.pop("window", None), traits.pop("chunk", None))
+        self.traits = LayerTraits(num_kv_heads * groups, num_kv_heads, head_dim, value_dim, sight, **traits)
         generator = torch.Generator().manual_seed(seed)
         self.block_size, self.num_kv_heads, self.dtype = block_size, num_kv_heads, dtype
         blocks = list(range(1, NUM_BLOCKS))
@@ -137,10 +139,10 @@ class PagedCase:
             if traits.softcap is not None:
                 scores = traits.softcap * torch.tanh(scores / traits.softcap)
             scores.masked_fill_(of_keys > positions, float("-inf"))
-            if traits.window is not None:
-                scores.masked_fill_(of_keys <= positions - traits.window, float("-inf"))
-            if traits.chunk is not None:
-                scores.masked_fill_(of_keys // traits.chunk != positions // traits.chunk, float("-inf"))
+            if traits.sight.window is not None:
+                scores.masked_fill_(of_keys <= positions - traits.sight.window, float("-inf"))
+            if traits.sight.chunk is not None:
+                scores.masked_fill_(of_keys // traits.sight.chunk != positions // traits.sight.chunk, float("-inf"))
             if self.sinks is not None:
                 column = self.sinks.float().cpu()[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, column], -1)

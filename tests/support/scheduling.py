@@ -13,8 +13,8 @@ from zlib import crc32
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_group import CacheGroup
 from nanovllm.cache.cache_groups import CacheGroups
+from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.batch import NON_FINITE, NULL_BLOCK, ScheduledBatch, ScheduledSequence
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.sampling_params import SamplingParams
@@ -76,12 +76,12 @@ def make_scheduler(*, block_size: int = 4, enable_prefix_caching: bool = True, *
 
 
 def make_group_scheduler(
-    groups: list[CacheGroup], num_blocks: list[int], *, block_size: int = 4, **limits: float | None
+    kinds: list[StateKind], num_blocks: list[int], *, block_size: int = 4, **limits: float | None
 ) -> Scheduler:
-    """A scheduler over cache groups, with a pool of so many blocks each, the null block included."""
+    """A scheduler over cache groups, with a pool of so many blocks for each kind, the null block included."""
     config = make_config(**limits)
     manager = CacheGroups(
-        groups,
+        kinds,
         num_blocks,
         block_size,
         max_model_len=config.max_model_len,
@@ -165,7 +165,7 @@ class MockModel:
         self.config = scheduler.config
         self.block_size = scheduler.block_size
         managers = managers_of(scheduler.block_manager)
-        self.groups = [getattr(manager, "group", CacheGroup()) for manager in managers]
+        self.kinds = [getattr(manager, "kind", FULL) for manager in managers]
         # The cache of each group.
         self.slots: list[list[int | Poison | None]] = [[UNWRITTEN] * (m.num_blocks * self.block_size) for m in managers]
         self._tables: dict[tuple[int, str], list[list[int]]] = {}  # of each sequence of a step
@@ -236,17 +236,17 @@ class MockModel:
             end = entry.start + entry.num_new_tokens
             check(entry.num_samples or end % block_size == 0, f"a chunk ends at {end}, inside a block and a sequence")
             check(end <= self.config.max_model_len, f"position {end - 1} is beyond max_model_len")
-            for group, table in zip(self.groups, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
+            for kind, table in zip(self.kinds, self._tables[batch.step_id, entry.sequence.request_id], strict=True):
                 check(len(table) * block_size >= end, f"{end} tokens in {len(table)} blocks")
-                used = table[self._first_seen(group, entry) // block_size : -(-end // block_size)]
+                used = table[self._first_seen(kind, entry) // block_size : -(-end // block_size)]
                 check(NULL_BLOCK not in used, "the null block is in a block table")
                 check(len(set(used)) == len(used), "a block is in a table twice")
 
     @staticmethod
-    def _first_seen(group: CacheGroup, entry: ScheduledSequence) -> int:
+    def _first_seen(kind: StateKind, entry: ScheduledSequence) -> int:
         """The first position that the entry's first token sees."""
-        in_window = 0 if group.window is None else entry.start - group.window + 1
-        return max(0, in_window, 0 if group.chunk is None else entry.start - entry.start % group.chunk)
+        in_window = 0 if kind.window is None else entry.start - kind.window + 1
+        return max(0, in_window, 0 if kind.chunk is None else entry.start - entry.start % kind.chunk)
 
     def _slots(self, batch: ScheduledBatch, entry: ScheduledSequence, position: int) -> list[int]:
         """The slot of a position in each group."""
@@ -285,7 +285,7 @@ class MockModel:
         end = entry.start + entry.num_new_tokens
         poisoned = shared = False
         for number, table in enumerate(self._tables[batch.step_id, request_id]):
-            for index in range(self._first_seen(self.groups[number], entry) // block_size, -(-end // block_size)):
+            for index in range(self._first_seen(self.kinds[number], entry) // block_size, -(-end // block_size)):
                 first = index * block_size
                 count, slot = min(block_size, end - first), table[index] * block_size
                 shared |= written_by.get((number, slot), request_id) != request_id

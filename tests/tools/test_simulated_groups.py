@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CacheGroup
+from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.tools.simulate.calibrate import calibrate
 from nanovllm.tools.simulate.calibration import Calibration
@@ -34,7 +35,7 @@ def test_a_calibration_of_groups_is_read_as_it_was_written(tmp_path):
 def test_a_simulated_engine_has_the_pools_of_the_measured_one():
     config = CALIBRATION.resolve(EngineConfig(max_model_len=2048))
     pools = CALIBRATION.pools(config)
-    assert [group.window for group in pools.groups] == [None, 128]
+    assert [group.kind.window for group in pools.groups] == [None, 128]
     assert config.num_kv_blocks == pools.num_blocks[0]
     assert 0.9 * CALIBRATION.kv_cache_bytes < pools.num_bytes <= CALIBRATION.kv_cache_bytes
 
@@ -48,9 +49,11 @@ def test_windows_make_steps_shorter_and_their_pools_are_counted():
     assert max(ends) < max(r.finished_time for r in full.requests)
 
 
-@pytest.mark.parametrize("groups", [[CacheGroup((), 1), CacheGroup((), 3, window=6)], [CacheGroup((), 1, window=6)]])
+@pytest.mark.parametrize(
+    "groups", [[CacheGroup((), 1), CacheGroup((), 3, StateKind(window=6))], [CacheGroup((), 1, StateKind(window=6))]]
+)
 def test_a_step_counts_the_tokens_in_sight_by_their_share_of_the_bytes(groups):
-    loop = Loop(make_group_scheduler(groups, [40] * len(groups)))
+    loop = Loop(make_group_scheduler([group.kind for group in groups], [40] * len(groups)))
     loop.add(range(8), max_tokens=5)
     prefill, decode = loop.step(), loop.step()
     of_full, of_window = (8 * 9 // 2, 9), (6 * 7 // 2 + 2 * 6, 6)

@@ -25,7 +25,7 @@ from torch import nn
 
 import nanovllm
 from nanovllm.build import build_engine
-from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.features import check_one_process
@@ -316,7 +316,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         cost_model=cost_model,
         tensor_parallel_size=config.tensor_parallel_size,
         quantization=config.quantization,
-        cache_groups=tuple((g.window, g.chunk, g.block_bytes // config.block_size) for g in groups_of(engine)),
+        cache_groups=tuple((*g.kind.spans, g.block_bytes // config.block_size) for g in groups_of(engine)),
     )
 
 

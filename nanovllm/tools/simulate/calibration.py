@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cache.cache_group import CacheGroup
-from nanovllm.cache.cache_pools import CachePools, resolve_pools
+from nanovllm.cache.cache_pools import CacheGroup, CachePools, resolve_pools
+from nanovllm.cache.kinds import StateKind
 from nanovllm.core.config import EngineConfig
 from nanovllm.tools.simulate.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 
@@ -99,7 +99,7 @@ class Calibration:
     def _groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         groups = self.cache_groups or ((None, None, self.kv_token_bytes),)
         return tuple(
-            CacheGroup((number,), num_bytes * block_size, window, chunk)
+            CacheGroup((number,), num_bytes * block_size, StateKind(window, chunk))
             for number, (window, chunk, num_bytes) in enumerate(groups)
         )
 

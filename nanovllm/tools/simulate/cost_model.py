@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nanovllm.cache.cache_group import CacheGroup
+from nanovllm.cache.cache_pools import CacheGroup
 from nanovllm.core.batch import ScheduledBatch
 from nanovllm.execution.buckets import RowSizes
 
@@ -61,7 +61,7 @@ class StepWork(NamedTuple):
             num_samples += num_drawn
         decodes = batch.entries[:num_decodes]
         shared = context = 0
-        if groups and not groups[0].is_full:
+        if groups and not groups[0].kind.is_full:
             context = sum([_num_seen(groups, entry.start + 1) for entry in decodes])
         else:
             share = groups[0].block_bytes / sum(group.block_bytes for group in groups) if groups else 1
@@ -79,11 +79,11 @@ class StepWork(NamedTuple):
 
 
 def _num_seen(groups: Sequence[CacheGroup], num_tokens: int) -> int:
-    return _weighted(groups, [group.num_seen(num_tokens) for group in groups]) if groups else num_tokens
+    return _weighted(groups, [group.kind.num_seen(num_tokens) for group in groups]) if groups else num_tokens
 
 
 def _num_pairs(groups: Sequence[CacheGroup], start: int, size: int) -> int:
-    return _weighted(groups, [group.num_pairs(start, size) for group in groups or (FULL,)])
+    return _weighted(groups, [group.kind.num_pairs(start, size) for group in groups or (FULL,)])
 
 
 def _weighted(groups: Sequence[CacheGroup], counts: list[int]) -> int:
