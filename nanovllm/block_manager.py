@@ -83,6 +83,16 @@ class BlockManager:
         lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
         return lacking + self.num_free_among(hits)
 
+    # --------------------------------------------------------------------------------- where computed states end
+
+    def cut(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk of positions start..end-1 should end: at `end`, or on a block boundary before it."""
+        return end  # blocks keep every position, so any will do
+
+    def rewindable(self, sequence: Sequence, num_tokens: int) -> int:
+        """The largest number of computed tokens, at most `num_tokens`, that the sequence can return to."""
+        return num_tokens
+
     # ------------------------------------------------------------------------------------------------ prefixes
 
     def lookup(self, sequence: Sequence) -> list[int]:

@@ -179,20 +179,21 @@ class Scheduler:
         """
         if num_decodes and not self.waiting:
             return
-        for sequence in step.chunks:
-            size = self._chunk_size(sequence, sequence.num_computed_tokens, step.budget)
+        for sequence, (_, start) in step.chunks.items():
+            placed = sequence.num_computed_tokens - start
+            size = self._chunk_size(sequence, start, placed + step.budget) - placed
             # A hit: this step computes the next block for another sequence, and the next step claims it.
-            if size and not self.block_manager.lookup(sequence):
+            if size > 0 and not self.block_manager.lookup(sequence):
                 self._place(step, sequence, size)
 
     # ------------------------------------------------------------------------------------------- parts of a chunk
 
     def _chunk_size(self, sequence: Sequence, start: int, limit: int) -> int:
         """Tokens of a chunk from `start`: it ends on a block boundary unless it ends the known tokens; maybe 0."""
-        lacking = sequence.num_known_tokens - start
-        if lacking <= limit:
-            return lacking
-        return max(0, limit - (start + limit) % self.block_size)
+        end = min(start + limit, sequence.num_known_tokens)
+        if end < sequence.num_known_tokens:
+            end -= end % self.block_size
+        return self.block_manager.cut(sequence, start, end) - start if end > start else 0
 
     def _may_be_partial(self, lacking: int, partial: list[int]) -> bool:
         """Whether a prompt of `lacking` tokens may start in part, beside prefills with `partial` tokens left."""
@@ -340,9 +341,11 @@ class Scheduler:
                 affected[sequence] = None
                 if sequence.block_table is not table:  # preempted since
                     continue
-                if num_computed_before == 0:
+                kept = self.block_manager.rewindable(sequence, num_computed_before)
+                # Tokens that are computed again must be known: one in flight is read first.
+                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):
                     self._requeue(sequence)
                 else:
-                    self.block_manager.release(sequence, self.block_manager.num_blocks_for(num_computed_before))
-                    sequence.num_computed_tokens = num_computed_before
+                    self.block_manager.release(sequence, self.block_manager.num_blocks_for(kept))
+                    sequence.num_computed_tokens = kept
         return sorted(affected, key=_KEY)
