@@ -83,8 +83,6 @@ class BlockManager:
         lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
         return lacking + self.num_free_among(hits)
 
-    # --------------------------------------------------------------------------------- where computed states end
-
     def cut(self, sequence: Sequence, start: int, end: int) -> int:
         """Where a chunk of positions start..end-1 should end: at `end`, or on a block boundary before it."""
         return end  # blocks keep every position, so any will do

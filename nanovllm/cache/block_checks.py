@@ -19,10 +19,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         _check_entries(manager)
         return
     for number, group in enumerate(manager.managers):
-        tables = [[table for _, table in manager.tables_of(sequence)] for sequence in sequences]
-        _check_references(
-            group, [(s, of_s[number]) for s, of_s in zip(sequences, tables, strict=True) if number < len(of_s)]
-        )
+        _check_references(group, [(s, manager.tables_of(s)[number].block_table) for s in sequences])
         _check_entries(group)
     _check_tree(manager)
 

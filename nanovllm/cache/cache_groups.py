@@ -1,15 +1,15 @@
 """Block managers of models whose layers do not all keep the same positions: a pool and block tables for each group.
 
-Layers with a sliding window, or attention in chunks, need only the end of a sequence. Their group lets go of a block
-when a step that passed it was *read*: a step that fails moves the window back, and steps in flight still see it::
+Layers with a sliding window, or attention in chunks, need only the end of a sequence. Their group frees a block when a
+step that passed it was *read*: a step that fails moves the window back, and steps in flight still see it::
 
     full group     | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |..|
-    window group   | . | . | 3 | 4 | . | . | . | 8 | 9 |..|     . let go: the null block in the table
+    window group   | . | . | 3 | 4 | . | . | . | 8 | 9 |..|     . freed: the null block in the table
                              kept tail       window
 
-What is let go is forgotten at once and the next to be taken, unless it lies in a tail that a later request is likely to
-ask for: before the end of the prompt, before a junction (where a known prefix ended that other requests went on from in
-another way), or in what somebody has claimed. Those age in the free list like the blocks of a finished sequence.
+These blocks are evicted first, unless a later request is likely to ask for them: before the end of the prompt, before a
+junction (where a known prefix ended and requests went on in different ways), or claimed before. Those age in the free
+list like the blocks of a finished sequence.
 
 A prefix hit ends where all groups agree: the first group holds all blocks before it, each window group those within
 sight of what follows. Which prefix a block stands behind is the prefix tree's knowledge.
@@ -63,35 +63,36 @@ def group_stats(manager: BlockManager) -> tuple[CacheGroupStats, ...]:
     )
 
 
-class Hits(list[int]):
-    """The first group's blocks of a prefix hit; `others` are those of the further groups.
+class GroupHits(list[int]):
+    """A prefix hit: as a list, the blocks of the first group; in `by_group`, as many blocks of each group.
 
-    All are of one length; the null block stands where a window group needs none.
+    The null block stands where a window group needs none.
     """
 
-    others: list[list[int]]
+    def __init__(self, by_group: list[list[int]]) -> None:
+        super().__init__(by_group[0])
+        self.by_group = by_group
 
 
-class Demand(int):
-    """Free blocks wanted of the first group; `others` are those of the further groups."""
+class GroupCounts(int):
+    """Numbers of blocks: as an int, that of the first group; in `by_group`, that of each group."""
 
-    others: tuple[int, ...]
+    by_group: AnySequence[int]
 
-    @classmethod
-    def of_groups(cls, counts: AnySequence[int]) -> Demand:
-        demand = cls(counts[0])
-        demand.others = tuple(counts[1:])
-        return demand
+    def __new__(cls, by_group: AnySequence[int]) -> GroupCounts:
+        counts = super().__new__(cls, by_group[0])
+        counts.by_group = by_group
+        return counts
 
-    def __add__(self, other: int) -> Demand:
-        others = other.others if isinstance(other, Demand) else (other,) * len(self.others)
-        return self.of_groups([int(self) + int(other), *map(int.__add__, self.others, others)])
+    def __add__(self, other: int) -> GroupCounts:
+        counts = other.by_group if isinstance(other, GroupCounts) else [other] * len(self.by_group)
+        return GroupCounts(list(map(int.__add__, self.by_group, counts)))
 
     __radd__ = __add__
 
 
 class CacheGroups(GroupBlocks):
-    """The block manager of the first group, which keeps those of the others in step; the scheduler sees it alone.
+    """The block manager of the first group; passes each operation of the scheduler on to those of the further groups.
 
     All tables of a sequence are equally long. Capacity is that of the group which has the least left. The oldest
     sequence always finishes: each pool holds what one sequence needs at most, and a preemption frees in all of them.
@@ -119,8 +120,8 @@ class CacheGroups(GroupBlocks):
         tree = PrefixTree(self._became_known, self._became_unknown)
         super().__init__(kinds[0], num_blocks[0], block_size, tree)
         self.enable_prefix_caching, self.hash_seed = enable_prefix_caching, hash_seed
-        self.others = [GroupBlocks(k, n, block_size, tree) for k, n in zip(kinds[1:], num_blocks[1:], strict=True)]
-        self.managers: list[GroupBlocks] = [self, *self.others]
+        further = zip(kinds[1:], num_blocks[1:], strict=True)
+        self.managers: list[GroupBlocks] = [self, *(GroupBlocks(kind, n, block_size, tree) for kind, n in further)]
         chunk_blocks = self.num_blocks_for(max_chunk_tokens)
         self._peaks: list[int] = []  # of one sequence, with what steps in flight compute
         for manager in self.managers:
@@ -141,17 +142,14 @@ class CacheGroups(GroupBlocks):
         if self.observer is not None and not self.kind.is_full:
             self.observer.forgotten(node.block_hash)
 
-    def tables_of(self, sequence: Sequence) -> Iterator[tuple[GroupBlocks, list[int]]]:
-        """The sequence's block table in each group."""
-        yield self, sequence.block_table
-        if sequence.group_tables is not None:
-            for manager, table in zip(self.others, sequence.group_tables.others, strict=True):
-                yield manager, table.block_table
+    def tables_of(self, sequence: Sequence) -> list[HasBlockTable]:
+        """What has the sequence's block table in each group."""
+        return [sequence, *self._group_tables(sequence).further]
 
-    def _further(self, sequence: Sequence) -> GroupTables:
+    def _group_tables(self, sequence: Sequence) -> GroupTables:
         if sequence.group_tables is None:
-            tables = [GroupTable() for _ in self.others]
-            sequence.group_tables = GroupTables(tables, [0] * len(self.managers))
+            num_groups = len(self.managers)
+            sequence.group_tables = GroupTables([GroupTable() for _ in range(num_groups - 1)], [0] * num_groups)
         return sequence.group_tables
 
     # ------------------------------------------------------------------------------------------------ capacity
@@ -161,21 +159,21 @@ class CacheGroups(GroupBlocks):
         return min(len(manager.free_blocks) for manager in self.managers)
 
     def has_free(self, num_blocks: int) -> bool:
-        counts = (num_blocks, *num_blocks.others) if isinstance(num_blocks, Demand) else [num_blocks] * len(self._peaks)
+        counts = num_blocks.by_group if isinstance(num_blocks, GroupCounts) else [num_blocks] * len(self.managers)
         return all(n <= len(manager.free_blocks) for n, manager in zip(counts, self.managers, strict=True))
 
-    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> Demand:
+    def num_blocks_lacking(self, sequence: Sequence, num_tokens: int, hits: Collection[int] = ()) -> GroupCounts:
         """Of a window group, no more than a sequence ever holds at a time."""
         lacking = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
-        of_groups = [hits, *hits.others] if isinstance(hits, Hits) else [hits] * len(self.managers)
-        first_held = self._further(sequence).first_held
+        by_group = hits.by_group if isinstance(hits, GroupHits) else [hits] * len(self.managers)
+        first_held = self._group_tables(sequence).first_held
         counts = []
-        for manager, peak, claimed, first in zip(self.managers, self._peaks, of_groups, first_held, strict=True):
+        for manager, peak, claimed, first in zip(self.managers, self._peaks, by_group, first_held, strict=True):
             wanted = lacking
             if not manager.kind.is_full:
                 wanted = min(lacking, max(0, peak - (len(sequence.block_table) - first)))
             counts.append(min(wanted + manager.num_free_among(claimed), manager.num_blocks - 1))
-        return Demand.of_groups(counts)
+        return GroupCounts(counts)
 
     # ------------------------------------------------------------------------------------------------ prefixes
 
@@ -188,26 +186,23 @@ class CacheGroups(GroupBlocks):
             for manager in self.managers:
                 length = manager.longest(nodes, first, length)
         if length < len(nodes):
-            self._further(sequence).junctions.add(first + len(nodes))
-        hits = Hits(self.blocks_of(nodes[:length], first))
-        hits.others = [manager.blocks_of(nodes[:length], first) for manager in self.others]
+            self._group_tables(sequence).junctions.add(first + len(nodes))
+        by_group = [manager.blocks_of(nodes[:length], first) for manager in self.managers]
         if first and any(
             len(manager.free_blocks) <= manager.num_free_among(blocks)
-            for manager, blocks in zip(self.managers, [hits, *hits.others], strict=True)
-        ):  # beside what the sequence holds there would be no block left to compute in
-            for blocks in (hits, *hits.others):
-                blocks.clear()
-        return hits
+            for manager, blocks in zip(self.managers, by_group, strict=True)
+        ):  # the sequence holds blocks: with these there would be none left to compute in
+            by_group = [[] for _ in by_group]
+        return GroupHits(by_group)
 
     def _blocks(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[bytes, bytes]]:
         for index in range(first, end):
             yield self._block_hash(sequence, index), sequence.block_tokens(index, self.block_size)
 
     def claim(self, sequence: HasBlockTable, blocks: Collection[int]) -> None:
-        assert isinstance(sequence, Sequence) and isinstance(blocks, Hits)
-        super().claim(sequence, blocks)
-        for manager, table, of_group in zip(self.others, self._further(sequence).others, blocks.others, strict=True):
-            manager.claim(table, of_group)
+        assert isinstance(sequence, Sequence) and isinstance(blocks, GroupHits)
+        for manager, table, found in zip(self.managers, self.tables_of(sequence), blocks.by_group, strict=True):
+            GroupBlocks.claim(manager, table, found)
 
     def register(self, sequence: Sequence, first: int, end: int, step_id: int) -> None:
         if not self.enable_prefix_caching:
@@ -220,8 +215,8 @@ class CacheGroups(GroupBlocks):
             if node is None:
                 return
             node.num_users += 1  # so that it stays until every group had its chance
-            for manager, table in self.tables_of(sequence):
-                manager.hold(node, table[index], step_id)
+            for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
+                manager.hold(node, table.block_table[index], step_id)
             self.tree.release(node)
             parent = node.prefix_id
 
@@ -233,26 +228,22 @@ class CacheGroups(GroupBlocks):
 
     def reset_prefix_cache(self) -> None:
         self.tree.clear()
-        super().reset_prefix_cache()
-        for manager in self.others:
-            manager.reset_prefix_cache()
+        for manager in self.managers:
+            GroupBlocks.reset_prefix_cache(manager)
 
     # ---------------------------------------------------------------------------------- allocation and release
 
     def allocate(self, sequence: HasBlockTable, num_blocks: int) -> None:
         assert isinstance(sequence, Sequence)
-        super().allocate(sequence, num_blocks)
-        for manager, table in zip(self.others, self._further(sequence).others, strict=True):
-            manager.allocate(table, num_blocks)
+        for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
+            BlockManager.allocate(manager, table, num_blocks)
 
     def release(self, sequence: HasBlockTable, num_kept: int = 0) -> None:
         assert isinstance(sequence, Sequence)
-        super().release(sequence, num_kept)
-        if sequence.group_tables is not None:
-            for manager, table in zip(self.others, sequence.group_tables.others, strict=True):
-                manager.release(table, num_kept)
-            if not num_kept:
-                sequence.group_tables = None
+        for manager, table in zip(self.managers, self.tables_of(sequence), strict=True):
+            BlockManager.release(manager, table, num_kept)
+        if not num_kept:
+            sequence.group_tables = None
 
     # ------------------------------------------------------------------------------------------ outcome of steps
 
@@ -262,17 +253,17 @@ class CacheGroups(GroupBlocks):
         for sequence, start, num_new_tokens, _, table, _ in entries:
             end = start + num_new_tokens
             if start // self.block_size != end // self.block_size and sequence.block_table is table:
-                self._let_go(sequence, end)
+                self._free_unseen(sequence, end)
 
-    def _let_go(self, sequence: Sequence, num_read: int) -> None:
-        """Let go of what lies behind the windows, now that `num_read` tokens are computed for certain."""
-        further, prompt = self._further(sequence), sequence.num_prompt_tokens
-        junctions = {(prompt - 1) // self.block_size, prompt // self.block_size, *further.junctions}
-        for number, (manager, table) in enumerate(self.tables_of(sequence)):
-            first, end = further.first_held[number], manager.first_block(num_read)
-            if not manager.kind.is_full and end > first:
-                manager.let_go(table, first, end, junctions)
-                further.first_held[number] = end
+    def _free_unseen(self, sequence: Sequence, num_read: int) -> None:
+        """Free the blocks that no later row sees, now that `num_read` tokens are computed for certain."""
+        tables, prompt = self._group_tables(sequence), sequence.num_prompt_tokens
+        junctions = {(prompt - 1) // self.block_size, prompt // self.block_size, *tables.junctions}
+        for number, (manager, table) in enumerate(zip(self.managers, self.tables_of(sequence), strict=True)):
+            first, end = tables.first_held[number], manager.first_block(num_read)
+            if end > first:
+                manager.free_unseen(table.block_table, first, end, junctions)
+                tables.first_held[number] = end
 
     def withdraw(self, step_id: int) -> None:
         for manager in self.managers:

@@ -92,8 +92,8 @@ class GroupBlocks(BlockManager):
             for block in list(entry.blocks):
                 self._forget_block(block, entry)
 
-    def let_go(self, table: list[int], first: int, end: int, junctions: Collection[int]) -> None:
-        """Give back the table's blocks first..end-1; those outside of every kept tail are forgotten.
+    def free_unseen(self, table: list[int], first: int, end: int, junctions: Collection[int]) -> None:
+        """Free the table's blocks first..end-1; those outside of every kept tail are forgotten.
 
         Args:
             junctions: lengths in blocks at which later requests may go on.

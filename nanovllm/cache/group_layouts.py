@@ -26,4 +26,4 @@ def with_groups(layout: BatchLayout, num_groups: int, block_size: int) -> BatchL
 
 def _table(entry: ScheduledSequence, number: int) -> list[int]:
     tables = entry.sequence.group_tables
-    return entry.block_table if tables is None else tables.others[number].block_table  # a dummy has one for all
+    return entry.block_table if tables is None else tables.further[number].block_table  # a dummy has one for all

@@ -23,11 +23,11 @@ class GroupTable:
 class GroupTables:
     """What a sequence holds beyond the block table of the first group.
 
-    others: a table for each further group.
-    first_held: in each group, the first block that was not let go yet.
+    further: a table for each group but the first.
+    first_held: in each group, the first block that was not freed yet.
     junctions: lengths in blocks at which it met known prefixes that were not wholly in the cache.
     """
 
-    others: list[GroupTable]
+    further: list[GroupTable]
     first_held: list[int]
     junctions: set[int] = field(default_factory=set)

@@ -197,11 +197,11 @@ def test_a_hit_that_would_leave_no_block_to_compute_in_is_none_in_any_group():
     manager.commit(0)
     manager.release(first)
     found = manager.lookup(own)
-    assert (len(found), list(map(len, found.others))) == (9, [9])
+    assert (len(found), list(map(len, found.by_group))) == (9, [9, 9])
     manager.allocate(other, 52 - 1 - 9)  # nothing is free but what was found
     none = manager.lookup(own)
-    assert (none, none.others) == ([], [[]])
-    assert manager.num_blocks_lacking(own, 8, none).others == (1,)
+    assert (none, none.by_group) == ([], [[], []])
+    assert manager.num_blocks_lacking(own, 8, none).by_group == [1, 1]
 
 
 def test_forgetting_a_sequence_forgets_it_in_every_group():

@@ -97,8 +97,8 @@ def managers_of(manager: BlockManager) -> list[BlockManager]:
 
 def tables_of(sequence: Sequence) -> list[list[int]]:
     """The sequence's block table in each group."""
-    further = sequence.group_tables
-    return [sequence.block_table, *(table.block_table for table in (further.others if further else ()))]
+    tables = sequence.group_tables
+    return [sequence.block_table, *(table.block_table for table in (tables.further if tables else ()))]
 
 
 def chunks(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
