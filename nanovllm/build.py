@@ -115,8 +115,6 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
         refuse("a loaded module as model", TENSOR_PARALLEL)
     if ":" in config.device:
         refuse("a GPU by its number as device", TENSOR_PARALLEL)
-    if config.quantization is not None:
-        refuse("quantization", TENSOR_PARALLEL)
     source, device = loader.find_source(model, tokenizer, config), loader.device_of(config)
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and config.tensor_parallel_size > num_gpus:

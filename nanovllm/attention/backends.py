@@ -20,9 +20,8 @@ from nanovllm.attention.flex_gpu import GpuFlexAttention
 from nanovllm.attention.operator import AttentionBackend, AttentionLayer
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.cache.kinds import LayerTraits, kinds_of
-from nanovllm.core.config import EngineConfig
+from nanovllm.core.config import FLASH_BLOCK_SIZE, EngineConfig
 from nanovllm.core.errors import KernelBuildError, ProcessorClassError
-from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
 from nanovllm.process.device import cpp_compiler, find_kernel
 
 if TYPE_CHECKING:

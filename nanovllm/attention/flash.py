@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 
 from nanovllm.cache.kinds import LayerTraits
-from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
+from nanovllm.core.config import FLASH_BLOCK_SIZE
 
 LOGGING_PACKAGES = ("flash_attn", "cutlass", "quack")
 TRIED_VERSION = "4.0.0b5"  # of flash-attn-4, whose interface still moves; the extra `flash` pins the same

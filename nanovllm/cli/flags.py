@@ -12,10 +12,8 @@ from typing import Any
 
 from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-
-# Field of `EngineConfig` -> flag: `seed` is that of a request.
-ENGINE_NAMES = {"seed": "engine_seed"}
 
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -72,20 +70,20 @@ def model_source(model: str) -> str:
 def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add a flag for each option of `EngineConfig`."""
     group = command.add_argument_group("engine options")
-    add_flags(group, EngineConfig, {}, rename=ENGINE_NAMES, leave_out=leave_out)
+    add_flags(group, EngineConfig, {}, leave_out=leave_out)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that were set, validated without a model."""
-    given = options_given(options, EngineConfig, ENGINE_NAMES)
+    given = options_given(options, EngineConfig)
     EngineConfig.from_options(**given)
     return given
 
 
-def options_given(options: argparse.Namespace, cls: type, rename: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields of a dataclass that were set by flags; `rename` as for `add_flags`."""
-    names = {field.name: (rename or {}).get(field.name, field.name) for field in dataclasses.fields(cls)}
-    return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
+def options_given(options: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that were set by flags."""
+    fields = fields_by_flag(cls)
+    return {field.name: getattr(options, flag) for flag, field in fields.items() if hasattr(options, flag)}
 
 
 def _whole_number(text: str) -> int:
@@ -125,24 +123,16 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 _METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 
-def add_flags(
-    group: Any,
-    options: type,
-    defaults: dict[str, Any],
-    rename: dict[str, str] | None = None,
-    leave_out: Collection[str] = (),
-) -> None:
+def add_flags(group: Any, options: type, defaults: dict[str, Any], leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of a dataclass of `option`s, whose help it shows.
 
     Args:
         defaults: defaults of this command that differ from the dataclass.
-        rename: field name -> flag name.
         leave_out: fields without a flag.
     """
-    for field in dataclasses.fields(options):
+    for dest, field in fields_by_flag(options).items():
         if field.name in leave_out:
             continue
-        dest = (rename or {}).get(field.name, field.name)
         flag = "--" + dest.replace("_", "-")
         text = field.metadata["help"].replace("%", "%%")
         if field.name in defaults:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import tomllib
@@ -12,7 +11,6 @@ from typing import Any
 
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.flags import (
-    ENGINE_NAMES,
     add_flags,
     add_model_argument,
     add_model_flags,
@@ -23,6 +21,7 @@ from nanovllm.cli.flags import (
 from nanovllm.cli.suggestions import hint
 from nanovllm.cli.units import whole_number
 from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.core.validation import utf8
 from nanovllm.process.numa import place_engine
 from nanovllm.server.preparing import check_packages, prepared
@@ -83,8 +82,8 @@ def _read_config(options: argparse.Namespace) -> None:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     kinds = {"model": "str", "tokenizer": "str", "verbose": "bool"}
-    kinds |= {field.name: str(field.type) for field in dataclasses.fields(ServerSettings)}
-    kinds |= {ENGINE_NAMES.get(field.name, field.name): str(field.type) for field in dataclasses.fields(EngineConfig)}
+    for options_class in (ServerSettings, EngineConfig):
+        kinds |= {name: str(field.type) for name, field in fields_by_flag(options_class).items()}
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in kinds:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.cli.flags import ENGINE_NAMES, add_model_flags
+from nanovllm.cli.flags import add_model_flags
 from nanovllm.cli.tune_question import Question, build_question, with_rates
 from nanovllm.cli.tune_station import Station, measuring
 from nanovllm.cli.workload_flags import (
@@ -153,7 +153,7 @@ def _save(outcome: report.Outcome, folder: Path) -> None:
     if not outcome.sweep.finalists():
         return
     path = folder / "serve.toml"
-    path.write_text(serve_file(outcome, ENGINE_NAMES), encoding="utf-8")
+    path.write_text(serve_file(outcome), encoding="utf-8")
     print(f"to serve it: nanovllm serve --config {path}", file=sys.stderr)
     if plot.can_plot():
         plot.save_plot(outcome, folder / "curves.png")

@@ -7,36 +7,40 @@ were set can contradict one another.
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-from nanovllm.core.option_checks import check_options
+from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
+from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.validation import integer, truth
+from nanovllm.core.validation import check_fields, integer, matching, one_of, real, share, string
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
+FLASH_BLOCK_SIZE = 128
 ATTENTION_BACKENDS = ("auto", "flex", "flash", "sdpa", "cpp")
-GENERATION_CONFIGS = ("auto", "none")
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 DTYPES, QUANTIZATIONS = ("auto", "float32", "bfloat16", "float16"), ("int8", "int4")
-LOWEST = {"max_queue": 0, "num_kv_blocks": 2, "seed": 0, "kv_events_rank": 0}  # of the other whole numbers: 1
+MIN_AGEING_S = 1e-3  # keeps priority levels apart in floating point
 NOT_SET: Any = None  # typed Any: the option is a number once resolved
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceDefaults:
-    """Default limits of a device; docs/guide/tuning.md has the measurements behind them."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int = 64
-    overlap: bool = False
+def _block_size(name: str, value: Any) -> Any:
+    return one_of(name, integer(name, value, 1), BLOCK_SIZES)
 
 
-DEVICE_DEFAULTS = {
-    "cpu": DeviceDefaults(max_num_batched_tokens=1024, max_num_seqs=64),
-    "cuda": DeviceDefaults(max_num_batched_tokens=8192, max_num_seqs=1024, overlap=True),
-}
+def _ageing(name: str, value: Any) -> float:
+    ageing = real(name, value, 0.0, math.inf)
+    if 0.0 < ageing < MIN_AGEING_S:
+        raise ValueError(f"{name} is {value}; it must be at least {MIN_AGEING_S} seconds, or 0 for no ageing.")
+    return ageing
+
+
+_endpoint = partial(
+    matching,
+    pattern=r"tcp://.+:\d{1,5}|ipc://.+",
+    expected="like 'tcp://*:5557', 'tcp://HOST:PORT' or 'ipc://PATH'",
+)
 
 
 @documented
@@ -45,9 +49,15 @@ class EngineConfig:
     """Options of one engine."""
 
     dtype: str = option(
-        "auto", 'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'
+        "auto",
+        'type of weights and KV cache: "auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".',
+        check=partial(one_of, choices=DTYPES),
     )
-    device: str = option("auto", '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".')
+    device: str = option(
+        "auto",
+        '"auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".',
+        check=partial(matching, pattern=r"auto|cpu|cuda(:\d+)?", expected="'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    )
     max_model_len: int = option(
         NOT_SET, "longest sequence in tokens, prompt and output together; default and maximum: the model's own limit."
     )
@@ -58,34 +68,44 @@ class EngineConfig:
     )
     max_num_seqs: int = option(NOT_SET, "maximum number of running sequences. Default: 64 on a CPU, 1024 on a GPU.")
     max_queue: int | None = option(
-        None, "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit."
+        None,
+        "most unfinished requests (each sample counts) beyond max_num_seqs, else QueueFullError. None: no limit.",
+        check=partial(integer, low=0),
     )
     priority_ageing_s: float | None = option(
         None,
         "seconds of waiting that raise a request's priority by one level, so that none starves. None or 0: no ageing.",
+        check=_ageing,
     )
     block_size: int = option(
-        NOT_SET, 'tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".'
+        NOT_SET,
+        'tokens per KV block: 16, 32, 64, 128 or 256. Default: 64, and 128 with attention_backend="flash".',
+        check=_block_size,
     )
     num_kv_blocks: int = option(
         NOT_SET,
         "blocks in the KV cache, the null block included; overrides kv_cache_memory_bytes and gpu_memory_utilization.",
+        check=partial(integer, low=2),
     )
     kv_cache_memory_bytes: int | None = option(
         None, "memory for the KV cache in bytes; overrides gpu_memory_utilization."
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of the GPU's memory for this process, weights and activations included."
+        0.9,
+        "share of the GPU's memory for this process, weights and activations included.",
+        check=partial(share, high=1),
     )
     kv_cache_touch: str = option(
         "idle",
         'when a CPU\'s KV cache takes memory: "idle" (ahead of use, while no request runs) or "none" (when blocks are '
         "first written).",
+        check=partial(one_of, choices=("idle", "none")),
     )
     window_pool_share: float | None = option(
         None,
         "share of the KV cache's memory for layers with a window or chunked attention, where others have full "
         "attention. Default: what sequences of half of max_model_len need.",
+        check=partial(share, high=0.99),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes.")
     max_num_partial_prefills: int = option(
@@ -103,6 +123,7 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         '"flex", "flash" (flex with FlashAttention-4 for prompts, on some GPUs), "sdpa", "cpp" (CPU only) or "auto".',
+        check=partial(one_of, choices=ATTENTION_BACKENDS),
     )
     enforce_eager: bool = option(False, "disable compilation.")
     overlap: bool = option(NOT_SET, "schedule and launch a step while the previous one runs. Default: on a GPU.")
@@ -121,38 +142,55 @@ class EngineConfig:
         0,
         "seed of the sampling noise for requests without a seed, 0 to 2**64 - 1. Engines with the same seed repeat "
         "one another, in other processes and forked children too.",
+        check=partial(integer, low=0, high=2**64 - 1),
+        flag="engine_seed",
     )
     kv_events: str | None = option(
         None,
         "ZeroMQ endpoint for block events in vLLM's schema, for routers that follow the prefix cache, such as "
         '"tcp://*:5557". With a `*`, or as ipc://, it is bound, else connected. None: none are published.',
+        check=_endpoint,
+        refused={
+            RAY: "engines of one machine would share a port. Its router follows their caches itself; for another "
+            "router start `nanovllm serve` on each machine."
+        },
     )
     kv_events_replay: str | None = option(
-        None, "endpoint at which subscribers ask for batches that they missed; it is bound."
+        None, "endpoint at which subscribers ask for batches that they missed; it is bound.", check=_endpoint
     )
     kv_events_topic: str = option("", 'first frame of each message; some routers read "kv@POD@MODEL" from it.')
     kv_events_rank: int = option(
         0,
         "number of this engine among those that one server runs; added to the ports of kv_events and "
         "kv_events_replay, and told in each batch.",
+        check=partial(integer, low=0),
     )
     data_parallel_size: int = option(
         1,
         "replicas of the model, each in a process of its own with a GPU of its own, or a share of the cores. Limits "
         "hold for each of them, except max_queue.",
+        refused={RAY: "on Ray a replica is one engine. Set num_replicas, or concurrency of a batch job."},
     )
     routing: str | None = option(
         None,
         'how replicas are chosen: "prefix-aware" (the one that has most of the prompt cached, unless it is '
         'overloaded), "least-loaded" or "round-robin". Default: "prefix-aware".',
+        check=partial(one_of, choices=ROUTING_POLICIES),
     )
     generation_config: str = option(
         "auto",
         'for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and repetition_penalty '
         'of the model\'s own generation_config.json; "none" takes the defaults of `SamplingParams`.',
+        check=partial(one_of, choices=("auto", "none")),
     )
     quantization: str | None = option(
-        None, '"int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.'
+        None,
+        '"int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.',
+        check=partial(one_of, choices=QUANTIZATIONS),
+        refused={
+            TENSOR_PARALLEL: "quantised weights are a CPU's, and of one process. Use data_parallel_size, or leave it "
+            "out."
+        },
     )
     revision: str | None = option(None, "branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(False, "run code that comes with a hub model.")
@@ -174,27 +212,51 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if field.type in ("int", "int | None"):
-                value = integer(name, value, LOWEST.get(name, 1), 2**64 - 1 if name == "seed" else None)
-                object.__setattr__(self, name, value)  # NumPy's integers overflow
-            elif field.type == "bool":
-                truth(name, value)
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("attention_backend", ATTENTION_BACKENDS),
-            ("generation_config", GENERATION_CONFIGS),
-            ("routing", (None, *ROUTING_POLICIES)),
-            ("quantization", (None, *QUANTIZATIONS)),
-            ("kv_cache_touch", ("idle", "none")),
-            ("block_size", (None, *BLOCK_SIZES)),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(str(c) for c in choices if c)}.")
-        check_options(self)
+        check_fields(self, {"str": string})
+        for mode in (REPLICAS, TENSOR_PARALLEL):
+            if getattr(self, mode) != 1:
+                check_options(self, mode)
+        self._check_together()
+        self._check_kv_events()
+
+    def _check_together(self) -> None:
+        """Raise ValueError for options that contradict one another, whatever the model and the device."""
+        if self.attention_backend == "flash" and self.block_size not in (None, FLASH_BLOCK_SIZE):
+            raise ValueError(
+                f"block_size is {self.block_size}, but attention_backend='flash' works on blocks of {FLASH_BLOCK_SIZE}"
+                " tokens. Leave block_size out, or use attention_backend='flex'."
+            )
+        if self.enforce_eager and self.attention_backend in ("flex", "flash", "cpp"):
+            raise ValueError(
+                f"attention_backend={self.attention_backend!r} needs compilation, which enforce_eager=True forbids. "
+                "Use attention_backend='sdpa' or 'auto', or drop enforce_eager."
+            )
+        if self.routing is not None and self.data_parallel_size == 1:
+            raise ValueError(
+                f"routing is {self.routing!r}, but there is one replica to route to. Set data_parallel_size to at "
+                "least 2, or leave routing out."
+            )
+
+    def _check_kv_events(self) -> None:
+        for name in ("kv_events_replay", "kv_events_topic", "kv_events_rank"):
+            if getattr(self, name) and self.kv_events is None:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but no events are published. Set kv_events too.")
+        ports = [int(end.rpartition(":")[2]) for end in (self.kv_events, self.kv_events_replay) if end and "tcp" in end]
+        if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < self.data_parallel_size:
+            raise ValueError(
+                f"kv_events_replay has port {ports[1]} and kv_events port {ports[0]}, to which each replica adds its "
+                f"number. Set ports that are at least {self.data_parallel_size} apart."
+            )
+        if (last := max(ports, default=0) + self.kv_events_rank + self.data_parallel_size - 1) > 65535:
+            raise ValueError(
+                f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is "
+                "the highest. Set lower ones."
+            )
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_events is {self.kv_events!r}, but enable_prefix_caching=False caches no prefix. Leave one of them "
+                "out."
+            )
 
     # ---------------------------------------------------------------------------------------------- resolution
 
@@ -214,7 +276,9 @@ class EngineConfig:
                 f"tokens. Set max_model_len to at most {max_position_embeddings}."
             )
         defaults = DEVICE_DEFAULTS[device_type]
-        budget, num_seqs, block_size = self._resolve_budget(defaults, block_size or defaults.block_size)
+        budget, num_seqs, block_size = fit_budget(
+            self.max_num_batched_tokens, self.max_num_seqs, self.block_size, defaults, block_size or defaults.block_size
+        )
         threshold = self.long_prefill_token_threshold
         if threshold is None:
             threshold = max(block_size, budget // 2 // block_size * block_size)
@@ -240,28 +304,3 @@ class EngineConfig:
             max_long_partial_prefills=long or 1,
             overlap=defaults.overlap if self.overlap is None else self.overlap,
         )
-
-    def _resolve_budget(self, defaults: DeviceDefaults, block_size: int) -> tuple[int, int, int]:
-        """Budget, max_num_seqs and block_size, such that budget >= max_num_seqs + block_size.
-
-        A chunk of at least one block then fits beside max_num_seqs decodes, so prefills always proceed.
-        """
-        budget = self.max_num_batched_tokens or defaults.max_num_batched_tokens
-        num_seqs = self.max_num_seqs or defaults.max_num_seqs
-        block_size = self.block_size or block_size
-        if self.max_num_batched_tokens is None:
-            budget = max(budget, num_seqs + block_size)
-        elif budget < num_seqs + block_size:
-            if self.block_size is None:
-                floor = num_seqs if self.max_num_seqs is not None else 1
-                fitting = [size for size in BLOCK_SIZES if size <= block_size and size + floor <= budget]
-                block_size = max(fitting, default=BLOCK_SIZES[0])
-            if self.max_num_seqs is None:
-                num_seqs = max(1, min(num_seqs, budget - block_size))
-        if budget < num_seqs + block_size:
-            raise ValueError(
-                f"max_num_batched_tokens is {budget}, but max_num_seqs ({num_seqs}) running sequences and one block of "
-                f"{block_size} prompt tokens must fit into a step. Set it to at least {num_seqs + block_size}, or "
-                f"lower max_num_seqs or block_size (smallest: {BLOCK_SIZES[0]})."
-            )
-        return budget, num_seqs, block_size

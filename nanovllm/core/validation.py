@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from nanovllm.core.frozen_dict import FrozenDict
@@ -36,6 +39,31 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         allowed = f"at least {low}" if high is None and number < low else f"between {low} and {high or MAX_INTEGER}"
         raise ValueError(f"{name} is {number}; it must be {allowed}.")
     return number
+
+
+def share(name: str, value: Any, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 < float(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0 and at most {high}.")
+    return float(value)
+
+
+def one_of(name: str, value: Any, choices: Collection[Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+    return value
+
+
+def string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, not {value!r}.")
+    return value
+
+
+def matching(name: str, value: Any, pattern: str, expected: str) -> str:
+    """A string that a regular expression matches as a whole; `expected` describes it in the error."""
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError(f"{name} is {value!r}; it must be {expected}.")
+    return value
 
 
 def biases(name: str, value: Any) -> FrozenDict[int, float]:
@@ -144,3 +172,19 @@ def functions(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
         if not callable(item):
             raise TypeError(f"{name} must hold functions, not {item!r}.")
     return found
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {"int": partial(integer, low=1), "bool": truth}  # by annotation
+
+
+def check_fields(options: Any, checks: dict[str, Callable[[str, Any], Any]]) -> None:
+    """Check and normalise the fields of a frozen dataclass of `option`s, within its constructor; defaults are right.
+
+    Args:
+        checks: of further annotations, for fields that declare none.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value is not field.default:
+            check = field.metadata["check"] or (CHECKS | checks)[str(field.type).removesuffix(" | None")]
+            object.__setattr__(options, field.name, check(field.name, value))

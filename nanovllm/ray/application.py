@@ -13,8 +13,8 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import check_on_ray
-from nanovllm.core.validation import integer
+from nanovllm.core.features import RAY, check_options
+from nanovllm.core.validation import integer, one_of
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.ray.cluster import uses_gpu
 from nanovllm.ray.front import Front
@@ -73,12 +73,10 @@ def app(
     """
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a folder or a hub id, which every machine loads itself, not {model!r}.")
-    if routing not in POLICIES:
-        raise ValueError(f"routing is {routing!r}; it must be one of {', '.join(POLICIES)}.")
+    one_of("routing", routing, POLICIES)
     settings = _settings(server or {})
     options: dict[str, Any] = ENGINE_DEFAULTS | engine_options
-    check_on_ray(options)
-    EngineConfig.from_options(**options)
+    check_options(EngineConfig.from_options(**options), RAY)
     counts = _replica_counts(num_replicas, autoscaling_config)
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(
         graceful_shutdown_timeout_s=settings.drain_timeout, **counts

@@ -18,7 +18,7 @@ from ray.data.checkpoint import CheckpointConfig
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.config import EngineConfig
-from nanovllm.core.features import check_on_ray
+from nanovllm.core.features import RAY, check_options
 from nanovllm.core.outputs import OutputKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.validation import integer
@@ -147,8 +147,8 @@ def stage(
     Raises TypeError and ValueError for bad options, before any engine is started.
     """
     engine_options = {name: value for name, value in options.items() if name not in _STAGE_OPTIONS}
-    check_on_ray(engine_options)
     config = EngineConfig.from_options(**engine_options)
+    check_options(config, RAY)
     SamplingParams(**(options.get("sampling_params") or {}))
     if num_gpus is None:
         num_gpus = float(uses_gpu(engine_options) * config.tensor_parallel_size)

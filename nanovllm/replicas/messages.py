@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from nanovllm.core.features import REPLICAS, check_sampling_params
+from nanovllm.core.features import REPLICAS, refuse
 from nanovllm.core.outputs import (
     CompletionOutput,
     EngineStats,
@@ -116,8 +116,8 @@ class SentRequest(Struct, array_like=True):
 
 def check_params(params: SamplingParams) -> None:
     """Raise ValueError for what cannot be sent."""
-    if AnswerLogits.of(params) is None:
-        check_sampling_params(params, REPLICAS)
+    if params.logits_processors and AnswerLogits.of(params) is None:
+        refuse("logits_processors", REPLICAS)
 
 
 class Add(Struct, tag=True, array_like=True):

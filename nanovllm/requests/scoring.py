@@ -6,11 +6,9 @@ import numbers
 import uuid
 from collections.abc import Sequence as SequenceABC
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
-from nanovllm.core.features import check_one_process
 from nanovllm.core.outputs import EmbeddingOutput, OutputKind, RequestOutput, ScoreOutput
 from nanovllm.core.sampling_params import EmbeddingParams
 from nanovllm.requests.input_processor import Prompt
@@ -39,9 +37,8 @@ class Scoring:
             use_tqdm, **options: as in `generate`.
 
         Returns one `EmbeddingOutput` each, in their order. Raises what `generate` does, and ValueError for a model
-        whose head is not apart, and with tensor parallelism.
+        whose head is not apart.
         """
-        check_one_process("embed", asdict(self.config))
         params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm, **options)
         return [embedding_output(output, normalize=normalize) for output in outputs]
@@ -74,7 +71,6 @@ class Scoring:
         Returns one `ScoreOutput` per document, in their order.
         """
         engine = self._open_engine()
-        check_one_process("score", asdict(engine.config))
         plan = plan_scores(
             engine.input_processor.chat,
             self.tokenizer,
@@ -100,7 +96,6 @@ class AsyncScoring:
         **options: Any,
     ) -> list[EmbeddingOutput]:
         """As `LLM.embed`; **options are those of `generate`."""
-        check_one_process("embed", asdict(self.config))
         is_one = isinstance(prompts, str) or all(isinstance(item, numbers.Integral) for item in prompts)
         each = cast(list[Prompt], [prompts] if is_one else prompts)
         params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
@@ -133,7 +128,6 @@ class AsyncScoring:
         self: Any, query: str | SequenceABC[str], documents: str | SequenceABC[str], **options: Any
     ) -> ScoringPlan:
         """The requests of `score`, to be submitted by the caller; **options are those of `score` alone."""
-        check_one_process("score", asdict(self.config))
         work = partial(plan_scores, self._input_processor.chat, self.tokenizer, query, documents, **options)
         plan: ScoringPlan = await self._prepare(work, (query, documents))
         return plan

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanovllm.core.option_fields import documented, option
-from nanovllm.core.validation import MAX_PRIORITY, integer, real, strings, truth, utf8
+from nanovllm.core.validation import MAX_PRIORITY, check_fields, integer, one_of, real, strings, utf8
 
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients.
 ENGINE_DEFAULTS = {"max_queue": 1024}
 TOOL_FORMATS = ("auto", "hermes", "llama", "mistral", "qwen_xml", "seed", "glm", "harmony", "none")
-LOG_FORMATS = ("text", "json")
-ON_UNKNOWN = ("refuse", "warn")
 REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harmony", "none")
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name} must be a non-empty string, not {value!r}.")
+    return value
+
+
+def _address(name: str, value: Any) -> str:
+    if value is None:
+        raise TypeError(f"{name} must be an address, such as 127.0.0.1, not None.")
+    return _name(name, value)
+
+
+def _keys(name: str, value: Any) -> tuple[str, ...]:
+    """As `strings`, without values in errors: keys must not appear in a log."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    keys = tuple(value) if is_list else (None,)  # evaluated once: the check would exhaust an iterator
+    if not all(isinstance(key, str) and key for key in keys):
+        raise TypeError(f"{name} must hold strings that are not empty.")
+    return keys
 
 
 @documented
@@ -24,8 +46,10 @@ REASONING_FORMATS = ("auto", "think", "mistral", "seed", "kimi", "cohere", "harm
 class ServerSettings:
     """Options of one server."""
 
-    host: str = option("127.0.0.1", "address to listen on; only a loopback address keeps other machines out.")
-    port: int = option(8000, "port to listen on; 0 takes a free one.")
+    host: str = option(
+        "127.0.0.1", "address to listen on; only a loopback address keeps other machines out.", check=_address
+    )
+    port: int = option(8000, "port to listen on; 0 takes a free one.", check=partial(integer, low=0, high=65535))
     served_model_name: str | None = option(
         None, "name of the model in requests and answers. Not set: the last part of its path."
     )
@@ -34,6 +58,7 @@ class ServerSettings:
         'key that requests must send as "Authorization: Bearer KEY"; may be repeated. Other users can read the '
         "command line: prefer NANOVLLM_API_KEY or api_key_file.",
         repr=False,
+        check=_keys,
     )
     api_key_file: str | None = option(
         None,
@@ -42,7 +67,9 @@ class ServerSettings:
     )
     cache_salt_per_key: bool = option(False, "share cached prefixes only among requests with the same API key.")
     cors_origin: tuple[str, ...] = option(
-        (), "web origin whose pages may call the server, such as https://example.org; may be repeated."
+        (),
+        "web origin whose pages may call the server, such as https://example.org; may be repeated.",
+        check=partial(strings, remedy="Give origins as text."),
     )
     max_connections: int = option(4096, "maximum number of open sockets; further ones get 503 and are closed.")
     max_header_bytes: int = option(
@@ -57,8 +84,13 @@ class ServerSettings:
         (),
         "accepted name in the Host header, beside the loopback names; may be repeated; * accepts any. Not set: any, "
         "unless host is a loopback address.",
+        check=partial(strings, remedy="Give host names as text."),
     )
-    min_priority: int = option(0, "smallest, that is most urgent, priority that a request may set.")
+    min_priority: int = option(
+        0,
+        "smallest, that is most urgent, priority that a request may set.",
+        check=partial(integer, low=-MAX_PRIORITY, high=MAX_PRIORITY),
+    )
     max_body_bytes: int = option(8 * 2**20, "maximum size of a request body in bytes.")
     max_body_items: int = option(
         65536,
@@ -77,9 +109,13 @@ class ServerSettings:
         "chat template's input as JSON. Not set: 32 per token of max_model_len.",
     )
     max_samples: int = option(128, "maximum number of completions of a request, prompts x n.")
-    max_logprobs: int = option(20, "maximum value of logprobs and top_logprobs in a request.")
+    max_logprobs: int = option(
+        20, "maximum value of logprobs and top_logprobs in a request.", check=partial(integer, low=0)
+    )
     request_timeout: float | None = option(
-        None, "seconds after which a request ends with its text so far. Not set: no limit."
+        None,
+        "seconds after which a request ends with its text so far. Not set: no limit.",
+        check=partial(real, low=1e-3, high=math.inf),
     )
     send_timeout: float = option(60.0, "seconds after which a client that does not read its stream is disconnected.")
     keep_alive_interval: float = option(
@@ -88,26 +124,35 @@ class ServerSettings:
     stall_timeout: float = option(
         120.0, "seconds without the end of a step, while requests run, after which /health returns 503."
     )
-    drain_timeout: float = option(30.0, "seconds for open requests to finish after SIGTERM or SIGINT.")
+    drain_timeout: float = option(
+        30.0,
+        "seconds for open requests to finish after SIGTERM or SIGINT.",
+        check=partial(real, low=0.0, high=math.inf),
+    )
     tool_format: str = option(
         "auto",
         "format of the model's tool calls: hermes (also Qwen), llama, mistral, qwen_xml, seed, glm, harmony "
         "(gpt-oss), none (tool calls stay text), or auto (detected from the chat template).",
+        check=partial(one_of, choices=TOOL_FORMATS),
     )
     reasoning_format: str = option(
         "auto",
         "markers of the model's thought: think, mistral, seed, kimi, cohere, harmony, none (thought stays content), "
         "or auto (detected from the chat template).",
+        check=partial(one_of, choices=REASONING_FORMATS),
     )
     unknown_fields: str = option(
         "refuse",
         "what happens to fields of a request that are not known: refuse, or warn (ignored, and logged once each).",
+        check=partial(one_of, choices=("refuse", "warn")),
     )
     log_prompts: bool = option(False, "log prompts and messages.")
     access_log: bool = option(
         True, "log a line per request: time, client, status, duration, the key's name, x-request-id."
     )
-    log_format: str = option("text", "form of the log: text, or json for an object a line.")
+    log_format: str = option(
+        "text", "form of the log: text, or json for an object a line.", check=partial(one_of, choices=("text", "json"))
+    )
     otlp_traces_endpoint: str | None = option(
         None, "URL that spans of requests are sent to, such as http://localhost:4318/v1/traces; needs nanovllm[otel]."
     )
@@ -122,45 +167,7 @@ class ServerSettings:
     ui: bool = option(True, "serve the live view at /.")
 
     def __post_init__(self) -> None:
-        for name in ("host", "served_model_name", "api_key_file", "record", "otlp_traces_endpoint"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None) or value == "":
-                raise TypeError(f"{name} must be a non-empty string, not {value!r}.")
-        if self.host is None:
-            raise TypeError("host must be an address, such as 127.0.0.1, not None.")
-        self._set("port", integer("port", self.port, 0, 65535))
-        # Not `strings`, whose errors show the value: keys must not appear in a log.
-        is_list = isinstance(self.api_key, Iterable) and not isinstance(self.api_key, str)
-        keys = tuple(self.api_key) if is_list else (None,)  # evaluated once: the check would exhaust an iterator
-        if not all(isinstance(key, str) and key for key in keys):
-            raise TypeError("api_key must hold strings that are not empty.")
-        self._set("api_key", keys)
-        self._set("cors_origin", strings("cors_origin", self.cors_origin, "Give origins as text."))
-        for name in (
-            "max_connections", "max_header_bytes", "max_headers", "max_body_items", "max_messages", "max_tools",
-            "max_word_chars", "record_max_bytes",
-        ):  # fmt: skip
-            self._set(name, integer(name, getattr(self, name), 1))
-        self._set("allowed_hosts", strings("allowed_hosts", self.allowed_hosts, "Give host names as text."))
-        self._set("min_priority", integer("min_priority", self.min_priority, -MAX_PRIORITY, MAX_PRIORITY))
-        for name in ("max_body_bytes", "max_prompts", "max_samples", "max_prompt_chars"):
-            value = getattr(self, name)
-            if value is not None or name != "max_prompt_chars":
-                self._set(name, integer(name, value, 1))
-        self._set("max_logprobs", integer("max_logprobs", self.max_logprobs, 0))
-        if self.request_timeout is not None:
-            self._set("request_timeout", real("request_timeout", self.request_timeout, 1e-3, float("inf")))
-        for name in ("header_timeout", "body_timeout", "send_timeout", "keep_alive_interval", "stall_timeout"):
-            self._set(name, real(name, getattr(self, name), 1e-2, MAX_SECONDS))
-        self._set("drain_timeout", real("drain_timeout", self.drain_timeout, 0.0, float("inf")))
-        for name, known in (
-            ("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS), ("unknown_fields", ON_UNKNOWN),
-            ("log_format", LOG_FORMATS),
-        ):  # fmt: skip
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}.")
-        for name in ("cache_salt_per_key", "log_prompts", "access_log", "ui"):
-            truth(name, getattr(self, name))
+        check_fields(self, {"str": _name, "float": partial(real, low=1e-2, high=MAX_SECONDS)})
         if self.cache_salt_per_key and not (self.api_key or self.api_key_file):
             raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file.")
 
@@ -183,9 +190,6 @@ class ServerSettings:
         if not parts:
             raise ValueError(f"api_key_file {self.api_key_file} holds no key; write one key a line.")
         return {key.strip(): name.strip() for key, _, name in parts}
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # within the constructor of a frozen dataclass
 
 
 def cache_salt(key: str) -> str:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from nanovllm.cache import cache_pools
-from nanovllm.core.config import BLOCK_SIZES, DEVICE_DEFAULTS, EngineConfig
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS
 
 POSITIONS = 8192
 

@@ -1,4 +1,4 @@
-"""Every row of the table of features that works beside replicas, or on several ranks, is run there."""
+"""Every public option, argument and call that replicas, or several ranks, do not refuse is run there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, AsyncLLM, QueueFullError, SamplingParams, TraceWriter
-from nanovllm.core.features import FEATURES, REPLICAS, TENSOR_PARALLEL
+from nanovllm.core.features import REFUSALS, REPLICAS, TENSOR_PARALLEL
 from nanovllm.requests import scores
 from tests.support.async_llms import collect
+from tests.support.features import public_names, refusals
 from tests.support.replicas import completions, tiny_folder
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -146,7 +147,7 @@ def expected_with_and_without(name: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_parameter_gives_the_answers_of_one_engine(llm, mode, name):
-    if mode in FEATURES[name]:
+    if name in refusals(mode):
         with pytest.raises(ValueError, match=f"^{name} does not work with {mode}"):
             llm.generate(PROMPTS, SamplingParams(**PARAMS[name]), use_tqdm=False)
         return
@@ -285,7 +286,7 @@ SYNCHRONOUS: dict[Callable[..., None], set[str]] = {
     run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},
     run_generation_config: {"generation_config", "as_completed", "default_sampling_params", "sampling_defaults"},
-    run_options: {*LIMITS, "stats", "replicas", "routing"},
+    run_options: {*LIMITS, "stats", "replicas", "routing", "config"},
 }
 
 
@@ -340,7 +341,7 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
         assert len(llm.replicas()) == (2 if mode == REPLICAS else 0)
 
 
-# Rows that take a process of their own, and where they are run.
+# Names that take processes of their own, and where they are run.
 HUB = {
     "revision": "names a commit of the hub, which tests do not reach",
     "window_pool_share": "needs a model of window layers, which tests of the pools have",
@@ -349,10 +350,8 @@ ELSEWHERE = {
     REPLICAS: {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
         "structured_output": "test_structured_replicas", "quantization": "test_quantised_models",
-        "a GGUF file as model": "test_gguf_in_processes",
     } | HUB,
     TENSOR_PARALLEL: {
-        "a GGUF file as model": "test_gguf_in_processes",
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
         "structured_output": "test_tensor_parallel",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
@@ -363,8 +362,8 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("one_mode", MODES)
-def test_every_row_that_works_is_run(one_mode):
+def test_every_name_that_works_is_run(one_mode):
     run = ASYNCHRONOUS.union(*SYNCHRONOUS.values(), PARAMS)
-    works = {name for name, refusals in FEATURES.items() if one_mode not in refusals}
-    assert works - run - ELSEWHERE[one_mode].keys() == set()
-    assert (run | ELSEWHERE[one_mode].keys()) - FEATURES.keys() == set()
+    names = public_names() | REFUSALS.keys()
+    assert names - refusals(one_mode).keys() - run - ELSEWHERE[one_mode].keys() == set()
+    assert (run | ELSEWHERE[one_mode].keys()) - names == set()

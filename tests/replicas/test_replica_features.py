@@ -1,9 +1,8 @@
-"""The table of features: every public option and call has a row, and what a row refuses is refused by name."""
+"""What replicas refuse is refused by name, before anything is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import subprocess
 
 import pytest
@@ -12,42 +11,21 @@ import torch
 from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.core.config import ROUTING_POLICIES
-from nanovllm.core.features import FEATURES, REPLICAS, check_on_ray, check_sampling_params
+from nanovllm.core.features import RAY, REFUSALS, REPLICAS, check_options
 from nanovllm.replicas import opening, replica
 from nanovllm.replicas.engine_process import options_of
+from nanovllm.replicas.messages import check_params
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
+from tests.support.features import public_names, refusals
 from tests.support.replicas import shared_pool, tiny_folder
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-REFUSED = {name: reasons[REPLICAS] for name, reasons in FEATURES.items() if REPLICAS in reasons}
+REFUSED = refusals(REPLICAS)
 
 
-def public_names():
-    """Options of the engine, of requests and of the front doors, and what the front doors can do."""
-    for options in (EngineConfig, SamplingParams):
-        yield from (field.name for field in dataclasses.fields(options))
-    for door in (LLM, AsyncLLM):
-        calls = [call for name, call in inspect.getmembers(door, callable) if not name.startswith("_")]
-        yield from (call.__name__ for call in calls)
-        for call in (door.__init__, *calls):
-            yield from inspect.signature(call).parameters
-
-
-# Arguments that are no features: the object itself, what a call is about, and bundles of options that have rows.
-ARGUMENTS = {
-    "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
-    "template_options", "request_ids", "look", "use_tqdm",
-}  # fmt: skip
-
-
-def test_every_public_option_and_call_has_a_row():
-    assert set(public_names()) - ARGUMENTS - FEATURES.keys() == set()
-
-
-def test_every_row_is_a_public_name_or_says_more_about_one():
-    extra = {name for name in FEATURES.keys() - set(public_names()) if " " not in name}
-    assert extra == {"is_dead", "default_sampling_params", "sampling_defaults"}  # properties
+def test_every_refusal_is_of_a_public_name_or_says_more_about_one():
+    assert {name for name in REFUSALS.keys() - public_names() if " " not in name} == set()
 
 
 @pytest.fixture
@@ -126,9 +104,9 @@ def test_each_refusal_of_the_table_is_tested_here():
 
 def test_parameters_that_do_not_work_are_those_of_the_table():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    check_sampling_params(SamplingParams(n=2, logprobs=1, stop="a", seed=3), REPLICAS)
+    check_params(SamplingParams(n=2, logprobs=1, stop="a", seed=3))
     with pytest.raises(ValueError):
-        check_sampling_params(SamplingParams(logits_processors=[print]), REPLICAS)
+        check_params(SamplingParams(logits_processors=[print]))
     assert REFUSED.keys() & fields == {"logits_processors"}
 
 
@@ -213,8 +191,8 @@ def test_replicas_of_several_ranks_take_gpus_of_their_own(monkeypatch):
 def test_what_does_not_work_on_ray_is_refused_by_name(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"^{name} does not work with nanovllm.ray: "):
-        check_on_ray({"max_queue": 3} | options)
-    check_on_ray({"max_queue": 3, "data_parallel_size": 1, "kv_events": None, "tensor_parallel_size": 2})
+        check_options(EngineConfig(max_queue=3, **options), RAY)
+    check_options(EngineConfig(max_queue=3, data_parallel_size=1, kv_events=None, tensor_parallel_size=2), RAY)
 
 
 def test_cores_are_shared_without_overlap(monkeypatch):

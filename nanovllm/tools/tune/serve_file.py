@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.core.config import EngineConfig
+from nanovllm.core.option_fields import fields_by_flag
 from nanovllm.tools.tune.report import Outcome, reason
 
 
-def serve_file(outcome: Outcome, renamed: Mapping[str, str]) -> str:
-    """Format the model, the options that all settings shared, and those of the best one as TOML.
-
-    Args:
-        renamed: engine options whose names differ in the file.
-    """
+def serve_file(outcome: Outcome) -> str:
+    """Format the model, the options that all settings shared, and those of the best one as TOML."""
     finalists, question = outcome.sweep.finalists(), outcome.question
     best = finalists[0]
     verdict = "Recommended" if best.keeps_goals else "No setting keeps the goals; the nearest"
@@ -24,8 +21,8 @@ def serve_file(outcome: Outcome, renamed: Mapping[str, str]) -> str:
     options = {"model": question["model"]}
     if question["tokenizer"]:
         options["tokenizer"] = question["tokenizer"]
-    for name, value in (question["engine_options"] | outcome.resolver.explicit(best.setting)).items():
-        options[renamed.get(name, name)] = value
+    given = question["engine_options"] | outcome.resolver.explicit(best.setting)
+    options |= {flag: given[field.name] for flag, field in fields_by_flag(EngineConfig).items() if field.name in given}
     lines = [f"# {line}" for comment in comments for line in comment.splitlines()]
     return "\n".join([*lines, *(f"{name} = {_value(value)}" for name, value in options.items())]) + "\n"
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.core.config import DEVICE_DEFAULTS, EngineConfig
-from nanovllm.core.option_checks import FLASH_BLOCK_SIZE
+from nanovllm.core.config import FLASH_BLOCK_SIZE, EngineConfig
+from nanovllm.core.device_limits import DEVICE_DEFAULTS
 
 # Engine options under tuning, in table order; the last three limit partial prefills.
 SWEPT = (
