@@ -342,8 +342,7 @@ class Scheduler:
                 if sequence.block_table is not table:  # preempted since
                     continue
                 kept = self.block_manager.rewindable(sequence, num_computed_before)
-                # Tokens that are computed again must be known: one in flight is read first.
-                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):
+                if kept == 0 or (kept < num_computed_before and sequence.num_in_flight_tokens):  # read these first
                     self._requeue(sequence)
                 else:
                     self.block_manager.release(sequence, self.block_manager.num_blocks_for(kept))

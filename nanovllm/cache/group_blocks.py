@@ -105,7 +105,7 @@ class GroupBlocks(BlockManager):
                 continue
             is_kept = block in self.claimed or any(begin <= index < length for begin, length in kept)
             entry = self.entry_of[block]
-            if entry is not None and not is_kept:
+            if entry is not None and self.ref_counts[block] == 1 and not is_kept:
                 self._forget_block(block, entry)
             self._give_back([block])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.cache.block_checks import check_blocks
-from nanovllm.cache.cache_groups import Demand
+from nanovllm.cache.cache_groups import GroupCounts
 from nanovllm.cache.kinds import FULL, StateKind
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest, Sequence
@@ -146,9 +146,9 @@ def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_wi
     manager.commit(1)
     windows = manager.managers[1]
     assert not windows.claimed
-    windows.let_go(tables_of(own)[1], 6, 9, junctions=[])
+    windows.free_unseen(tables_of(own)[1], 6, 9, junctions=[])
     found = manager.lookup(later)
-    assert len(found) == 9 and found.others == [[0] * 6 + tables_of(other)[1][6:]]
+    assert len(found) == 9 and found.by_group[1:] == [[0] * 6 + tables_of(other)[1][6:]]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_wi
 )
 def test_free_blocks_are_counted_in_each_group(counts: tuple[int, int], fits: bool):
     manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
-    assert manager.has_free(Demand.of_groups(counts)) == fits
+    assert manager.has_free(GroupCounts(counts)) == fits
 
 
 def test_a_number_of_free_blocks_is_wanted_of_every_group():
@@ -169,7 +169,7 @@ def test_a_number_of_free_blocks_is_wanted_of_every_group():
 def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(
     window: int | None, chunk: int | None
 ):
-    group = CacheGroup(window=window, chunk=chunk)
+    group = StateKind(window=window, chunk=chunk)
     for num_tokens in range(45):
         row = num_tokens // 4 * 4
         seen = [
