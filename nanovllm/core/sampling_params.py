@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from nanovllm.core.option_fields import documented, option
 from nanovllm.core.structured_output import StructuredOutput, structured_output
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-COLD_TEMPERATURE = 0.02
+COLD_TEMPERATURE = 0.02  # below it float32 rounds the noise beside logits over the temperature away
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 1024  # all samples of a request are queued at once
@@ -25,34 +25,10 @@ MAX_SAMPLES = 1024  # all samples of a request are queued at once
 # It may modify the logits in place.
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 
-# (name, value) -> the normalised value. A default is left alone.
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "n": partial(integer, low=1, high=MAX_SAMPLES),
-    "truncate_prompt_tokens": partial(integer, low=1),
-    "allowed_token_ids": token_ids,
-    "structured_output": structured_output,
-    "bad_words": partial(strings, remedy="For token ids use logit_bias, with -100."),
-    "logit_bias": biases,
-    "repetition_penalty": partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
-    "frequency_penalty": partial(real, low=-2.0, high=2.0),
-    "presence_penalty": partial(real, low=-2.0, high=2.0),
-    "logits_processors": functions,
-    "temperature": partial(real, low=0.0, high=math.inf),
-    "top_k": partial(integer, low=-1),
-    "top_p": partial(real, low=0.0, high=1.0),
-    "min_p": partial(real, low=0.0, high=1.0),
-    "logprobs": partial(integer, low=0),
-    "prompt_logprobs": partial(integer, low=0),
-    "prompt_logprobs_start": partial(integer, low=0),
-    "max_tokens": partial(integer, low=1),
-    "min_tokens": partial(integer, low=0),
-    "ignore_eos": truth,
-    "stop_token_ids": token_ids,
-    "stop": partial(strings, remedy="Token ids belong in stop_token_ids."),
-    "include_stop_str_in_output": truth,
-    "skip_special_tokens": truth,
-    "seed": partial(integer, low=0, high=MAX_SEED),
-}
+# Filters of unlikely tokens, in the order in which they act: `sampling/filters.py` has their forms.
+FILTERS = ("top_k", "top_p", "min_p")
+# Options that a model's generation config may set.
+MODEL_OPTIONS = ("temperature", *FILTERS, "repetition_penalty")
 
 
 @documented
@@ -66,75 +42,115 @@ class SamplingParams:
     embeds: ClassVar[bool] = False  # whether the hidden state of the prompt's last token is wanted in place of tokens
 
     n: int = option(
-        1, "number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1."
+        1,
+        "number of samples per prompt, each with its own noise and its own end; the first one is the sample of n=1.",
+        check=partial(integer, low=1, high=MAX_SAMPLES),
     )
     truncate_prompt_tokens: int | None = option(
-        None, "keep only the last tokens of the prompt, at most this many. None: keep all."
+        None,
+        "keep only the last tokens of the prompt, at most this many. None: keep all.",
+        check=partial(integer, low=1),
     )
-    allowed_token_ids: tuple[int, ...] = option((), "restrict sampling to these token ids. Default: all.")
+    allowed_token_ids: tuple[int, ...] = option(
+        (), "restrict sampling to these token ids. Default: all.", check=token_ids
+    )
     structured_output: StructuredOutput | None = option(
         None,
         "the form of the whole output, such as a JSON schema: tokens that leave it are never drawn, and "
         "end-of-sequence only where it is complete.",
+        check=structured_output,
     )
     bad_words: tuple[str, ...] = option(
-        (), "strings whose token sequences are never completed, with or without a leading space."
+        (),
+        "strings whose token sequences are never completed, with or without a leading space.",
+        check=partial(strings, remedy="For token ids use logit_bias, with -100."),
     )
     logit_bias: dict[int, float] = option(
         default_factory=dict,
         help="values added to the logits of token ids, -100 to 100 (in effect: never, or always). Kept as a read-only "
         "copy.",
         hash=False,
+        check=biases,
     )
     repetition_penalty: float = option(
         1.0,
         "divisor of positive and factor of negative logits of tokens in prompt or output; 1e-6 to 1e6, 1 disables it.",
+        check=partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
     )
     frequency_penalty: float = option(
-        0.0, "subtracted from a token's logit for each of its occurrences in the output; -2 to 2."
+        0.0,
+        "subtracted from a token's logit for each of its occurrences in the output; -2 to 2.",
+        check=partial(real, low=-2, high=2),
     )
-    presence_penalty: float = option(0.0, "subtracted from the logit of each token that occurs in the output; -2 to 2.")
+    presence_penalty: float = option(
+        0.0,
+        "subtracted from the logit of each token that occurs in the output; -2 to 2.",
+        check=partial(real, low=-2, high=2),
+    )
     logits_processors: tuple[LogitsProcessor, ...] = option(
         (),
         "functions (token ids so far, logits) -> logits, called in turn on the host. With overlap, a step with such "
         "a request is drawn once the step before was read, while its forward pass runs.",
+        check=functions,
     )
     temperature: float = option(
-        1.0, "divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id)."
+        1.0,
+        "divisor of the logits; 0 is greedy (the most probable token, ties to the lowest id).",
+        check=partial(real, low=0, high=math.inf),
     )
-    top_k: int = option(0, "keep the k most probable tokens; 0 or -1 keeps all.")
+    top_k: int = option(0, "keep the k most probable tokens; 0 or -1 keeps all.", check=partial(integer, low=-1))
     top_p: float = option(
         1.0,
         "keep the smallest set of most probable tokens whose probability reaches p, the crossing token included "
         "(nucleus sampling, Holtzman et al. 2020); 1 keeps all.",
+        check=partial(real, low=0, high=1),
     )
-    min_p: float = option(0.0, "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.")
+    min_p: float = option(
+        0.0,
+        "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.",
+        check=partial(real, low=0, high=1),
+    )
     logprobs: int | None = option(
         None,
         "number of most probable tokens to report with log-probability and rank beside each output token, before any "
         "option above applies; 0 reports the output token alone. None: no report.",
+        check=partial(integer, low=0),
     )
     prompt_logprobs: int | None = option(
-        None, "the same for each prompt token after the first; those tokens are computed, cached or not."
+        None,
+        "the same for each prompt token after the first; those tokens are computed, cached or not.",
+        check=partial(integer, low=0),
     )
     prompt_logprobs_start: int = option(
         0,
         "index of the first prompt token that prompt_logprobs reports; what comes before may be found in the prefix "
         "cache.",
+        check=partial(integer, low=0),
     )
-    max_tokens: int | None = option(None, "maximum number of new tokens. None: up to the engine's max_model_len.")
+    max_tokens: int | None = option(
+        None, "maximum number of new tokens. None: up to the engine's max_model_len.", check=partial(integer, low=1)
+    )
     min_tokens: int = option(
-        0, "number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect."
+        0,
+        "number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.",
+        check=partial(integer, low=0),
     )
-    ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens.")
-    stop_token_ids: tuple[int, ...] = option((), "token ids that end the request; they stay in the output's token ids.")
-    stop: tuple[str, ...] = option((), "strings that end the request; the text ends before the first one found.")
-    include_stop_str_in_output: bool = option(False, "end the text after the stop string instead.")
-    skip_special_tokens: bool = option(True, "omit special tokens from the text.")
+    ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens.", check=truth)
+    stop_token_ids: tuple[int, ...] = option(
+        (), "token ids that end the request; they stay in the output's token ids.", check=token_ids
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        "strings that end the request; the text ends before the first one found.",
+        check=partial(strings, remedy="Token ids belong in stop_token_ids."),
+    )
+    include_stop_str_in_output: bool = option(False, "end the text after the stop string instead.", check=truth)
+    skip_special_tokens: bool = option(True, "omit special tokens from the text.", check=truth)
     seed: int | None = option(
         None,
         "seed of the request's own noise, independent of other requests in the batch, 0 to 2**64 - 1. None: a new "
         "one for each request.",
+        check=partial(integer, low=0, high=MAX_SEED),
     )
 
     def __post_init__(self) -> None:
@@ -202,19 +218,9 @@ class SamplingParams:
         """Whether a token is drawn only once the host has read the one before."""
         return bool(self.logits_processors) or self.structured_output is not None
 
-    @property
-    def has_filters(self) -> bool:
-        """Whether top_k, top_p or min_p mask unlikely tokens."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether logits over the temperature are so large that float32 rounds the noise beside them away."""
-        return 0.0 < self.temperature < COLD_TEMPERATURE
-
 
 # (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
-_OPTIONS = tuple((field.name, field.default, CHECKS[field.name]) for field in fields(SamplingParams))
+_OPTIONS = tuple((field.name, field.default, field.metadata["check"]) for field in fields(SamplingParams))
 
 
 class EmbeddingParams(SamplingParams):

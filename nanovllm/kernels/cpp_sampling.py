@@ -7,7 +7,7 @@ import os
 from ctypes import c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ _SIGNATURES = {
 class RowKernels:
     """The functions of the compiled library. They read logits [num_rows, vocab_size] on a CPU, adjacent in a row."""
 
+    filters: ClassVar = {"top_k", "top_p", "min_p"}  # those that `draw` applies
+
     def __init__(self, library: Path) -> None:
         functions = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
@@ -51,7 +53,8 @@ class RowKernels:
             least_levels: [num_rows] float32, the smallest level that min-p keeps; -inf for all.
         """
         tokens = np.empty(len(logits), np.int64)
-        arrays = [np.ascontiguousarray(values) for values in inputs[:5]]  # the caller's views, kept until they are read
+        given = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, inputs.top_k, inputs.top_p
+        arrays = [np.ascontiguousarray(values) for values in given]  # the caller's views, kept until they are read
         self._functions.draw(
             *_as_read(logits), *(values.ctypes.data for values in arrays), least_levels.data_ptr(),
             tokens.ctypes.data, *logits.shape, self._num_threads(),

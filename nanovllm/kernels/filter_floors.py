@@ -32,6 +32,7 @@ _NEGLIGIBLE = tl.constexpr(31.0)  # exp(-31) is 2^-44.7, nothing in fixed point
 _FIXED_POINT = tl.constexpr(2.0**44)  # 2^18 tokens of it fit into 63 bits
 _INFINITY = tl.constexpr(float("inf"))
 _HUGE = tl.constexpr(1e38)
+FILTERS = {"top_k", "top_p", "min_p"}  # those that `find_floors` applies
 # Read one at a time, so it does not matter to compiled code where in packed inputs they begin.
 _ROW_INPUTS = ["top_k", "top_p", "min_p", "is_cold", "inverse_temperatures"]
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # low bits that are zero in these logits

@@ -6,6 +6,7 @@ carries values and places through every step of its reductions, which takes five
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def best_of_rows(
 
 def draw_on_gpu(
     logits: Tensor, inputs: Any, *, gamma: int, non_finite: int, nothing_left: int, has_filters: bool = True,
-    masks: TokenMasks | None = None,
+    masks: TokenMasks | None = None, floors_of: Callable[[Tensor, Any], tuple[Tensor, Tensor]] = filter_floors,
 ) -> Tensor:  # fmt: skip
     """See `draw.draw`.
 
@@ -128,6 +129,7 @@ def draw_on_gpu(
         has_filters: False where no row has any, and none is cold.
         gamma: what counters are apart, as a signed number of 32 bits.
         masks: tokens that may be drawn; of rows that have none, all.
+        floors_of: logits and inputs -> offsets and floors, as `filter_floors`.
 
     Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity; `nothing_left`
     where its mask forbids all tokens.
@@ -135,7 +137,7 @@ def draw_on_gpu(
     output = logits.new_empty(len(logits), dtype=torch.int64)
     with torch.cuda.device(logits.device):
         if has_filters:
-            offsets, floors = filter_floors(logits if masks is None else masked(logits, masks), inputs)
+            offsets, floors = floors_of(logits if masks is None else masked(logits, masks), inputs)
         else:
             offsets, floors = _no_filters(inputs)
         scores, tokens = _best_of_parts(logits, inputs, offsets, floors, gamma=gamma, masks=masks)

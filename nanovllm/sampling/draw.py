@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,66 +18,81 @@ from nanovllm.core.sampling_params import COLD_TEMPERATURE
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_inputs import StepInput
 from nanovllm.process.device import to_device
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely_by_sort
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 
-_MAX_TOP_K = 2**31 - 1
 # The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
 _MAX_TEMPERATURE = float(2**126)
 
 
-class DrawTensors(NamedTuple):
-    """The inputs of `draw` besides the logits, tensors on their device. A row of zeros is a greedy one.
+# The inputs of `draw` besides the logits, in the order of a packed step.
+DRAW_INPUTS = tuple(
+    StepInput(name, dtype, ("samples",))
+    for name, dtype in {
+        "noise_keys": np.int64,
+        "inverse_temperatures": np.float32,
+        "noise_scales": np.float32,
+        **{name: stage.dtype for name, stage in FILTERS.items()},
+        "is_cold": np.int32,
+    }.items()
+)
+_options = attrgetter("temperature", *FILTERS)
+_Fields: Any = cast(Any, namedtuple("_Fields", [each.name for each in DRAW_INPUTS]))  # which type checkers cannot read
 
-    noise_keys: [num_rows] int64, from `noise.noise_keys`.
-    inverse_temperatures: [num_rows] float32; unused in greedy rows.
-    noise_scales: [num_rows] float32: 1, or 0 for greedy rows.
-    top_k: [num_rows] int32; 0, or vocab_size and more, for no filter.
-    top_p, min_p: [num_rows] float32; 0 for no filter.
-    is_cold: [num_rows] int32; 1 where logits count from the row's largest one, so that the noise is not rounded away.
+
+class _Draws(_Fields):
+    """The inputs of `draw` besides the logits, [num_rows] each; those of each filter under its name.
+
+    A row of zeros is a greedy one.
+
+    noise_keys: from `noise.noise_keys`.
+    inverse_temperatures: unused in greedy rows.
+    noise_scales: 1, or 0 for greedy rows.
+    is_cold: 1 where logits count from the row's largest one, so that the noise is not rounded away.
     """
 
-    noise_keys: Any
-    inverse_temperatures: Any
-    noise_scales: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    is_cold: Any
+    __slots__ = ()
+
+    @property
+    def filters(self) -> list[Any]:
+        """The inputs of the filters, in the order in which these act."""
+        return [getattr(self, name) for name in FILTERS]
 
 
-_DTYPES: tuple[type[np.generic], ...] = np.int64, np.float32, np.float32, np.int32, np.float32, np.float32, np.int32
-DRAW_INPUTS = tuple(StepInput(n, dtype, ("samples",)) for n, dtype in zip(DrawTensors._fields, _DTYPES, strict=True))
+class DrawTensors(_Draws):
+    """As tensors on the logits' device."""
+
+    __slots__ = ()
 
 
-class DrawInputs(DrawTensors):
-    """The same on the host, as NumPy arrays."""
+class DrawInputs(_Draws):
+    """As arrays on the host."""
+
+    __slots__ = ()
 
     @classmethod
     def from_sequences(cls, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs:
         """The arguments are those of `Sampler.sample`."""
         # Every step comes here: a flat iterator of plain attributes is the fastest way into an array.
-        values = itertools.chain.from_iterable(
-            (p.temperature, p.top_k if p.top_k < _MAX_TOP_K else 0, p.top_p, p.min_p)
-            for p in [sequence.params for sequence in sequences]
-        )
-        temperatures, top_k, top_p, min_p = np.fromiter(values, np.float64, 4 * len(sequences)).reshape(-1, 4).T
-        has_noise = temperatures > 0
+        values = itertools.chain.from_iterable(map(_options, [sequence.params for sequence in sequences]))
+        num_options = 1 + len(FILTERS)
+        table = np.fromiter(values, np.float64, num_options * len(sequences)).reshape(-1, num_options).T
+        temperatures, has_noise = table[0], table[0] > 0
         inverse = np.reciprocal(np.where(has_noise, temperatures, 1.0).clip(max=_MAX_TEMPERATURE).astype(np.float32))
-        top_p = np.maximum(top_p.astype(np.float32), np.finfo(np.float32).tiny)  # 0 is no filter
         return cls(
             noise_keys([sequence.seed for sequence in sequences], positions),
             inverse,
             has_noise.astype(np.float32),
-            (np.maximum(top_k, 0) * has_noise).astype(np.int32),
-            np.where(top_p < 1, top_p, np.float32(0)) * has_noise.astype(np.float32),
-            (min_p * has_noise).astype(np.float32),
+            *(
+                (stage.encode(option) * has_noise).astype(stage.dtype)
+                for stage, option in zip(FILTERS.values(), table[1:], strict=True)
+            ),
             (has_noise & (temperatures < COLD_TEMPERATURE)).astype(np.int32),
         )
 
     def has_filters(self) -> bool:
         """Whether any row needs more than its logits over its temperature."""
-        return any(values.any() for values in (self.top_k, self.top_p, self.min_p, self.is_cold))
+        return any(values.any() for values in (*self.filters, self.is_cold))
 
     def to_device(self, device: torch.device) -> DrawTensors:
         """One copy, for which the host does not wait."""
@@ -93,22 +111,42 @@ def draw(logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True) -> Te
 
     Returns [num_rows] int64; NON_FINITE where a row holds NaN or infinity.
     """
-    pieces = zip(*(tensor.split(FILTERED_AT_ONCE) for tensor in (logits, *inputs)), strict=True)
-    return torch.cat([_draw_piece(rows, DrawTensors(*own), has_filters) for rows, *own in pieces])
+    return torch.cat([_draw_piece(rows, own, has_filters) for rows, own in _pieces(logits, inputs)])
+
+
+def floors_by_sort(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
+    """`kernels.filter_floors.filter_floors` in torch, for filters that it lacks."""
+    offsets, floors = [], []
+    for rows, own in _pieces(logits, inputs):
+        levels, own_offsets = _levels(rows, own)
+        offsets.append(own_offsets)
+        floors.append(keep_likely_by_sort(levels, own.filters)[:, 0])
+    return torch.cat(offsets), torch.cat(floors)
+
+
+def _pieces(logits: Tensor, inputs: DrawTensors) -> Iterator[tuple[Tensor, DrawTensors]]:
+    for rows, *own in zip(*(tensor.split(FILTERED_AT_ONCE) for tensor in (logits, *inputs)), strict=True):
+        yield rows, DrawTensors(*own)
 
 
 def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tensor:
-    scores = logits.float()
-    has_noise = inputs.noise_scales > 0
     if has_filters:
-        is_relative = (inputs.top_k > 0) | (inputs.top_p > 0) | (inputs.min_p > 0) | (inputs.is_cold > 0)
-        scores = scores - scores.amax(dim=-1).masked_fill(~is_relative, 0.0)[:, None]
-    scores = scores * inputs.inverse_temperatures.where(has_noise, 1.0)[:, None]
-    if has_filters:
-        scores = keep_likely_by_sort(scores, inputs.top_k, inputs.top_p, inputs.min_p)
+        scores, _ = _levels(logits, inputs)
+        keep_likely_by_sort(scores, inputs.filters)
+    else:
+        scores = logits.float() * inputs.inverse_temperatures.where(inputs.noise_scales > 0, 1.0)[:, None]
     noise = gumbel_noise(inputs.noise_keys, token_counters(logits.shape[1], logits.device))
     best, token_ids = (scores + inputs.noise_scales[:, None] * noise).max(dim=-1)
     return torch.where(best.isfinite(), token_ids, NON_FINITE)
+
+
+def _levels(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
+    """(logits - offset) / temperature in float32, and the offsets: the largest logits of rows with filters, else 0."""
+    logits = logits.float()
+    is_relative = torch.stack([values > 0 for values in (*inputs.filters, inputs.is_cold)]).any(dim=0)
+    offsets = logits.amax(dim=-1).masked_fill(~is_relative, 0.0)
+    inverse = inputs.inverse_temperatures.where(inputs.noise_scales > 0, 1.0)
+    return (logits - offsets[:, None]) * inverse[:, None], offsets
 
 
 class DrawExtras(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.sampling.draw import DrawInputs
-from nanovllm.sampling.filters import keep_likely, least_levels
+from nanovllm.sampling.filters import FILTERS, keep_likely, least_levels
 from nanovllm.sampling.noise import gumbel_noise, token_counters
 
 if TYPE_CHECKING:
@@ -23,17 +23,20 @@ def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | No
     """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
 
     The kernels' noise differs from torch's in its last digits. Where these might decide, one row in twenty thousand,
-    torch draws, so the tokens are the same with and without kernels.
+    torch draws, so the tokens are the same with and without kernels. So it does for rows with a filter that
+    they lack.
     """
     if row_kernels is None or not row_kernels.can_read(logits):
         scores, token_ids = best_on_cpu(logits, inputs)
         return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
     least = least_levels(torch.from_numpy(inputs.min_p))  # -inf where it is off
     token_ids = torch.from_numpy(row_kernels.draw(logits, inputs, least))
-    unsure = (token_ids == _UNSURE).nonzero()[:, 0]
-    if len(unsure):
-        own = DrawInputs(*(values[unsure.numpy()] for values in inputs))
-        token_ids[unsure] = draw_on_cpu(logits[unsure], own)
+    is_left = token_ids.numpy() == _UNSURE
+    for name in FILTERS.keys() - row_kernels.filters:
+        is_left |= getattr(inputs, name) != 0
+    rows = np.flatnonzero(is_left)
+    if len(rows):
+        token_ids[rows] = draw_on_cpu(logits[rows], DrawInputs(*(values[rows] for values in inputs)))
     return token_ids
 
 
@@ -58,8 +61,7 @@ def best_on_cpu(
         chosen, tops = (logits, largest) if is_all else (logits[rows], largest[rows])
         levels = chosen.float() - tops[:, None].float()
         levels *= torch.from_numpy(inputs.inverse_temperatures[rows])[:, None]
-        filters = inputs.top_k[rows].tolist(), inputs.top_p[rows].tolist(), inputs.min_p[rows].tolist()
-        levels = keep_likely(levels, *filters)
+        levels = keep_likely(levels, [values[rows] for values in inputs.filters])
         counters = token_counters(logits.shape[1], logits.device, first_token)
         pairs = zip(levels.split(1), torch.from_numpy(inputs.noise_keys[rows]).split(1), strict=True)
         drawn = [(row + gumbel_noise(key, counters)).max(dim=-1) for row, key in pairs]

@@ -1,11 +1,16 @@
-"""Top-k, top-p and min-p: the logits of unlikely tokens set to -inf; in kernels, `filter_floors.py`."""
+"""Filters of unlikely tokens: each keeps the logits from a floor on, and sets the others to -inf."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.process.device import to_device
+from nanovllm.core import sampling_params
 
 NUCLEUS_WIDTH = 1024  # most probable tokens that are looked at first
 FILTERED_AT_ONCE = 128  # rows on a GPU without kernels: sorting a vocabulary takes 40 bytes of memory a token
@@ -53,75 +58,38 @@ def least_levels(min_p: Tensor) -> Tensor:
     return min_p.double().log().float()
 
 
-def keep_likely(logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
-    """Set the logits of unlikely tokens to -inf: top-k, then top-p of what is left, then min-p (as `transformers`).
-
-    Each filter comes down to the smallest logit that it keeps, so tokens as probable as the last one kept stay too,
-    whatever their order. Rows that do not use a filter cost nothing for it.
+class Filter(NamedTuple):
+    """A stage of sampling after the temperature, in torch. Kernels name those that they have a form of.
 
     Args:
-        logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
-        top_k: per row; all tokens if it is below 1.
-        top_p, min_p: per row; all tokens if it is 0, or top_p is 1.
+        dtype: of its inputs, one a row, 0 where it is off.
+        encode: values of the option [num_rows] float64 -> inputs, of any dtype.
+        num_ordered: (inputs, vocab_size) -> how many of each row's largest logits `floor` looks at first.
+        floor: (logits [num_rows, vocab_size] float32 that earlier filters left, the largest of them in descending
+            order, all or num_ordered, inputs [num_rows, 1]) -> the smallest logit that stays [num_rows, 1]. It waits
+            for nothing if all are in order.
     """
-    vocab_size, device = logits.shape[1], logits.device
-    rows = [row for row, k in enumerate(top_k) if 0 < k < vocab_size]
-    if rows:
-        counts = to_device([top_k[row] for row in rows], device)
-        largest = logits[to_device(rows, device)].topk(max(top_k[row] for row in rows)).values
-        _drop_below(logits, rows, largest.gather(1, counts[:, None] - 1))
-    rows = [row for row, p in enumerate(top_p) if 0.0 < p < 1.0]
-    if rows:
-        shares = to_device([top_p[row] for row in rows], device)
-        _drop_below(logits, rows, _nucleus_floor(logits[to_device(rows, device)], shares))
-    rows = [row for row, p in enumerate(min_p) if p > 0.0]
-    if rows:
-        shares = to_device([min_p[row] for row in rows], device)[:, None]
-        _drop_below(logits, rows, logits[to_device(rows, device)].amax(dim=-1, keepdim=True) + least_levels(shares))
-    return logits
+
+    dtype: type[np.int32] | type[np.float32]
+    encode: Callable[[NDArray[np.float64]], NDArray[Any]]
+    num_ordered: Callable[[NDArray[Any], int], int]
+    floor: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def keep_likely_by_sort(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`keep_likely` for all rows alike: nothing depends on values on the host, so a CUDA graph can capture it.
-
-    Args:
-        logits: as there.
-        top_k: [num_rows] int32; all tokens if it is 0, or vocab_size and more.
-        top_p, min_p: [num_rows] float32; all tokens if it is 0.
-    """
-    last = logits.shape[1] - 1
-    ordered = logits.sort(dim=-1, descending=True).values
-    floor = ordered.gather(1, torch.where(top_k > 0, top_k - 1, last).clamp(max=last).long()[:, None])
-    reached = masses(ordered - ordered[:, :1]).masked_fill_(ordered < floor, 0.0).cumsum(dim=-1)
-    num_before = (reached < reached[:, -1:] * top_p[:, None]).sum(dim=-1, keepdim=True)
-    crossing = ordered.gather(1, num_before.clamp_(max=last))
-    floor = torch.where(top_p[:, None] > 0, crossing.maximum(floor), floor)
-    floor = floor.maximum(ordered[:, :1] + least_levels(min_p)[:, None])
-    return logits.masked_fill_(logits < floor, float("-inf"))
+def _top_k_floor(logits: Tensor, ordered: Tensor, top_k: Tensor) -> Tensor:
+    last = ordered.shape[1] - 1
+    return ordered.gather(1, (top_k - 1).clamp(0, last).long()).masked_fill(top_k > last + 1, -torch.inf)
 
 
-def _drop_below(logits: Tensor, rows: list[int], floor: Tensor) -> None:
-    """Set what lies below floor [len(rows), 1] to -inf, in place."""
-    if len(rows) == len(logits):
-        logits.masked_fill_(logits < floor, float("-inf"))
-    else:
-        places = to_device(rows, logits.device)
-        chosen = logits[places]
-        logits[places] = chosen.masked_fill_(chosen < floor, float("-inf"))
-
-
-def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
-    """[num_rows, 1]: the logit of the token with which the mass of the most probable ones reaches top_p [num_rows]."""
-    vocab_size, top = logits.shape[1], logits.amax(dim=-1, keepdim=True)
-    target = total_masses(logits, top) * top_p[:, None]
-    # A nucleus is nearly always small, and finding the largest few costs a CPU a tenth of a sort. A GPU sorts fast, and
-    # asking which rows need more would make the host wait for it.
-    width = min(vocab_size, NUCLEUS_WIDTH) if logits.device.type == "cpu" else vocab_size
-    floor, is_reached = _crossing(logits.topk(width).values, top, target)
-    if width < vocab_size and not is_reached.all():
+def _top_p_floor(logits: Tensor, ordered: Tensor, top_p: Tensor) -> Tensor:
+    """The logit of the token with which the mass of the most probable ones reaches top_p."""
+    top = ordered[:, :1]
+    target = total_masses(logits, top) * top_p
+    floor, is_reached = _crossing(ordered, top, target)
+    # A nucleus is nearly always small, and finding the largest few costs a CPU a tenth of a sort.
+    if ordered.shape[1] < logits.shape[1] and not is_reached.all():
         rows = (~is_reached[:, 0]).nonzero()[:, 0]
-        ordered = logits[rows].sort(dim=-1, descending=True).values
-        floor[rows] = _crossing(ordered, top[rows], target[rows])[0]
+        floor[rows] = _crossing(logits[rows].sort(dim=-1, descending=True).values, top[rows], target[rows])[0]
     return floor
 
 
@@ -131,3 +99,63 @@ def _crossing(ordered: Tensor, top: Tensor, target: Tensor) -> tuple[Tensor, Ten
     num_before = (reached < target).sum(dim=-1, keepdim=True)  # tokens that leave something lacking
     last = ordered.shape[1] - 1
     return ordered.gather(1, num_before.clamp(max=last)), num_before <= last
+
+
+_FILTERS = {
+    "top_k": Filter(
+        np.int32,
+        lambda k: np.where((k > 0) & (k < 2**31 - 1), k, 0),
+        lambda k, vocab_size: int(k[k < vocab_size].max(initial=1)),
+        _top_k_floor,
+    ),
+    "top_p": Filter(
+        np.float32,
+        lambda p: np.where(p.astype(np.float32) < 1, np.maximum(p, np.finfo(np.float32).tiny), 0),
+        lambda p, vocab_size: NUCLEUS_WIDTH,
+        _top_p_floor,
+    ),
+    "min_p": Filter(
+        np.float32,
+        lambda p: p,
+        lambda p, vocab_size: 1,
+        lambda logits, ordered, min_p: ordered[:, :1] + least_levels(min_p),
+    ),
+}
+FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in the order in which they act
+
+
+def keep_likely(logits: Tensor, inputs: list[NDArray[Any]]) -> Tensor:
+    """Set the logits of unlikely tokens to -inf, filter by filter, as `transformers` does; on a CPU.
+
+    Tokens as probable as the last one kept stay too, whatever their order. Rows that do not use a filter cost nothing
+    for it.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, after the temperature; overwritten.
+        inputs: [num_rows] of each filter.
+    """
+    for stage, values in zip(FILTERS.values(), inputs, strict=True):
+        rows = np.flatnonzero(values)
+        if len(rows):
+            is_all, values = len(rows) == len(logits), values[rows]
+            own = logits if is_all else logits[rows]
+            ordered = own.topk(min(stage.num_ordered(values, own.shape[1]), own.shape[1])).values
+            own.masked_fill_(own < stage.floor(own, ordered, torch.from_numpy(values)[:, None]), -torch.inf)
+            if not is_all:
+                logits[rows] = own
+    return logits
+
+
+def keep_likely_by_sort(logits: Tensor, inputs: list[Tensor]) -> Tensor:
+    """`keep_likely` for all rows alike, on any device: nothing depends on values, so a CUDA graph can capture it.
+
+    Returns the smallest logit that stays in each row, [num_rows, 1]; -inf for all.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    floor = torch.full_like(logits[:, :1], -torch.inf)
+    for stage, values in zip(FILTERS.values(), inputs, strict=True):
+        own = stage.floor(logits, ordered, values[:, None])
+        floor = floor.maximum(own.where(values[:, None] > 0, -torch.inf))
+        for left in (logits, ordered):
+            left.masked_fill_(left < floor, -torch.inf)
+    return floor

@@ -13,7 +13,7 @@ from nanovllm.core.errors import KernelBuildError
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.draw_on_cpu import draw_on_cpu
-from nanovllm.sampling.filters import masses
+from nanovllm.sampling.filters import FILTERS, masses
 from nanovllm.sampling.noise import noise_keys
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-_NUM_ROWS, _VOCAB_SIZE = 6, 333
+_NUM_ROWS, _VOCAB_SIZE = 3 + len(FILTERS), 333
 
 
 def load_row_kernels() -> RowKernels | None:
@@ -58,8 +58,10 @@ def first_wrong(row_kernels: RowKernels) -> str | None:
 def _draws_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
     """Greedy, at a temperature, and with each filter."""
     rows, ones = np.arange(_NUM_ROWS), np.ones(_NUM_ROWS, np.float32)
-    top_k, top_p, min_p = 40 * (rows == 2), 0.9 * (rows == 3), 0.02 * (rows == 4)
-    filters = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
+    filters = [
+        ((40 if stage.dtype is np.int32 else 0.3) * (rows == row)).astype(stage.dtype)
+        for row, stage in enumerate(FILTERS.values(), 2)
+    ]
     noise = noise_keys(rows.tolist(), [7] * _NUM_ROWS), ones, (rows > 0).astype(np.float32)
     inputs = DrawInputs(*noise, *filters, np.zeros(_NUM_ROWS, np.int32))
     return torch.equal(draw_on_cpu(logits, inputs, row_kernels), draw_on_cpu(logits, inputs))

@@ -17,9 +17,10 @@ from torch import Tensor
 from nanovllm.core.batch import NON_FINITE, NOTHING_LEFT
 from nanovllm.core.sequence import Sequence
 from nanovllm.process.device import find_kernel, to_device
-from nanovllm.sampling.draw import DrawInputs, draw
+from nanovllm.sampling.draw import DrawInputs, draw, floors_by_sort
 from nanovllm.sampling.draw_on_cpu import draw_on_cpu
 from nanovllm.sampling.emptied_rows import emptied_rows
+from nanovllm.sampling.filters import FILTERS
 from nanovllm.sampling.logprobs import StepLogprobs
 from nanovllm.sampling.noise import GAMMA_32, signed_32
 from nanovllm.sampling.penalties import LatestTokens, change_logits
@@ -40,6 +41,8 @@ class Sampler:
         self.draw: Callable[..., Tensor] = draw
         if kernel is not None:
             self.draw = partial(kernel, gamma=signed_32(GAMMA_32), non_finite=NON_FINITE, nothing_left=NOTHING_LEFT)
+            if FILTERS.keys() - (find_kernel("filter_floors", "FILTERS") or ()):
+                self.draw = partial(self.draw, floors_of=floors_by_sort)
 
     def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
         """What `draw` takes besides logits, for rows that it can draw."""

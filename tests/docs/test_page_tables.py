@@ -12,7 +12,6 @@ import pytest
 from nanovllm import AsyncLLM, EngineConfig, OutputKind, SamplingParams, StructuredOutput
 from nanovllm.cli import conversation
 from nanovllm.core.config import ATTENTION_BACKENDS, QUANTIZATIONS, ROUTING_POLICIES
-from nanovllm.core.sampling_params import CHECKS
 from nanovllm.model.gguf.architectures import ARCHITECTURES
 from nanovllm.requests.scores import METHODS
 from nanovllm.server.settings import REASONING_FORMATS, TOOL_FORMATS, ServerSettings
@@ -89,7 +88,7 @@ def test_every_sampling_parameter_has_a_row_with_its_default_and_range():
     assert set(first_codes(found)) == set(PARAMETERS)
     for name, _, limits, default, *_ in found:
         (name,) = inline_code(name)
-        value, check = PARAMETERS[name].default, getattr(CHECKS[name], "keywords", {})
+        value, check = PARAMETERS[name].default, getattr(PARAMETERS[name].metadata["check"], "keywords", {})
         if isinstance(value, bool):
             assert default == f"`{value}`", name
         elif isinstance(value, int | float):

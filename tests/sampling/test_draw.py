@@ -11,6 +11,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling import sampler
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
@@ -42,9 +43,10 @@ def test_a_sort_keeps_what_the_form_for_cpus_keeps():
     logits[3:6] = logits[3:6].round()  # ties
     logits[7, :250] = -torch.inf
     inputs = DrawInputs.from_sequences(requests_of(len(WAYS)), [5] * len(WAYS))
-    filters = inputs.top_k, inputs.top_p, inputs.min_p
-    by_sort = keep_likely_by_sort(logits.clone(), *map(torch.from_numpy, filters))
-    assert torch.equal(by_sort, keep_likely(logits.clone(), *(values.tolist() for values in filters)))
+    by_sort = logits.clone()
+    floors = keep_likely_by_sort(by_sort, [torch.from_numpy(values) for values in inputs.filters])
+    assert torch.equal(by_sort, keep_likely(logits.clone(), inputs.filters))
+    assert torch.equal(by_sort, logits.masked_fill(logits < floors, -torch.inf))
     assert (by_sort == -torch.inf).any(dim=-1).sum() > 6
 
 
@@ -52,8 +54,25 @@ def test_a_sort_keeps_what_the_form_for_cpus_keeps():
 def test_a_sort_ends_a_nucleus_where_its_mass_is_top_p_exactly(logits):
     rows, off = logits.expand(2, -1).clone(), torch.zeros(2)
     top_p = torch.tensor([0.5, np.nextafter(np.float32(0.5), np.float32(1.0))])
-    kept = keep_likely_by_sort(rows, off.int(), top_p, off) > -torch.inf
+    keep_likely_by_sort(rows, [off.int(), top_p, off])
+    kept = rows > -torch.inf
     assert kept.sum(dim=-1).tolist() == [1, len(logits)]
+
+
+def test_the_kernels_of_a_gpu_get_floors_from_torch_where_they_lack_a_filter(monkeypatch):
+    count = FILTERED_AT_ONCE + 30
+    logits, inputs = random_logits(count, 300), DrawInputs.from_sequences(requests_of(count), [5] * count)
+    known = {"draw_on_gpu": lambda logits, inputs, floors_of=None, **_: floors_of and floors_of(logits, inputs)}
+    monkeypatch.setattr(sampler, "find_kernel", lambda file, name: known[name])
+    known["FILTERS"] = {"top_k", "top_p", "min_p"}
+    assert Sampler(compiles=True).draw(logits, inputs.to_device(CPU)) is None
+    known["FILTERS"] = {"top_k", "top_p"}
+    offsets, floors = Sampler(compiles=True).draw(logits, inputs.to_device(CPU))
+    levels = (logits - offsets[:, None]) * torch.from_numpy(inputs.inverse_temperatures)[:, None]
+    kept = keep_likely(levels.clone(), inputs.filters)
+    assert torch.equal(kept > -torch.inf, levels >= floors[:, None])
+    is_relative = sum(values != 0 for values in (*inputs.filters, inputs.is_cold)) > 0
+    assert torch.equal(offsets != 0, torch.from_numpy(is_relative))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -227,6 +227,27 @@ def test_threads_share_rows_and_change_no_answer():
     assert drawn[0] == drawn[1]
 
 
+class WithoutMinP:
+    """The kernels as they would be if none of them knew min-p."""
+
+    filters = RowKernels.filters - {"min_p"}
+
+    def can_read(self, logits: Tensor) -> bool:
+        return kernels().can_read(logits)
+
+    def draw(self, logits: Tensor, inputs: DrawInputs, least_levels: Tensor) -> np.ndarray:
+        return kernels().draw(logits, inputs, torch.full_like(least_levels, -torch.inf))
+
+
+def test_rows_with_a_filter_that_the_kernels_lack_are_drawn_by_torch():
+    logits = random_logits(40, 500)
+    inputs = inputs_of(40, top_p=0.95, min_p=0.3)
+    inputs.min_p[::3] = 0
+    expected = draw_on_cpu(logits, inputs).tolist()
+    assert draw_on_cpu(logits, inputs, WithoutMinP()).tolist() == expected
+    assert draw_on_cpu(logits, inputs._replace(min_p=0 * inputs.min_p)).tolist() != expected
+
+
 def test_a_fork_draws_in_one_thread_and_does_not_wait_for_its_parents(monkeypatch):
     logits, inputs = random_logits(8, 500), inputs_of(8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.seeds import mix64, sample_seeds
 from nanovllm.core.sequence import NewRequest, Sequence
+from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import NUCLEUS_WIDTH, keep_likely
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling.sampler import Sampler
@@ -116,9 +118,13 @@ def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def by_us(logits: Tensor, params: SamplingParams) -> Tensor:
-    rows = logits / params.temperature
-    per_row = ([value] * len(logits) for value in (params.top_k, params.top_p, params.min_p))
-    return keep_likely(rows, *per_row).softmax(dim=-1)
+    return filtered(logits / params.temperature, [params] * len(logits)).softmax(dim=-1)
+
+
+def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    columns = {name: np.array([getattr(p, name) for p in params], np.float64) for name in FILTER_STAGES}
+    inputs = [stage.encode(columns[name]).astype(stage.dtype) for name, stage in FILTER_STAGES.items()]
+    return keep_likely(logits, inputs)
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -157,12 +163,7 @@ def test_each_row_is_filtered_by_its_own_params():
     logits = random_logits(len(FILTERS), 200)
     params = [SamplingParams(**options) for options in FILTERS]
     temperatures = torch.tensor([p.temperature for p in params])[:, None]
-    ours = keep_likely(
-        logits / temperatures,
-        [p.top_k for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-    ).softmax(dim=-1)
+    ours = filtered(logits / temperatures, params).softmax(dim=-1)
     for row, p in enumerate(params):
         torch.testing.assert_close(ours[row], by_transformers(logits[row : row + 1], p)[0], atol=1e-5, rtol=0)
 
