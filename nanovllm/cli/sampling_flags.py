@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_flags, engine_options, options_given
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import FILTERS, SamplingParams
 from nanovllm.core.structured_output import KINDS, StructuredOutput
 from nanovllm.core.validation import utf8
 from nanovllm.process.gc_control import collector_paused
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 CLI_DEFAULTS = {"max_tokens": 256}  # a command must end by itself
 TEMPERATURE = "temperature"
-OF_SAMPLING = {TEMPERATURE, "top_k", "top_p", "min_p"}  # without effect on greedy requests
+OF_SAMPLING = {TEMPERATURE, *FILTERS}  # without effect on greedy requests
 HELP = {  # where the default is not a value
     TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples "
-    "or with top_k, top_p or min_p"
+    f"or with {', '.join(FILTERS[:-1])} or {FILTERS[-1]}"
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from nanovllm.core.device_limits import BLOCK_SIZES, DEVICE_DEFAULTS, fit_budget
 from nanovllm.core.features import RAY, REPLICAS, TENSOR_PARALLEL, check_options
 from nanovllm.core.option_fields import documented, option
+from nanovllm.core.sampling_params import MODEL_OPTIONS
 from nanovllm.core.validation import check_fields, integer, matching, one_of, real, share, string
 
 FLASH_BLOCK_SIZE = 128
@@ -179,7 +180,7 @@ class EngineConfig:
     )
     generation_config: str = option(
         "auto",
-        'for requests without `SamplingParams`: "auto" takes temperature, top_k, top_p, min_p and repetition_penalty '
+        f'for requests without `SamplingParams`: "auto" takes {", ".join(MODEL_OPTIONS[:-1])} and {MODEL_OPTIONS[-1]} '
         'of the model\'s own generation_config.json; "none" takes the defaults of `SamplingParams`.',
         check=partial(one_of, choices=("auto", "none")),
     )

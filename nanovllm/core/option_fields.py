@@ -24,7 +24,7 @@ def option(
     refused: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Any:
-    """Declare a field of an option dataclass.
+    """Declare a field of an option dataclass with its help; `more` as for `dataclasses.field`.
 
     Args:
         help: text of flags, `help()` and the reference.

@@ -30,6 +30,9 @@ FILTERS = ("top_k", "top_p", "min_p")
 # Options that a model's generation config may set.
 MODEL_OPTIONS = ("temperature", *FILTERS, "repetition_penalty")
 
+_POSITIVE, _NOT_NEGATIVE = partial(integer, low=1), partial(integer, low=0)
+_SHARE, _PENALTY = partial(real, low=0, high=1), partial(real, low=-2, high=2)
+
 
 @documented
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,7 @@ class SamplingParams:
         check=partial(integer, low=1, high=MAX_SAMPLES),
     )
     truncate_prompt_tokens: int | None = option(
-        None,
-        "keep only the last tokens of the prompt, at most this many. None: keep all.",
-        check=partial(integer, low=1),
+        None, "keep only the last tokens of the prompt, at most this many. None: keep all.", check=_POSITIVE
     )
     allowed_token_ids: tuple[int, ...] = option(
         (), "restrict sampling to these token ids. Default: all.", check=token_ids
@@ -78,14 +79,10 @@ class SamplingParams:
         check=partial(real, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
     )
     frequency_penalty: float = option(
-        0.0,
-        "subtracted from a token's logit for each of its occurrences in the output; -2 to 2.",
-        check=partial(real, low=-2, high=2),
+        0.0, "subtracted from a token's logit for each of its occurrences in the output; -2 to 2.", check=_PENALTY
     )
     presence_penalty: float = option(
-        0.0,
-        "subtracted from the logit of each token that occurs in the output; -2 to 2.",
-        check=partial(real, low=-2, high=2),
+        0.0, "subtracted from the logit of each token that occurs in the output; -2 to 2.", check=_PENALTY
     )
     logits_processors: tuple[LogitsProcessor, ...] = option(
         (),
@@ -103,37 +100,35 @@ class SamplingParams:
         1.0,
         "keep the smallest set of most probable tokens whose probability reaches p, the crossing token included "
         "(nucleus sampling, Holtzman et al. 2020); 1 keeps all.",
-        check=partial(real, low=0, high=1),
+        check=_SHARE,
     )
     min_p: float = option(
-        0.0,
-        "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.",
-        check=partial(real, low=0, high=1),
+        0.0, "keep tokens at least min_p times as probable as the most probable one; 0 keeps all.", check=_SHARE
     )
     logprobs: int | None = option(
         None,
         "number of most probable tokens to report with log-probability and rank beside each output token, before any "
         "option above applies; 0 reports the output token alone. None: no report.",
-        check=partial(integer, low=0),
+        check=_NOT_NEGATIVE,
     )
     prompt_logprobs: int | None = option(
         None,
         "the same for each prompt token after the first; those tokens are computed, cached or not.",
-        check=partial(integer, low=0),
+        check=_NOT_NEGATIVE,
     )
     prompt_logprobs_start: int = option(
         0,
         "index of the first prompt token that prompt_logprobs reports; what comes before may be found in the prefix "
         "cache.",
-        check=partial(integer, low=0),
+        check=_NOT_NEGATIVE,
     )
     max_tokens: int | None = option(
-        None, "maximum number of new tokens. None: up to the engine's max_model_len.", check=partial(integer, low=1)
+        None, "maximum number of new tokens. None: up to the engine's max_model_len.", check=_POSITIVE
     )
     min_tokens: int = option(
         0,
         "number of new tokens before end-of-sequence tokens, stop tokens and stop strings take effect.",
-        check=partial(integer, low=0),
+        check=_NOT_NEGATIVE,
     )
     ignore_eos: bool = option(False, "continue after the model's end-of-sequence tokens.", check=truth)
     stop_token_ids: tuple[int, ...] = option(
@@ -219,8 +214,9 @@ class SamplingParams:
         return bool(self.logits_processors) or self.structured_output is not None
 
 
+CHECKS = {field.name: field.metadata["check"] for field in fields(SamplingParams)}
 # (name, default, check) of each option, in the order of the fields; kept, since building it takes longer than checking.
-_OPTIONS = tuple((field.name, field.default, field.metadata["check"]) for field in fields(SamplingParams))
+_OPTIONS = tuple((field.name, field.default, CHECKS[field.name]) for field in fields(SamplingParams))
 
 
 class EmbeddingParams(SamplingParams):

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.gguf import loading as gguf
@@ -34,8 +34,6 @@ from nanovllm.model.unsupported import unsupported
 
 if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
-
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # read from a generation config
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class LoadedModel:
         `do_sample: true` without a temperature is one of 1, as in `transformers`; `false` is not read.
         """
         config = getattr(self.model, "generation_config", None)
-        values = {name: getattr(config, name, None) for name in SAMPLING_DEFAULTS}
+        values = {name: getattr(config, name, None) for name in MODEL_OPTIONS}
         given = {name: value for name, value in values.items() if value is not None}
         if getattr(config, "do_sample", None) is True:
             given.setdefault("temperature", 1.0)

@@ -40,14 +40,13 @@ _options = attrgetter("temperature", *FILTERS)
 _Fields: Any = cast(Any, namedtuple("_Fields", [each.name for each in DRAW_INPUTS]))  # which type checkers cannot read
 
 
-class _Draws(_Fields):
-    """The inputs of `draw` besides the logits, [num_rows] each; those of each filter under its name.
-
-    A row of zeros is a greedy one.
+class DrawTensors(_Fields):
+    """The inputs of `draw` besides the logits, [num_rows] each, on their device. A row of zeros is a greedy one.
 
     noise_keys: from `noise.noise_keys`.
     inverse_temperatures: unused in greedy rows.
     noise_scales: 1, or 0 for greedy rows.
+    top_k and so on: of each filter, 0 where it is off.
     is_cold: 1 where logits count from the row's largest one, so that the noise is not rounded away.
     """
 
@@ -59,14 +58,8 @@ class _Draws(_Fields):
         return [getattr(self, name) for name in FILTERS]
 
 
-class DrawTensors(_Draws):
-    """As tensors on the logits' device."""
-
-    __slots__ = ()
-
-
-class DrawInputs(_Draws):
-    """As arrays on the host."""
+class DrawInputs(DrawTensors):
+    """The inputs on the host, as arrays."""
 
     __slots__ = ()
 

@@ -64,16 +64,16 @@ class Filter(NamedTuple):
     Args:
         dtype: of its inputs, one a row, 0 where it is off.
         encode: values of the option [num_rows] float64 -> inputs, of any dtype.
-        num_ordered: (inputs, vocab_size) -> how many of each row's largest logits `floor` looks at first.
-        floor: (logits [num_rows, vocab_size] float32 that earlier filters left, the largest of them in descending
-            order, all or num_ordered, inputs [num_rows, 1]) -> the smallest logit that stays [num_rows, 1]. It waits
-            for nothing if all are in order.
+        floor: (logits [num_rows, vocab_size] float32 that earlier filters left, the largest num_ordered of them or all
+            in descending order, inputs [num_rows, 1]) -> the smallest logit to keep [num_rows, 1]. Given all in
+            order, it must not wait for the device.
+        num_ordered: (inputs, vocab_size) -> how many of each row's largest logits `floor` needs.
     """
 
     dtype: type[np.int32] | type[np.float32]
     encode: Callable[[NDArray[np.float64]], NDArray[Any]]
-    num_ordered: Callable[[NDArray[Any], int], int]
     floor: Callable[[Tensor, Tensor, Tensor], Tensor]
+    num_ordered: Callable[[NDArray[Any], int], int] = lambda inputs, vocab_size: 1
 
 
 def _top_k_floor(logits: Tensor, ordered: Tensor, top_k: Tensor) -> Tensor:
@@ -103,24 +103,15 @@ def _crossing(ordered: Tensor, top: Tensor, target: Tensor) -> tuple[Tensor, Ten
 
 _FILTERS = {
     "top_k": Filter(
-        np.int32,
-        lambda k: np.where((k > 0) & (k < 2**31 - 1), k, 0),
+        np.int32, lambda k: np.where((k > 0) & (k < 2**31 - 1), k, 0), _top_k_floor,
         lambda k, vocab_size: int(k[k < vocab_size].max(initial=1)),
-        _top_k_floor,
     ),
     "top_p": Filter(
-        np.float32,
-        lambda p: np.where(p.astype(np.float32) < 1, np.maximum(p, np.finfo(np.float32).tiny), 0),
-        lambda p, vocab_size: NUCLEUS_WIDTH,
-        _top_p_floor,
+        np.float32, lambda p: np.where(p.astype(np.float32) < 1, np.maximum(p, np.finfo(np.float32).tiny), 0),
+        _top_p_floor, lambda p, vocab_size: NUCLEUS_WIDTH,
     ),
-    "min_p": Filter(
-        np.float32,
-        lambda p: p,
-        lambda p, vocab_size: 1,
-        lambda logits, ordered, min_p: ordered[:, :1] + least_levels(min_p),
-    ),
-}
+    "min_p": Filter(np.float32, lambda p: p, lambda logits, ordered, min_p: ordered[:, :1] + least_levels(min_p)),
+}  # fmt: skip
 FILTERS = {name: _FILTERS[name] for name in sampling_params.FILTERS}  # in the order in which they act
 
 

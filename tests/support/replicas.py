@@ -20,6 +20,11 @@ from tests.support.tiny_models import save_tiny
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 REPLICAS = OPTIONS | {"data_parallel_size": 2}
 STEPS: list[tuple[int, StepRecord]] = []
+# Arguments that are no features: the object itself, what a call is about, and bundles of options.
+ARGUMENTS = {
+    "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
+    "template_options", "request_ids", "look", "use_tqdm",
+}  # fmt: skip
 ENDLESS = SamplingParams(seed=11, max_tokens=400, ignore_eos=True)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
+from nanovllm.core.sampling_params import FILTERS
 from nanovllm.model.gguf.architectures import ARCHITECTURES, KEYS_WITH_RULES, NEUTRAL_VALUES, Architecture
 from nanovllm.model.gguf.file import GGUFFile
 
@@ -22,13 +23,7 @@ _ENDS = frozenset(
 )  # fmt: skip
 _CONTROL = 3  # type of a token
 READ_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"} | {name: name for name in FILTERS}
 # Keys without a meaning at zero or below. A scaling factor of 0 is none, as in llama.cpp.
 _POSITIVE = (
     "context_length", "embedding_length", "block_count", "attention.head_count", "attention.head_count_kv",

@@ -7,14 +7,15 @@ template.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI
 
-from nanovllm.core.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from nanovllm.core.sampling_params import CHECKS, MIN_TEMPERATURE
 from nanovllm.core.validation import MAX_PRIORITY
 from nanovllm.server.openai import embeddings
-from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES
+from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, PLAIN_OPTIONS
 from nanovllm.server.state import ServerState
 
 Schema = dict[str, Any]
@@ -101,16 +102,11 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
     null = {"type": "null"}
     return {
         "model": {"enum": [state.model_name, None]},
+        **{name: _range(CHECKS[name]) for name in PLAIN_OPTIONS},
         "n": {"minimum": 1, "maximum": state.max_samples},
         "temperature": {"anyOf": [{"const": 0}, {"type": "number", "minimum": MIN_TEMPERATURE}, null]},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-        "min_p": {"minimum": 0, "maximum": 1},
-        "top_k": {"minimum": -1},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
-        "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
         "min_tokens": {"minimum": 0, "maximum": config.max_model_len - 1},
-        "truncate_prompt_tokens": {"minimum": 1},
         "stop": {"minLength": 1, "items": {"type": "string", "minLength": 1}},
         "bad_words": {"items": {"type": "string", "pattern": r"\S"}},
         "stop_token_ids": {"items": token},
@@ -122,6 +118,12 @@ def _sampling_limits(state: ServerState) -> dict[str, Schema]:
         "priority": {"minimum": settings.min_priority, "maximum": MAX_PRIORITY},
         "timeout": {"exclusiveMinimum": 0},
     }
+
+
+def _range(check: Any) -> Schema:
+    """Return the limits of a check of `SamplingParams`."""
+    ends, limits = {"minimum": "low", "maximum": "high"}, getattr(check, "keywords", {})
+    return {word: limits[end] for word, end in ends.items() if math.isfinite(limits.get(end, math.inf))}
 
 
 def _require_prompt_or_messages(tokenize: Schema) -> None:

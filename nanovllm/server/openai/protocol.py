@@ -8,9 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from nanovllm.core.sampling_params import MAX_SEED, SamplingParams
+from nanovllm.core.sampling_params import CHECKS, MAX_SEED, SamplingParams
+from nanovllm.core.validation import integer, real, truth
 from nanovllm.server.answers.template_options import EFFORTS
 from nanovllm.server.openai.constraints import ConstraintFields
 from nanovllm.server.openai.messages import ChatMessage, Tool, as_conversation
@@ -34,11 +42,14 @@ TokenIds = Annotated[Each[Annotated[int, Field(ge=0)]], WrapValidator(_in_pieces
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 MAX_BIASES = 1024
-# Options of `SamplingParams` under the same name.
-_SAMPLING = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "min_tokens", "ignore_eos", "seed", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
-)  # fmt: skip
+_KINDS = {integer: int, real: Number, truth: bool}
+_NOT_PLAIN = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+# Numbers and truths of `SamplingParams` that are fields under the same name: their JSON types.
+PLAIN_OPTIONS = {
+    name: _KINDS[kind]
+    for name, check in CHECKS.items()
+    if (kind := getattr(check, "func", check)) in _KINDS and name not in _NOT_PLAIN
+}
 # Lists in `SamplingParams`, where None here means not set.
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
 # Arguments of `apply_chat_template` that are not variables of the template.
@@ -57,17 +68,16 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # without effect: no event is padded
 
 
-class SamplingFields(ConstraintFields):
+_plain_fields: dict[str, Any] = {name: (kind | None, None) for name, kind in PLAIN_OPTIONS.items()}
+_PlainFields: Any = create_model("_PlainFields", __base__=ConstraintFields, **_plain_fields)
+
+
+class SamplingFields(_PlainFields):  # type: ignore[misc]
     """Fields of both generating endpoints; the second half extends OpenAI's API, see docs/guide/server.md."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
     stop: str | Annotated[Each[str], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
@@ -81,17 +91,9 @@ class SamplingFields(ConstraintFields):
     prompt_cache_retention: str | None = None
     prompt_cache_options: AnyObject | None = None
 
-    top_k: int | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=64)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[Each[str], Field(max_length=256)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
     return_token_ids: bool = False
     priority: int = 0
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
@@ -117,8 +119,8 @@ class SamplingFields(ConstraintFields):
         Args:
             defaults: values of fields that the body leaves out.
         """
-        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        given |= {name: value for name in _LISTS if (value := getattr(self, name)) is not None}
+        names = (*PLAIN_OPTIONS, "seed", *_LISTS)
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(defaults, **(given | options))
 
 

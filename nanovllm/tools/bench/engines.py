@@ -119,12 +119,12 @@ SHARED_SAMPLING = (
 
 def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if requests of an engine cannot be sampled so."""
-    from nanovllm.core.sampling_params import SamplingParams
+    from nanovllm.core.sampling_params import FILTERS, SamplingParams
 
     if unknown := sampling.keys() - set(SHARED_SAMPLING):
         raise ValueError(f"--sampling has no option {min(unknown)!r}; there are {', '.join(SHARED_SAMPLING)}.")
     SamplingParams(**sampling)
-    if (of_sampling := sampling.keys() & {"top_p", "top_k", "min_p"}) and not sampling.get("temperature"):
+    if (of_sampling := sampling.keys() & set(FILTERS)) and not sampling.get("temperature"):
         raise ValueError(f"--sampling has {min(of_sampling)}, but is greedy. Give a temperature too, such as 0.8.")
     takers = [name for name, (adapter, _) in ENGINES.items() if adapter.takes_sampling]
     if sampling and engine not in takers:

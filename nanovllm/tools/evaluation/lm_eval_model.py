@@ -23,7 +23,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.sampling_params import SamplingParams
+from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.llm import LLM
 from nanovllm.model.default_model import DEFAULT_MODEL
 
@@ -33,7 +33,7 @@ NAME = "nanovllm"
 UNREAD_TOKENS = 2  # of max_model_len: an answer's last token, and the one that every request draws
 MAX_NEW_TOKENS = 256  # of an answer whose task sets no limit; lm-eval's own default
 # Options of generation that tasks set, under the names of `SamplingParams`.
-GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+GENERATION = (*MODEL_OPTIONS, "seed")
 COMMAND_DEVICE = "cuda:0"  # what lm-eval's command passes where nobody chose a device
 BLOCK_SIZE = 16  # small, since the end of a context behind its last whole block is computed for each answer
 
