@@ -184,18 +184,18 @@ class AsyncLLM(AsyncScoring):
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it (`add_special_tokens`)."""
         work = partial(self._input_processor.tokenize, prompt, add_special_tokens=add_special_tokens)
-        return await self._prepare(work, prompt)
+        return await self.prepare(work, prompt)
 
     async def apply_chat_template(
         self, messages: SequenceABC[Message], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation, ready for the answer; arguments as in `chat`."""
         work = partial(self._input_processor.chat.apply_to, messages, tools=tools, **template_options)
-        return await self._prepare(work, (messages, tools))
+        return await self.prepare(work, (messages, tools))
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids, each of which the tokenizer must know."""
-        return await self._prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
+        return await self.prepare(partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens))
 
     async def _submit(
         self,
@@ -228,7 +228,7 @@ class AsyncLLM(AsyncScoring):
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
             compiles, words = self._input_processor.compiles(sampling_params), words_of(sampling_params)
-            await asyncio.wrap_future(await self._prepare(prepare_and_queue, (texts, words), compiles=compiles))
+            await asyncio.wrap_future(await self.prepare(prepare_and_queue, (texts, words), compiles=compiles))
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)
             raise
@@ -248,12 +248,12 @@ class AsyncLLM(AsyncScoring):
             if not self.is_dead:
                 await self._run(lambda engine: engine.check_queue(count))
 
-    async def _prepare(self, prepare: Callable[[], Result], texts: Any = (), *, compiles: bool = False) -> Result:
-        """The result of `prepare`, which tokenises `texts` or compiles forms too, in a preparation thread."""
+    async def prepare(self, work: Callable[[], Result], texts: Any = (), *, compiles: bool = False) -> Result:
+        """Run `work`, which tokenises `texts` or compiles structured outputs too, in a preparation thread."""
         if self._engine_thread.is_elsewhere:
             raise self._engine_thread.refusal()
         try:
-            future = self._preparation.submit(prepare, text_size(texts), compiles=compiles)
+            future = self._preparation.submit(work, text_size(texts), compiles=compiles)
         except RuntimeError:  # it is shut down
             raise self._engine_thread.refusal() from None
         return await asyncio.wrap_future(future)

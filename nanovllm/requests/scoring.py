@@ -129,7 +129,7 @@ class AsyncScoring:
     ) -> ScoringPlan:
         """The requests of `score`, to be submitted by the caller; **options are those of `score` alone."""
         work = partial(plan_scores, self._input_processor.chat, self.tokenizer, query, documents, **options)
-        plan: ScoringPlan = await self._prepare(work, (query, documents))
+        plan: ScoringPlan = await self.prepare(work, (query, documents))
         return plan
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import anthropic
@@ -15,6 +17,7 @@ from nanovllm.requests.grammar.compiler import GrammarCompiler
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import build_form
 from nanovllm.server.answers.tool_calls import FORMATS
+from nanovllm.server.openai import turn
 from nanovllm.server.openai.forms import demand_of
 from nanovllm.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
@@ -212,3 +215,28 @@ def test_a_document_that_is_cut_off_ends_by_its_length(client):
         model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=2
     )
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_strict_tools_are_checked_in_threads_of_forms_while_the_server_answers_others(running, client, monkeypatch):
+    is_checked, may_go_on, threads = threading.Event(), threading.Event(), []
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        is_checked.set()
+        may_go_on.wait(60.0)
+        return build_form(*arguments, **options)
+
+    monkeypatch.setattr(turn, "build_form", held)
+    with ThreadPoolExecutor(1) as elsewhere, running.http() as http:
+        answer = elsewhere.submit(
+            client.chat.completions.create, model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required"
+        )
+        try:
+            assert is_checked.wait(60.0)
+            assert http.get("/health").status_code == 200
+            assert client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4).choices
+            assert not answer.done()
+        finally:
+            may_go_on.set()
+        assert answer.result().choices[0].message.tool_calls
+    assert all(name.startswith("nanovllm-prepare-form") for name in threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -77,13 +76,13 @@ class ChatTurn:
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
         try:
-            # In a thread: the schemas of strict tools are checked.
+            # In a thread of forms: the schemas of strict tools are tried, for half a second each.
             build = partial(build_form, self._demand, self._form, engine.tokenizer, is_open=is_open)
-            params = replace(self._params, structured_output=await asyncio.to_thread(build))
+            params = replace(self._params, structured_output=await engine.prepare(build, compiles=True))
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
         except (TypeError, ValueError) as error:
             find = partial(error_of, error, self._demand, field_of(self.body, self._demand))
-            raise await asyncio.to_thread(find) from error
+            raise await engine.prepare(find, compiles=True) from error
 
     async def prompt_token_ids(self) -> list[int]:
         """Render the conversation."""
