@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.core.batch import ScheduledBatch
@@ -37,6 +38,7 @@ from nanovllm.replicas.messages import (
     ResetCache,
     SentCompletion,
     SentOutput,
+    SentRequest,
     Start,
     ToEngine,
     decode_to_engine,
@@ -44,6 +46,8 @@ from nanovllm.replicas.messages import (
     metric_values,
 )
 from nanovllm.replicas.prefix_index import encode as encode_events
+from nanovllm.requests.grammar.trials import MAX_TRIALS
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
 from nanovllm.streaming.engine_thread import EngineThread
@@ -222,8 +226,9 @@ def main(descriptor: int, front: int) -> None:
     channel.send_all(encode(ready))
     prepare = functools.partial(engine.input_processor.prepare, is_tried=True)  # by the front
     threading.Thread(target=prepare, name="nanovllm-prepare", daemon=True).start()
+    intake = Intake(thread, reporter, engine.input_processor)
     for message in messages:
-        run(thread, reporter, message)
+        intake.take(message)
 
 
 def log_in_form_of_front(setup: dict[str, Any]) -> None:
@@ -252,16 +257,53 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     return engine, Ready(config, engine.input_processor.limits, engine.eos_token_ids, hash_seed, worker_ids)
 
 
-def run(thread: EngineThread, reporter: Reporter, message: ToEngine) -> None:
-    """Pass a message of the front on to the engine's thread."""
-    if isinstance(message, Add):
-        added, requests = message, reporter.prepare(message)
-        thread.submit(lambda _: reporter.add(added, requests)).add_done_callback(_end_if_failed)
-    elif isinstance(message, Abort):
-        aborted = message
-        thread.submit(lambda _: reporter.abort(aborted))
-    elif isinstance(message, ResetCache):
-        thread.submit(reporter.reset_prefix_cache)
+class Intake:
+    """Passes messages of the front on to the engine's thread; a request that compiles its form is overtaken by others.
+
+    Invariant: placements enter `_compiling` in the thread of messages, and leave it in the engine's thread, be it to be
+    queued or because they are aborted.
+    """
+
+    def __init__(self, thread: EngineThread, reporter: Reporter, input_processor: InputProcessor) -> None:
+        self._thread, self._reporter, self._input_processor = thread, reporter, input_processor
+        self._forms = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="nanovllm-prepare-form")
+        self._compiling: set[tuple[str, int]] = set()
+
+    def take(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            at_once: list[SentRequest] = []
+            for request in message.requests:
+                if request.compiles(self._input_processor):
+                    self._compiling.add((request.request_id, request.placement))
+                    self._forms.submit(self._compile_and_add, request).add_done_callback(_end_if_failed)
+                else:
+                    at_once.append(request)
+            if at_once:
+                self._add(Add(at_once))
+        elif isinstance(message, Abort):
+            aborted = message
+            self._thread.submit(lambda _: self._abort(aborted))
+        elif isinstance(message, ResetCache):
+            self._thread.submit(self._reporter.reset_prefix_cache)
+
+    def _add(self, sent: Add) -> None:
+        requests = self._reporter.prepare(sent)
+        self._thread.submit(lambda _: self._reporter.add(sent, requests)).add_done_callback(_end_if_failed)
+
+    def _compile_and_add(self, request: SentRequest) -> None:
+        sent, placement = Add([request]), (request.request_id, request.placement)
+        requests = self._reporter.prepare(sent)
+
+        def add(_: AnyEngine) -> None:
+            if placement in self._compiling:
+                self._compiling.remove(placement)
+                self._reporter.add(sent, requests)
+
+        self._thread.submit(add).add_done_callback(_end_if_failed)
+
+    def _abort(self, sent: Abort) -> None:
+        self._compiling.discard((sent.request_id, sent.placement))
+        self._reporter.abort(sent)
 
 
 def _end_if_failed(future: Any) -> None:

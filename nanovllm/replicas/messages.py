@@ -97,8 +97,7 @@ class SentRequest(Struct, array_like=True):
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
         """The request for the engine of this process, which compiles a structured output itself."""
-        processors = () if self.answer_ids is None else (AnswerLogits(self.answer_ids),)
-        params = EmbeddingParams() if self.embeds else SamplingParams(**self.params, logits_processors=processors)
+        params = self._sampling_params()
         return NewRequest(
             self.request_id,
             self.prompt_token_ids,
@@ -112,6 +111,14 @@ class SentRequest(Struct, array_like=True):
             resumed=self.resumed,
             matcher=input_processor.matcher(params, is_tried=True),
         )
+
+    def compiles(self, input_processor: InputProcessor) -> bool:
+        """Whether `to_new` compiles a structured output, which may take half a second."""
+        return "structured_output" in self.params and input_processor.compiles(self._sampling_params())
+
+    def _sampling_params(self) -> SamplingParams:
+        processors = () if self.answer_ids is None else (AnswerLogits(self.answer_ids),)
+        return EmbeddingParams() if self.embeds else SamplingParams(**self.params, logits_processors=processors)
 
 
 def check_params(params: SamplingParams) -> None:

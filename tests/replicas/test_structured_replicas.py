@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import pytest
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.build import build_engine
+from nanovllm.core.outputs import OutputKind
+from nanovllm.core.sequence import NewRequest
+from nanovllm.replicas.engine_process import Intake, Reporter
+from nanovllm.replicas.messages import Abort, Add, SentRequest
+from nanovllm.requests.grammar import compiler
+from nanovllm.streaming.engine_thread import EngineThread
 from tests.support.replicas import OPTIONS, REPLICAS, completions, kill
 from tests.support.structured import EOS, FORMS, check_text, form
 from tests.support.tiny_models import random_prompts, save_tiny
@@ -51,3 +61,52 @@ def test_a_request_whose_process_dies_goes_on_within_its_form(pool, expected):
     busy = next(replica.index for replica in pool.replicas() if replica.num_running)
     kill(pool, busy)
     assert completions(list(stream)[-1:]) == expected[:1]
+
+
+class Ending(Reporter):
+    def end(self, refusal):
+        """Leave this process alive."""
+
+
+def test_a_form_that_is_compiled_in_an_engine_process_is_overtaken_and_can_be_aborted(folder, monkeypatch):
+    may_go_on, is_compiling, finished = threading.Event(), threading.Semaphore(0), queue.Queue()
+    compile_form = compiler.compile_form
+
+    def held(*arguments):
+        is_compiling.release()
+        may_go_on.wait(60.0)
+        return compile_form(*arguments)
+
+    def send(message):
+        for output in message.outputs:
+            if output.finished:
+                finished.put(output.request_id)
+
+    def sent(request_id, placement, params):
+        new = NewRequest(request_id, [5, 6], params, output_kind=OutputKind.DELTA)
+        return SentRequest.from_new(new, placement, None)
+
+    monkeypatch.setattr(compiler, "compile_form", held)
+    engine = build_engine(folder, None, None, OPTIONS)
+    reporter = Ending(engine, send, sends_records=False, sends_block_events=False)
+    thread = EngineThread(engine, reporter)
+    intake = Intake(thread, reporter, engine.input_processor)
+    plain, *forms = (
+        SamplingParams(max_tokens=9, structured_output=one) for one in (None, form("regex"), form("choice"))
+    )
+    try:
+        intake.take(Add([sent("kept", 0, forms[0]), sent("aborted", 1, forms[1]), sent("beside", 2, plain)]))
+        intake.take(Add([sent("behind", 3, plain)]))
+        assert {finished.get(timeout=60.0), finished.get(timeout=60.0)} == {"beside", "behind"}
+        for _ in forms:
+            assert is_compiling.acquire(timeout=60.0)
+        intake.take(Abort("aborted", 1))
+        may_go_on.set()
+        assert finished.get(timeout=60.0) == "kept"
+        intake._forms.shutdown()
+        thread.submit(lambda _: None).result(60.0)  # behind the additions of all forms
+        assert not reporter.placements and finished.empty()
+    finally:
+        may_go_on.set()
+        thread.stop()
+        thread.join()
