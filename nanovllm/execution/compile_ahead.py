@@ -21,9 +21,9 @@ from nanovllm.core.config import EngineConfig
 from nanovllm.execution.buckets import MIN_ROWS, GraphShape
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.merged_linears import kernel_calls
-from nanovllm.model.rotary_attention import rotary_calls
-from nanovllm.model.stacked_layers import compile_calls_of
+from nanovllm.model.fast.merged_linears import kernel_calls
+from nanovllm.model.fast.rotary_attention import rotary_calls
+from nanovllm.model.fast.stacked_layers import compile_calls_of
 from nanovllm.process.device import DEVICE_LOCK, find_kernel
 from nanovllm.sampling.sampler import Sampler
 

@@ -60,7 +60,7 @@ class AttentionRowsStruct(ctypes.Structure):
 
 
 class WorkspaceStruct(ctypes.Structure):
-    """Memory that all layers of an engine use in turn; see `model/fused_layers.py`."""
+    """Memory that all layers of an engine use in turn; see `model/fast/fused_layers.py`."""
 
     _fields_ = [(name, c_void_p) for name in ("queries", "attended", "scratch", "even_output", "odd_output")]
 

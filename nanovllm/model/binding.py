@@ -25,28 +25,28 @@ from nanovllm.attention.operator import (
     step_in_force,
 )
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.compiled_layers import compile_calls, decoder_layers
 from nanovllm.model.experts import pack_experts
+from nanovllm.model.fast.compiled_layers import compile_calls, decoder_layers
+from nanovllm.model.fast.merged_linears import merging
+from nanovllm.model.fast.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
+from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
+from nanovllm.model.fast.stacked_layers import stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
-from nanovllm.model.merged_linears import merging
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
-from nanovllm.model.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
 from nanovllm.model.patches import AttributePatches, Change, layer_changes
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.redirections import redirected_to
-from nanovllm.model.rotary_attention import RotaryAttention, fuse_rotary
 from nanovllm.model.sharding import ShardedHead
-from nanovllm.model.stacked_layers import stacked_calls
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
     from nanovllm.kernels.huge_pages import HugePages
-    from nanovllm.model.fused_layers import FusedLayer
+    from nanovllm.model.fast.fused_layers import FusedLayer
 
 logger = logging.getLogger("nanovllm")
 
@@ -140,8 +140,8 @@ class ModelBinding:
             max_rows, run_batches: as of `fuse_layers`; and of `ForwardPasses.find_faster`.
         """
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
-            from nanovllm.model.fused_layers import fuse_layers
-            from nanovllm.model.layer_equations import RECORDING_NAME
+            from nanovllm.model.fast.fused_layers import fuse_layers
+            from nanovllm.model.fast.layer_equations import RECORDING_NAME
 
             try:
                 with self.installed():  # and left so, for the batches

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.model.direct_pass import DirectPass, Trial
+from nanovllm.model.fast.direct_pass import DirectPass, Trial
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
 from nanovllm.model.ranks import Ranks
@@ -18,7 +18,7 @@ from nanovllm.model.sharding import ShardedHead
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
-    from nanovllm.model.fused_layers import FusedLayer
+    from nanovllm.model.fast.fused_layers import FusedLayer
 
 logger = logging.getLogger("nanovllm")
 

@@ -21,10 +21,10 @@ from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
+from nanovllm.model.fast.packed_linears import memory_for_packing
 from nanovllm.model.gguf import loading as gguf
 from nanovllm.model.gguf.file import forget_opened, is_gguf
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
-from nanovllm.model.packed_linears import memory_for_packing
 from nanovllm.model.quantising import quantise_model
 from nanovllm.model.rank_guard import RankGuard
 from nanovllm.model.ranks import Ranks

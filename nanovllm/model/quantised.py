@@ -2,7 +2,7 @@
 
 A row of a weight is a run of blocks, each of some elements with a scale (and a minimum) of their own. What stands here
 is the reference: it dequantises, then computes as the plain layers do, on any device. A CPU's kernels repack the blocks
-and take the place of `forward` (`model/packed_linears.py`).
+and take the place of `forward` (`model/fast/packed_linears.py`).
 """
 
 from __future__ import annotations

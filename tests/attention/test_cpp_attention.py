@@ -147,7 +147,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         import torch
         from nanovllm import LLM, SamplingParams
         from nanovllm.kernels import cpp as kernels
-        from nanovllm.model.packed_linears import PackedLinear
+        from nanovllm.model.fast.packed_linears import PackedLinear
         from nanovllm.model.quantised import FORMATS, QuantisedLinear
         from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
         from tests.support.quantised import random_blocks

@@ -16,7 +16,7 @@ from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes
 from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.packed_linears import OneDnnLinear
+from nanovllm.model.fast.packed_linears import OneDnnLinear
 from nanovllm.process.device import cpp_compiler
 from nanovllm.sampling import row_kernels
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.execution.capturable import HostTransfers, why_not_captured
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.compiled_layers import _call_compiled, compile_calls
+from nanovllm.model.fast.compiled_layers import _call_compiled, compile_calls
 from tests.support.tiny_models import tiny_model
 
 DEVICE = torch.device("meta")  # stands for a GPU: not the host

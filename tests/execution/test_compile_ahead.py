@@ -9,8 +9,8 @@ import torch
 
 import nanovllm.kernels.skinny_linear  # noqa: F401  registers the operators
 from nanovllm.execution.compile_ahead import call_together
-from nanovllm.model import merged_linears
-from nanovllm.model.merged_linears import kernel_calls, merging
+from nanovllm.model.fast import merged_linears
+from nanovllm.model.fast.merged_linears import kernel_calls, merging
 from tests.support.tiny_models import tiny_model
 
 

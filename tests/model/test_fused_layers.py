@@ -29,10 +29,10 @@ from nanovllm.attention.operator import STEP_HANDLE
 from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import can_pack
-from nanovllm.model import direct_pass, fused_layers
-from nanovllm.model.fused_layers import FusedStack
-from nanovllm.model.llama_parts import TOLERANCE
-from nanovllm.model.packed_linears import PackedLinear
+from nanovllm.model.fast import direct_pass, fused_layers
+from nanovllm.model.fast.fused_layers import FusedStack
+from nanovllm.model.fast.llama_parts import TOLERANCE
+from nanovllm.model.fast.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
 

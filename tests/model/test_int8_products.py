@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import PackedProduct
 from nanovllm.kernels.processor_classes import processor_flags
-from nanovllm.model.packed_linears import PackedHead, PackedLinear
+from nanovllm.model.fast.packed_linears import PackedHead, PackedLinear
 from nanovllm.model.quantised import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_models import random_prompts, save_tiny

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from nanovllm import LLM
 from nanovllm.core.errors import UnsupportedModelError
 from nanovllm.kernels.packed_product import LANES, PANEL, can_pack, pack
-from nanovllm.model.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
+from nanovllm.model.fast.packed_linears import pack_linear_layers, with_own_weights, with_weights_hidden
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.tiny_models import save_tiny, tiny_model
 

@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels import cpp
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import PackedProduct, can_pack
-from nanovllm.model.packed_linears import PackedHead, PackedLinear, pack_linear_layers
+from nanovllm.model.fast.packed_linears import PackedHead, PackedLinear, pack_linear_layers
 from nanovllm.model.quantised import FORMATS, QuantisedLinear
 from tests.support.quantised import random_blocks
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.operator import AttentionStep
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.rotary_attention import RotaryAttention
+from nanovllm.model.fast.rotary_attention import RotaryAttention
 from nanovllm.model.sharding import shard_model
 from tests.support.dense_rotary import dense_rotate
 from tests.support.other_models import small

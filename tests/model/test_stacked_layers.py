@@ -21,7 +21,7 @@ from nanovllm.attention.step_tables import StepTables
 from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.stacked_layers import StackedLayers
+from nanovllm.model.fast.stacked_layers import StackedLayers
 from tests.support.llama_layers import run_layers
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 

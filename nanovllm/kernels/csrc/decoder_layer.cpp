@@ -12,7 +12,7 @@ struct Norm {
   float epsilon;
 };
 
-// What nanovllm/kernels/packed_product.py describes and nanovllm/model/fused_layers.py fills in.
+// What nanovllm/kernels/packed_product.py describes and nanovllm/model/fast/fused_layers.py fills in.
 struct Layer {
   Norm input_norm, post_attention_norm;
   Norm query_norm, key_norm;  // of each head; null weights where there is none

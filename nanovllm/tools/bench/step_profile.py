@@ -22,7 +22,7 @@ from nanovllm.attention.sdpa import SdpaPlan
 from nanovllm.engine import Engine
 from nanovllm.execution.cuda_graphs import GraphExecutor
 from nanovllm.model.binding import ModelBinding
-from nanovllm.model.fused_layers import FusedStack
+from nanovllm.model.fast.fused_layers import FusedStack
 from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.scheduler import Scheduler

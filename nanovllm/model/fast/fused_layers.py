@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.layer_equations import LayerEquations
-from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
-from nanovllm.model.packed_linears import AnyLinear
+from nanovllm.model.fast.layer_equations import LayerEquations
+from nanovllm.model.fast.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.fast.packed_linears import AnyLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanovllm.model.fused_layers import FusedStack
+    from nanovllm.model.fast.fused_layers import FusedStack
 
 logger = logging.getLogger("nanovllm")
 

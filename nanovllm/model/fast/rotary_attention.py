@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, check_attention, row_distances, scale_error
-from nanovllm.model.merged_linears import MergedLinear, MergedPart
+from nanovllm.model.fast.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, check_attention, row_distances, scale_error
+from nanovllm.model.fast.merged_linears import MergedLinear, MergedPart
 
 # All that such a module computes with; one with others may do on some rows what it does not do on those compared.
 OPERATORS = {

@@ -18,8 +18,8 @@ from nanovllm.attention.flex_gpu import GpuFlexPlan
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
-from nanovllm.model.merged_linears import is_plain_linear
+from nanovllm.model.fast.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.process.device import find_kernel
 
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.attention.block_mask import own_code
-from nanovllm.model.joined_sums import join_last_sum
+from nanovllm.model.fast.joined_sums import join_last_sum
+from nanovllm.model.fast.packed_linears import warn_of_dequantising
 from nanovllm.model.module_watch import modules_of
-from nanovllm.model.packed_linears import warn_of_dequantising
 
 # A GPU's layers are compiled twice: for few rows, where independent small kernels share a launch, and for many, where
 # each kernel apart is faster.

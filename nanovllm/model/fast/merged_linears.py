@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.model.packed_linears import with_own_weights
+from nanovllm.model.fast.packed_linears import with_own_weights
 from nanovllm.process.device import find_kernel
 
 

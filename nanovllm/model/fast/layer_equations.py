@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from nanovllm.attention.operator import attention_function
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, row_distances, scale_error
+from nanovllm.model.fast.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, row_distances, scale_error
 
 RECORDING_NAME = "nanovllm-recording"  # of the attention that watched layers have to be redirected to
 _PARTS = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
