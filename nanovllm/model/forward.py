@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nanovllm.model.fast.decoder_block import model_parts
 from nanovllm.model.fast.direct_pass import DirectPass, Trial
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
@@ -55,7 +56,8 @@ class ForwardPasses:
         stack = layers[0].stack if layers else None
         if stack is None:
             return
-        direct = DirectPass(self._model, stack) if DirectPass.suits(self._model) else None
+        parts = model_parts(self._model)
+        direct = None if parts is None else DirectPass(parts, stack)
         self.direct = trial = Trial(self.logits, stack, direct)
         try:
             run_batches()

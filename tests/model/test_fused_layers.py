@@ -30,8 +30,8 @@ from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels.cpp import Kernels, load_kernels
 from nanovllm.kernels.packed_product import can_pack
 from nanovllm.model.fast import direct_pass, fused_layers
+from nanovllm.model.fast.distances import TOLERANCE
 from nanovllm.model.fast.fused_layers import FusedStack
-from nanovllm.model.fast.llama_parts import TOLERANCE
 from nanovllm.model.fast.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
@@ -265,7 +265,8 @@ def test_each_sequence_of_a_comparison_has_a_median_of_its_own(off, monkeypatch)
     fused = Mock(return_value=own)
     angles = torch.zeros(1, 16, 4), torch.zeros(1, 16, 4)
     kwargs = {"position_embeddings": angles, STEP_HANDLE: None}
-    given: Any = (nn.Identity(), fused, Mock(), (before,), kwargs, output)
+    equations = Mock(blocks=[SimpleNamespace(kind="Layer")])
+    given: Any = (0, fused, equations, (before,), kwargs, output)
     with pytest.raises(NotFusedError) if off else nullcontext():
         fused_layers._compare(*given)
 

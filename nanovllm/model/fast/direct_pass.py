@@ -2,8 +2,8 @@
 
 With few rows Python takes a quarter of a step, since the weights have driven it out of the processor's caches. What is
 left: the embedding, the layers in one call (`fused_layers.py`), the last norm and the head of the sampled rows. It is
-for models whose forward pass is `transformers`' own, whose parts are recognised by their names, and which give the same
-bits in some batches.
+for models whose forward pass is `transformers`' own, whose parts `model_parts` recognises, and which give the same bits
+in some batches.
 """
 
 from __future__ import annotations
@@ -16,37 +16,22 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from nanovllm.model.fast.decoder_block import ModelParts
     from nanovllm.model.fast.fused_layers import FusedStack
 
 logger = logging.getLogger("nanovllm")
 
-# Rotary embeddings whose angles depend on a token's position alone.
-_STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 _PIECE, _MOST_PIECES = 512, 64  # positions whose angles are computed at once, and how many such are kept: 16 MiB
 
 
 class DirectPass:
     """Stands for `ForwardPasses.logits`."""
 
-    def __init__(self, model: Any, stack: FusedStack) -> None:
-        base = model.base_model
-        self._stack, self._embed, self._norm, self._rotary = stack, base.embed_tokens, base.norm, base.rotary_emb
-        self._head = model.get_output_embeddings()
+    def __init__(self, parts: ModelParts, stack: FusedStack) -> None:
+        self._stack, self._embed, self._norm = stack, parts.embed, parts.norm
+        self._rotary, self._head = parts.rotary, parts.head
         self._tables: tuple[Tensor, Tensor] | None = None  # cosines and sines [positions, head_dim], filled in pieces
         self._filled: set[int] = set()
-
-    @staticmethod
-    def suits(model: Any) -> bool:
-        """Whether the model has the parts and no others, and no forward pass of its owner's."""
-        base = model.base_model
-        parts = {name for name, _ in base.named_children()}
-        return (
-            all(type(part).forward.__module__.startswith("transformers.") for part in (model, base))
-            and not any("forward" in vars(part) for part in (model, base))
-            and parts == {"embed_tokens", "layers", "norm", "rotary_emb"}
-            and [child for child in model.children() if child is not base] == [model.get_output_embeddings()]
-            and getattr(base.rotary_emb, "rope_type", None) in _STATIC_ROPES
-        )
 
     @property
     def is_ready(self) -> bool:

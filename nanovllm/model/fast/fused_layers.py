@@ -1,8 +1,7 @@
 """Decoder layers of the most common kind, in a few calls of C++ instead of sixty operations.
 
-That kind is Llama's (Mistral, Qwen2, Qwen3, SmolLM2 are of it): RMS norms before attention and before a SiLU-gated
-feed-forward block, rotary embedding, residual sums. A layer's modules are recognised by their names, then both
-are compared on a batch: a layer that computes anything else runs as it is.
+That kind is Llama's; `decoder_block.py` recognises it. Both are then compared on batches: a layer that computes
+anything else runs unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from nanovllm.attention.cpp import CppPlan
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
+from nanovllm.model.fast.decoder_block import Parts, describe_blocks
+from nanovllm.model.fast.distances import check_change
 from nanovllm.model.fast.layer_equations import LayerEquations
-from nanovllm.model.fast.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
 from nanovllm.model.fast.packed_linears import AnyLinear
 
 if TYPE_CHECKING:
@@ -40,61 +40,38 @@ class Workspace:
 class FusedLayer:
     """One decoder layer; called in its module's place.
 
-    Raises NotFusedError if the module's parts are of another kind.
+    Raises NotFusedError if its projections cannot be packed.
     """
 
     stack: FusedStack | None = None  # that computes it, with all others
     _is_first = False
 
-    def __init__(self, module: nn.Module, layer: AttentionLayer, kernels: Kernels, memory: HugePages | None) -> None:
+    def __init__(self, block: Parts, layer: AttentionLayer, kernels: Kernels, memory: HugePages | None) -> None:
         from nanovllm.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
 
         self._kernels = kernels
         traits = layer.traits
         self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
-        self.linears: list[AnyLinear] = []  # whose weights are packed here
-        kind, parts = type(module).__name__, dict(module.named_modules())
+        self.linears: list[AnyLinear] = list(block.linears.values())  # whose weights are packed here
 
         def product(*names: str, interleave: bool = False) -> PackedProduct:
-            linears = [parts.get(name) for name in names]
-            if None in linears or not can_pack(linears, layer.dtype, interleave=interleave):
-                raise NotFusedError(f"{kind} has no linear layers {', '.join(names)} that can be packed")
-            self.linears += linears  # type: ignore[arg-type]
+            linears = [block.linears[name] for name in names]
+            if not can_pack(linears, layer.dtype, interleave=interleave):
+                raise NotFusedError(f"{block.kind} has projections that cannot be packed: {', '.join(names)}")
             return PackedProduct(linears, interleave=interleave, memory=memory)
 
-        def norm(name: str, size: int, *, optional: bool = False) -> NormStruct:
-            found = parts.get(name)
-            if found is None and optional:
-                return NormStruct(None, 0.0)
-            epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
-            if found is None or epsilon is None or not is_rms_norm(found, size, epsilon, layer.dtype):
-                raise NotFusedError(f"{kind} has no RMS norm {name} over {size} elements")
-            norms.append(found.weight)
-            return NormStruct(found.weight.data_ptr(), epsilon)
+        def norm(place: str) -> NormStruct:
+            module, epsilon = block.norms.get(place, (None, 0.0))
+            return NormStruct(None if module is None else module.weight.data_ptr(), epsilon)
 
-        norms: list[Any] = []
-        heads, kv_heads = traits.num_heads * traits.head_dim, traits.token_values
-        if not is_silu(getattr(parts.get("mlp"), "act_fn", None)):
-            raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
-        qkv = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        output = product("self_attn.o_proj")
-        gate_up = product("mlp.gate_proj", "mlp.up_proj", interleave=True)
-        down = product("mlp.down_proj")
-        self.hidden_size, self.inner_size, self.qkv_size = qkv.struct.depth, down.struct.depth, qkv.num_outputs
-        sizes = [(packed.num_outputs, packed.struct.depth) for packed in (qkv, output, gate_up, down)]
-        hidden, inner = self.hidden_size, self.inner_size
-        if sizes != [(heads + kv_heads, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]:
-            raise NotFusedError(f"{kind} has projections of other sizes: {sizes}")
-        self._keep = (module, qkv, output, gate_up, down)  # alive as long as the pointers to them
+        products = product("q", "k", "v"), product("o"), product("gate", "up", interleave=True), product("down")
+        (self.hidden_size, self.inner_size), self.qkv_size = block.sizes, products[0].num_outputs
+        self._keep = (block, products)  # alive as long as the pointers to them
         self._struct = LayerStruct(
-            norm("input_layernorm", hidden),
-            norm("post_attention_layernorm", hidden),
-            norm("self_attn.q_norm", traits.head_dim, optional=True),
-            norm("self_attn.k_norm", traits.head_dim, optional=True),
-            qkv.struct, output.struct, gate_up.struct, down.struct, traits.num_heads, traits.num_kv_heads,
+            norm("input"), norm("post"), norm("q"), norm("k"), *(product.struct for product in products),
+            traits.num_heads, traits.num_kv_heads,
         )  # fmt: skip
-        check_knows_all(module, [*norms, *(p for linear in self.linears for p in linear.parameters())])
 
     def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace) -> None:
         """Set what the layer works on: its own K and V, and memory."""
@@ -230,15 +207,13 @@ def fuse_layers(
 
     Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
     """
-    if not modules or len(modules) != len(layers):
-        raise NotFusedError("the attention modules are in no list of layers")
-    check_attention(layers)
+    blocks = describe_blocks(modules, layers)
     workspaces: list[Workspace] = []
     kept, passed_on = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
-    equations = LayerEquations(modules)
+    equations = LayerEquations(modules, blocks)
 
     def make(index: int) -> FusedLayer:
-        fused = FusedLayer(modules[index], layers[index], kernels, memory)
+        fused = FusedLayer(blocks[index], layers[index], kernels, memory)
         if not workspaces:
             workspaces.append(_workspace(fused, layers[index], kernels.dtype, max_rows))
         fused.bind(caches[index], workspaces[0])
@@ -247,7 +222,7 @@ def fuse_layers(
     def compare(index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         fused = kept[index] or make(index)
         kept[index] = fused if memory is not None else None
-        _compare(module, fused, equations, args, kwargs, output)
+        _compare(index, fused, equations, args, kwargs, output)
         passed_on.note(index, args, kwargs, output)
 
     with equations.watching(compare):
@@ -277,21 +252,17 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
         )
 
 
-def _compare(
-    module: nn.Module, fused: FusedLayer, equations: LayerEquations, args: Any, kwargs: Any, output: Any
-) -> None:
+def _compare(index: int, fused: FusedLayer, equations: LayerEquations, args: Any, kwargs: Any, output: Any) -> None:
     """Try a fused layer on what its module was called with, each sequence by itself. Raises NotFusedError."""
-    name = type(module).__name__
+    kind = equations.blocks[index].kind
     if not isinstance(output, Tensor):
-        raise NotFusedError(f"{name} returns {type(output).__name__}, not one tensor")
+        raise NotFusedError(f"{kind} returns {type(output).__name__}, not one tensor")
     try:
         before = args[0] if args else kwargs["hidden_states"]
         num_rows = cast("CppPlan", running_step(kwargs[STEP_HANDLE]).plan).rows_of_sequences()
-        equations.check(module, kwargs, output, num_rows)
+        equations.check(index, kwargs, output, num_rows)
         own = fused(*args, **kwargs)
     except (TypeError, KeyError, AttributeError) as error:
-        raise NotFusedError(f"{name} is called in another way: {error!r}") from error
+        raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
     for parts in zip(*(states[0].split(num_rows) for states in (before, output, own)), strict=True):
-        worst = worst_distance(*parts)
-        if worst is not None:
-            raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+        check_change(kind, *parts)

@@ -1,8 +1,8 @@
 """Attention modules of the most common kind, whose norms of q and k, rotary embedding and KV write are one kernel.
 
-That kind is Llama's (Mistral, Qwen2, Qwen3, SmolLM3 are of it): one product for q, k and v, optional RMS norms of
-the heads of q and k, a rotation of whole heads by halves. Modules are recognised by their names, then both are compared
-on a few rows: a module that computes anything else runs as it is.
+That kind is Llama's: one product for q, k and v, optional RMS norms of the heads of q and k, a rotation of whole heads
+by halves. `describe_attention` recognises it, then both are compared on a few rows: a module that computes anything
+else runs unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_attention, step_tensors
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.fast.llama_parts import ROW_TOLERANCE, SCALE_TOLERANCE, check_attention, row_distances, scale_error
+from nanovllm.model.fast.decoder_block import check_attention, describe_attention
+from nanovllm.model.fast.distances import difference_of_rows
 from nanovllm.model.fast.merged_linears import MergedLinear, MergedPart
 
 # All that such a module computes with; one with others may do on some rows what it does not do on those compared.
@@ -43,15 +44,19 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, layer: AttentionLayer, rotate: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.attention: Any = layer.module
         self.scaling, self.rotate, self._layer = layer.scaling, rotate, layer
-        parts, kind = layer.module._modules, type(layer.module).__name__
-        names = ("q_proj", "k_proj", "v_proj")
-        if not _are_one_product([parts.get(name) for name in names], layer) or "o_proj" not in parts:
-            raise NotFusedError(f"{kind} has no product of {', '.join(names)} alone")
-        norms = [parts[name] for name in ("q_norm", "k_norm") if parts.get(name) is not None]
-        self.has_norms = bool(norms)
-        self.epsilon = _epsilon_of(norms, layer, kind) if norms else 0.0
+        parts = describe_attention(layer)
+        q, k, v = (parts.linears[name] for name in ("q", "k", "v"))
+        if not _are_one_product([q, k, v], layer):
+            raise NotFusedError(f"{parts.kind} has no product of q, k and v alone")
+        epsilons = {norm.epsilon for norm in parts.norms.values()}
+        if len(epsilons) > 1:
+            raise NotFusedError(f"{parts.kind} has norms of q and k with different epsilons: {sorted(epsilons)}")
+        self.epsilon = max(epsilons, default=0.0)
+        # Attributes of this module, as which compiled code reads them.
+        self.attention: Any = layer.module
+        self.qkv, self.output = q, parts.linears["o"]
+        self.norms: Any = nn.ModuleList(norm.module for norm in parts.norms.values())
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
@@ -69,15 +74,15 @@ class RotaryAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         """Write K and V to `cache`; returns the queries [num_rows, num_heads, head_dim]."""
-        products = self.attention.q_proj.product(hidden_states)
+        products = self.qkv.product(hidden_states)
         return self.rotate(products, *position_embeddings, self._norms(), self.epsilon, cache, slot_mapping)
 
     def _norms(self) -> list[Tensor]:
-        return [self.attention.q_norm.weight, self.attention.k_norm.weight] if self.has_norms else []
+        return [norm.weight for norm in self.norms]
 
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
         """A call of the kernel alone."""
-        traits, weight = self._layer.traits, self.attention.q_proj.all_weights
+        traits, weight = self._layer.traits, self.qkv.all_weights
         products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, traits.head_dim)
         cache = weight.new_zeros(2, 1, traits.num_kv_heads, traits.head_dim)
         slots = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
@@ -85,7 +90,7 @@ class RotaryAttention(nn.Module):
 
     def projected(self, attended: Tensor) -> Tensor:
         """attended [1, num_rows, num_heads, head_dim]; returns [1, num_rows, hidden_size]."""
-        result: Tensor = self.attention.o_proj(attended.flatten(2))
+        result: Tensor = self.output(attended.flatten(2))
         return result
 
 
@@ -98,14 +103,6 @@ def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
     parts = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
     is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in others)
     return is_whole and [(linear.start, linear.end) for linear in linears] == parts
-
-
-def _epsilon_of(norms: list[Any], layer: AttentionLayer, kind: str) -> float:
-    epsilons: set[Any] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
-    shapes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
-    if shapes != 2 * [(layer.traits.head_dim,)] or len(epsilons) != 1 or None in epsilons:
-        raise NotFusedError(f"{kind} has norms of q and k that are not RMS norms of each head")
-    return float(epsilons.pop())
 
 
 class _Operators(TorchDispatchMode):
@@ -165,11 +162,9 @@ class RotaryProbe:
         for what, (ours, theirs) in pairs.items():
             if ours.shape != theirs.shape:
                 raise NotFusedError(f"{name} has a {what} of shape {[*theirs.shape]}")
-            worst, scale = row_distances(ours, theirs).max().item(), scale_error(ours, theirs)
-            is_right = worst <= ROW_TOLERANCE[key.dtype] and abs(scale) <= SCALE_TOLERANCE[key.dtype]
-            if not is_right and self.difference is None:
-                differs = f"its {what} differs by up to {worst:.1e} a row, by {scale:.1e} in scale"
-                self.difference = f"{name} computes something else: {differs}"
+            differs = difference_of_rows(ours, theirs)
+            if differs is not None and self.difference is None:
+                self.difference = f"{name} computes something else: its {what} differs {differs}"
 
 
 def fuse_rotary(

@@ -1,7 +1,7 @@
 """Decoder layers of Llama's kind as one launch for steps of a few decodes on a GPU (`kernels/layer_stack.py`).
 
-The layers are recognised by their modules' names, then both are compared on a few steps, layer by layer: a model that
-computes anything else, in a layer or between two of them, runs as it is.
+`decoder_block.py` recognises the layers, then both are compared on a few steps, layer by layer: a model that computes
+anything else, in a layer or between two of them, runs unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from nanovllm.attention.flex_gpu import GpuFlexPlan
 from nanovllm.attention.kv_writes import LayerCache
 from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, running_step
 from nanovllm.core.errors import NotFusedError
-from nanovllm.model.fast.llama_parts import check_attention, check_knows_all, is_rms_norm, is_silu, worst_distance
+from nanovllm.model.fast.decoder_block import Parts, check_attention, describe_blocks
+from nanovllm.model.fast.distances import check_change
 from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.process.device import find_kernel
-
-_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
 class StackedLayers:
@@ -46,19 +43,18 @@ class StackedLayers:
         block_size: int,
     ) -> None:
         stack = find_kernel("layer_stack", "LayerStack")
-        if stack is None or not modules or len(modules) != len(layers):
-            raise NotFusedError("there is no kernel for them, or the attention modules are in no list of layers")
-        sizes = _sizes(modules[0], layers[0], block_size)
-        check_attention(layers)
-        device = caches[0][0].device
+        if stack is None:
+            raise NotFusedError("there is no kernel for them")
+        self._blocks, device = describe_blocks(modules, layers), caches[0][0].device
+        sizes = _sizes(self._blocks[0], layers[0], block_size)
         reason = find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device)  # type: ignore[misc]
         if reason is not None:
             raise NotFusedError(reason)
-        weights = [_weights(*layer) for layer in zip(modules, layers, caches, strict=True)]
+        weights = [_weights(block, cache) for block, cache in zip(self._blocks, caches, strict=True)]
+        if len({block.sizes for block in self._blocks}) > 1:
+            raise NotFusedError("the layers are of different sizes")
         if len({tuple(part is None for part in layer) for layer in weights}) > 1:
             raise NotFusedError("some of the layers have norms or biases that others have not")
-        for layer in weights:
-            _check_shapes(layer, sizes)
         self._modules, self._calls = modules, calls
         self.num_compared = 0  # layers, each in several steps
         self._num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
@@ -134,7 +130,7 @@ class StackedLayers:
                 raise NotFusedError(str(error)) from error
             except (TypeError, KeyError, AttributeError, IndexError) as error:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
-            self._compare(module, plain, expected, own, rows)
+            self._compare(index, plain, expected, own, rows)
             self.num_compared += 1
             output = expected if module is self._modules[-1] else _ForNextLayer.of(expected)
             passed.append((output, embeddings))
@@ -142,15 +138,12 @@ class StackedLayers:
 
         return {module: partial(call, index, module) for index, module in enumerate(self._modules)}
 
-    @staticmethod
-    def _compare(module: nn.Module, before: Any, expected: Any, own: Tensor, rows: Any) -> None:
-        name = type(module).__name__
+    def _compare(self, index: int, before: Any, expected: Any, own: Tensor, rows: Any) -> None:
+        kind = self._blocks[index].kind
         if not isinstance(expected, Tensor) or expected.shape != own.shape:
-            raise NotFusedError(f"{name} returns something else than one tensor of its input's shape")
+            raise NotFusedError(f"{kind} returns something else than one tensor of its input's shape")
         real = rows.block_counts > 0
-        worst = worst_distance(before[:, real], expected[:, real], own[:, real])
-        if worst is not None:
-            raise NotFusedError(f"{name} computes something else: the change differs by up to {worst:.1e} of its size")
+        check_change(kind, before[0, real], expected[0, real], own[0, real])
 
 
 class _ForNextLayer(Tensor):
@@ -208,18 +201,17 @@ def compile_calls_of(
 ) -> list[Callable[[], Any]]:
     """Calls that compile the kernel for these layers, none if it does not serve them; to be made ahead, in threads."""
     compile_code: Any = find_kernel("layer_stack", "machine_code")
-    if compile_code is None or not modules:
+    if compile_code is None:
         return []
     try:
+        block = describe_blocks(modules[:1], layers[:1])[0]
         check_attention(layers)
-        sizes = _sizes(modules[0], layers[0], block_size)
-        linears = [_part(modules[0], name) for name in _LINEARS[:3]]
-    except (NotFusedError, AttributeError):
+        sizes = _sizes(block, layers[0], block_size)
+    except NotFusedError:
         return []
     if find_kernel("layer_stack", "why_not")(sizes, layers[0].dtype, device) is not None:  # type: ignore[misc]
         return []
-    has_biases = any(getattr(linear, "bias", None) is not None for linear in linears)
-    has_norms = _has(modules[0], _NORMS[2])
+    has_biases, has_norms = any(bias is not None for bias in _biases(block)), "q" in block.norms
 
     def call(num_rows: int) -> None:
         with suppress(find_kernel("nvrtc", "CudaError")):  # type: ignore[arg-type]
@@ -228,73 +220,33 @@ def compile_calls_of(
     return [partial(call, num_rows) for num_rows in find_kernel("layer_stack", "NUM_ROWS") or ()]
 
 
-def _sizes(module: nn.Module, layer: AttentionLayer, block_size: int) -> Any:
-    linears = [_part(module, name) for name in ("mlp.gate_proj", "mlp.down_proj")]
-    if not all(is_plain_linear(linear) for linear in linears):
-        raise NotFusedError(f"{type(module).__name__} has projections that are no linear layers")
+def _sizes(block: Parts, layer: AttentionLayer, block_size: int) -> Any:
     sizes: Any = find_kernel("layer_stack", "StackSizes")
     traits = layer.traits
-    return sizes(
-        linears[0].in_features,
-        linears[1].in_features,
-        traits.num_heads,
-        traits.num_kv_heads,
-        traits.head_dim,
-        block_size,
-    )
+    return sizes(*block.sizes, traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size)
 
 
-def _part(module: nn.Module, name: str) -> Any:
-    try:
-        return module.get_submodule(name)
-    except AttributeError as error:
-        raise NotFusedError(f"{type(module).__name__} has no {name}") from error
+def _biases(block: Parts) -> list[Tensor | None]:
+    return [block.linears[name].bias for name in ("q", "k", "v")]
 
 
-def _weights(module: nn.Module, layer: AttentionLayer, cache: LayerCache) -> Any:
-    """The layer's tensors; raises NotFusedError."""
-    kind = type(module).__name__
-    linears = [_part(module, name) for name in _LINEARS]
+def _weights(block: Parts, cache: LayerCache) -> Any:
+    """The layer's tensors in the kernel's order; raises NotFusedError."""
+    linears = list(block.linears.values())
     if not all(is_plain_linear(linear) for linear in linears):
-        raise NotFusedError(f"{kind} has projections that are no linear layers")
+        raise NotFusedError(f"{block.kind} has projections that are no linear layers")
     if any(linear.bias is not None for linear in linears[3:]):
-        raise NotFusedError(f"{kind} has a bias behind attention or within its MLP")
-    hidden, head_dim = linears[0].in_features, layer.traits.head_dim
-    norms: list[Any] = [module.get_submodule(name) if _has(module, name) else None for name in _NORMS]
-    epsilons = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
-    for norm, epsilon, size in zip(norms, epsilons, (hidden, hidden, head_dim, head_dim), strict=True):
-        if norm is None and size is hidden:
-            raise NotFusedError(f"{kind} lacks the RMS norms before attention and MLP")
-        if norm is not None and (epsilon is None or not is_rms_norm(norm, size, epsilon, layer.dtype)):
-            raise NotFusedError(f"{kind} has a norm that is no RMS norm over {size} elements")
-    if (norms[2] is None) != (norms[3] is None):
-        raise NotFusedError(f"{kind} norms q or k alone")
-    if not is_silu(getattr(module.get_submodule("mlp"), "act_fn", None)):
-        raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
-    tensors = [linear.weight.detach() for linear in linears]
-    tensors += [None if norm is None else norm.weight.detach() for norm in norms]
-    biases = [linear.bias for linear in linears[:3]]
+        raise NotFusedError(f"{block.kind} has a bias behind attention or within its MLP")
+    norms = [block.norms.get(place) for place in ("input", "post", "q", "k")]
+    biases = _biases(block)
     if any(bias is not None for bias in biases):
-        zeros = [torch.zeros(linear.out_features, dtype=layer.dtype, device=cache[0].device) for linear in linears[:3]]
-        biases = [zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)]
-    known = [parameter for part in (*linears, *norms) if part is not None for parameter in part.parameters()]
-    check_knows_all(module, known)
+        biases = [
+            linear.weight.new_zeros(linear.out_features) if bias is None else bias.detach()
+            for linear, bias in zip(linears, biases, strict=False)
+        ]
+    weights = [linear.weight.detach() for linear in linears]
+    tensors = [*weights, *(norm and norm.module.weight.detach() for norm in norms), *biases, cache[0], cache[1]]
+    if not all(part.dtype == torch.bfloat16 and part.is_contiguous() for part in tensors if part is not None):
+        raise NotFusedError(f"{block.kind} has weights that are not contiguous bfloat16")
     make: Any = find_kernel("layer_stack", "LayerWeights")
-    return make(*tensors, *biases, cache[0], cache[1], tuple(epsilon or 0.0 for epsilon in epsilons))
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    parent, _, own = name.rpartition(".")
-    return isinstance(getattr(module.get_submodule(parent), own, None), nn.Module)
-
-
-def _check_shapes(layer: Any, sizes: Any) -> None:
-    attention, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    hidden, inner = sizes.hidden, sizes.inner
-    expected = [(attention, hidden), (kv, hidden), (kv, hidden), (hidden, attention),
-                (inner, hidden), (inner, hidden), (hidden, inner)]  # fmt: skip
-    shapes = [tuple(part.shape) for part in layer[:7]]
-    if shapes != expected:
-        raise NotFusedError(f"the projections are of other sizes: {shapes}")
-    if not all(part.dtype == torch.bfloat16 and part.is_contiguous() for part in layer[:-1] if part is not None):
-        raise NotFusedError("some of the weights are not contiguous bfloat16")
+    return make(*tensors, tuple(norm.epsilon if norm else 0.0 for norm in norms))

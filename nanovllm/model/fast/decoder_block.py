@@ -1,0 +1,173 @@
+"""The parts of a decoder layer of Llama's kind, or why a layer is of another kind.
+
+That kind (Llama, Mistral, Qwen2, Qwen3, SmolLM2) has RMS norms before attention and before a SiLU-gated feed-forward
+block, optional RMS norms of the heads of q and k, rotary embedding and residual sums. This file alone recognises
+modules, by names, shapes and answers; fused and stacked layers, fused attention, the direct pass and `LayerEquations`
+read its descriptions. A family with other names for the same parts is a change of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from nanovllm.attention.operator import AttentionLayer
+from nanovllm.core.errors import NotFusedError
+from nanovllm.model.fast.distances import ROW_TOLERANCE, row_distances
+
+# Rotary embeddings whose angles depend on a token's position alone.
+_STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+class Norm(NamedTuple):
+    module: Any
+    epsilon: float
+
+
+class Parts(NamedTuple):
+    """Parts of an attention module or of a decoder layer.
+
+    kind: the class of the layer.
+    attention: the attention module.
+    linears: modules of any class, "q", "k", "v", "o"; of a layer also "gate", "up", "down".
+    norms: "q" and "k", if the heads have norms; of a layer also "input" and "post".
+    """
+
+    kind: str
+    attention: nn.Module
+    linears: dict[str, Any]
+    norms: dict[str, Norm]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of a layer's hidden states and of its MLP."""
+        return self.linears["down"].out_features, self.linears["down"].in_features
+
+
+class ModelParts(NamedTuple):
+    """All that a causal language model of Llama's kind has beside its layers."""
+
+    embed: Any
+    rotary: Any
+    norm: Any
+    head: Any
+
+
+def describe_blocks(modules: Sequence[nn.Module], layers: Sequence[AttentionLayer]) -> list[Parts]:
+    """Describe the decoder layers around these attention layers; raises NotFusedError for one of another kind."""
+    if not modules or len(modules) != len(layers):
+        raise NotFusedError("the attention modules are in no list of layers")
+    check_attention(layers)
+    return [_describe_block(module, layer) for module, layer in zip(modules, layers, strict=True)]
+
+
+def _describe_block(module: nn.Module, layer: AttentionLayer) -> Parts:
+    kind, mlp = type(module).__name__, getattr(module, "mlp", None)
+    linears = {name: _linear(mlp, f"{name}_proj", kind) for name in ("gate", "up", "down")}
+    names = {"input": "input_layernorm", "post": "post_attention_layernorm"}
+    norms = {place: _norm(module, name, linears["gate"].in_features, kind) for place, name in names.items()}
+    own = describe_attention(layer)
+    block = Parts(kind, own.attention, own.linears | linears, norms | own.norms)
+    _check_sizes(block, layer)
+    for place, norm in block.norms.items():
+        if not _is_rms_norm(norm, layer.dtype):
+            raise NotFusedError(f"{kind} has no RMS norm over {len(norm.module.weight)} elements as its {place} norm")
+    if not _is_silu(getattr(mlp, "act_fn", None)):
+        raise NotFusedError(f"{kind} has no SiLU between its gate and what that gates")
+    parts = (*block.linears.values(), *(norm.module for norm in block.norms.values()))
+    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    if others := [name for name, parameter in module.named_parameters() if id(parameter) not in known]:
+        raise NotFusedError(f"{kind} has more parameters: {', '.join(others)}")
+    return block
+
+
+def describe_attention(layer: AttentionLayer) -> Parts:
+    """Raises NotFusedError for an attention module without the parts. Whether its norms are RMS norms is not tried."""
+    module, kind = layer.module, type(layer.module).__name__
+    linears = {name: _linear(module, f"{name}_proj", kind) for name in ("q", "k", "v", "o")}
+    normed = [name for name in ("q", "k") if getattr(module, f"{name}_norm", None) is not None]
+    if len(normed) == 1:
+        raise NotFusedError(f"{kind} has a {normed[0]}_norm alone")
+    norms = {name: _norm(module, f"{name}_norm", layer.traits.head_dim, kind) for name in normed}
+    return Parts(kind, module, linears, norms)
+
+
+def model_parts(model: Any) -> ModelParts | None:
+    """None for a model with other parts than these, or with a forward pass of its owner's."""
+    base, head = model.base_model, model.get_output_embeddings()
+    is_known = (
+        all(type(part).forward.__module__.startswith("transformers.") for part in (model, base))
+        and not any("forward" in vars(part) for part in (model, base))
+        and {name for name, _ in base.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
+        and [child for child in model.children() if child is not base] == [head]
+        and getattr(base.rotary_emb, "rope_type", None) in _STATIC_ROPES
+    )
+    return ModelParts(base.embed_tokens, base.rotary_emb, base.norm, head) if is_known else None
+
+
+def check_attention(layers: Sequence[AttentionLayer], *served: str) -> None:
+    """Raise NotFusedError unless all layers have heads of one size and K and V of their own, and nothing beyond plain
+    causal attention but what is in `served`, as of `LayerTraits.first_beyond`.
+    """
+    sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
+    if len(sizes) > 1:
+        raise NotFusedError(f"the layers have heads of different sizes: {sorted(sizes)}")
+    for index, layer in enumerate(layers):
+        beyond = layer.traits.first_beyond(*served)
+        if beyond is None and layer.traits.shares is not None:
+            beyond = f"the K and V of layer {layer.traits.shares}"
+        if beyond is not None:
+            raise NotFusedError(f"layer {index} has {beyond}")
+
+
+def _linear(parent: Any, name: str, kind: str) -> Any:
+    found = getattr(parent, name, None)
+    if not isinstance(found, nn.Module) or not hasattr(found, "in_features"):
+        raise NotFusedError(f"{kind} has no linear layer {name}")
+    return found
+
+
+def _norm(parent: nn.Module, name: str, size: int, kind: str) -> Norm:
+    found = getattr(parent, name, None)
+    epsilon = getattr(found, "variance_epsilon", getattr(found, "eps", None))
+    if epsilon is None or getattr(getattr(found, "weight", None), "shape", None) != (size,):
+        raise NotFusedError(f"{kind} has no RMS norm {name} over {size} elements")
+    return Norm(found, float(epsilon))
+
+
+def _check_sizes(block: Parts, layer: AttentionLayer) -> None:
+    traits, (hidden, inner) = layer.traits, block.sizes
+    heads, kv = traits.num_heads * traits.head_dim, traits.num_kv_heads * traits.head_dim
+    expected = {"q": (heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, heads),
+                "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}  # fmt: skip
+    sizes = {name: (linear.out_features, linear.in_features) for name, linear in block.linears.items()}
+    if sizes != expected:
+        raise NotFusedError(f"{block.kind} has projections of other sizes: {sizes}")
+
+
+def _is_rms_norm(norm: Norm, dtype: torch.dtype) -> bool:
+    """By its answer in float32 to rows that a layer norm, which subtracts the mean, would answer otherwise.
+
+    One row is so small that its answer depends on the epsilon.
+    """
+    module, epsilon = norm
+    if module.weight.dtype != dtype:
+        return False
+    row = torch.linspace(-1.0, 3.0, len(module.weight), device="cpu").to(module.weight.device)
+    rows = torch.stack([row, row * epsilon**0.5])
+    exact = rows * (rows.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * module.weight.float()
+    own = functional_call(module, {name: p.detach().float() for name, p in module.named_parameters()}, rows[None])[0]
+    return own.dtype == torch.float32 and bool((row_distances(own, exact) <= ROW_TOLERANCE[torch.float32]).all())
+
+
+def _is_silu(function: Any) -> bool:
+    """By its answer in float32."""
+    if not callable(function):
+        return False
+    values = torch.linspace(-8.0, 8.0, 65, device="cpu")
+    return bool((function(values) - F.silu(values)).abs().max() <= ROW_TOLERANCE[torch.float32])
