@@ -27,10 +27,11 @@ from nanovllm.attention.operator import (
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.experts import pack_experts
 from nanovllm.model.fast.compiled_layers import compile_calls, decoder_layers
+from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.merged_linears import merging
 from nanovllm.model.fast.packed_linears import free_weights, pack_linear_layers, with_weights_hidden
 from nanovllm.model.fast.rotary_attention import RotaryAttention, fuse_rotary
-from nanovllm.model.fast.stacked_layers import stacked_calls
+from nanovllm.model.fast.stacked_layers import StackedLayers, stacked_calls
 from nanovllm.model.forward import ForwardPasses
 from nanovllm.model.guard import RowBatches, check_rows
 from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
@@ -141,11 +142,9 @@ class ModelBinding:
         """
         if kernels is not None and self._passes_keywords and self.ranks is None:  # a fused layer has no all-reduce
             from nanovllm.model.fast.fused_layers import fuse_layers
-            from nanovllm.model.fast.layer_equations import RECORDING_NAME
 
             try:
-                with self.installed():  # and left so, for the batches
-                    self._patches.apply(redirected_to(self.model, RECORDING_NAME))
+                self._install(RECORDING_NAME)
                 self._fused_layers = fuse_layers(
                     self.layer_modules, self.layers, [(keys, values) for keys, values in self.caches.of_layers],
                     kernels, max_rows=max_rows, run_batches=run_batches[0],
@@ -206,9 +205,11 @@ class ModelBinding:
         layered = calls = self._compiled_calls
         self.uninstall()  # so that the modules are seen as they are
 
-        def compare(by_calls: dict[nn.Module, Callable[..., Any]]) -> None:
-            self._compiled_calls = by_calls
-            run_decodes()
+        def compare(stacked: StackedLayers) -> None:
+            self._compiled_calls = stacked.comparing_calls()
+            self._install(RECORDING_NAME)  # and left so, for the batches
+            with stacked.equations.watching():
+                run_decodes()
 
         try:
             calls = stacked_calls(
@@ -252,9 +253,9 @@ class ModelBinding:
                 if self.is_live:
                     self.uninstall()
 
-    def _install(self) -> None:
+    def _install(self, attention_name: str = ATTENTION_NAME) -> None:
         self._patches.undo()  # what an interrupt may have left half done
-        changes = redirected_to(self.model, ATTENTION_NAME) + self.rope.changes
+        changes = redirected_to(self.model, attention_name) + self.rope.changes
         handle = None if self._passes_keywords else self.handle
         changes += layer_changes(self.layers, self.caches.of_layers, handle) + self._rotary
         changes += [(vars(module), "_compiled_call_impl", call) for module, call in self._compiled_calls.items()]

@@ -19,9 +19,7 @@ from transformers import (
     Ministral3Config,
     Ministral3ForCausalLM,
 )
-from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm import LLM, SamplingParams
@@ -34,6 +32,7 @@ from nanovllm.model.fast.distances import TOLERANCE
 from nanovllm.model.fast.fused_layers import FusedStack
 from nanovllm.model.fast.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
@@ -189,38 +188,12 @@ def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(op
     assert any(reason in record.message for record in caplog.records)
 
 
-def scaled(function: Any, factor: float, index: int | None = None) -> Any:
-    """A function, or one of the results of one, times a factor."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if index is None:
-            return result * factor
-        return tuple(part * factor if number == index else part for number, part in enumerate(result))
-
-    return call
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.995, 1.02])
-@pytest.mark.parametrize(
-    ("owner", "name", "index"),
-    [
-        (modeling_llama.LlamaRMSNorm, "forward", None),
-        (modeling_llama.LlamaMLP, "forward", None),
-        (modeling_llama.LlamaAttention, "forward", 0),
-        (modeling_llama.LlamaDecoderLayer, "forward", None),
-        (modeling_llama, "apply_rotary_pos_emb", 0),
-        (modeling_llama, "apply_rotary_pos_emb", 1),
-        (SiLUActivation, "forward", None),
-    ],
-    ids=["norm", "mlp", "attention", "layer", "queries", "keys", "activation"],
-)
-def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(
-    owner, name, index, factor, dtype, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, factor, dtype, tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model", dtype=dtype)
-    monkeypatch.setattr(owner, name, scaled(getattr(owner, name), factor, index))
+    scale_part(monkeypatch, place, factor)
     with LLM(folder, **OPTIONS) as llm:
         assert num_fused(llm) == (2 if factor == 1.0 else 0)
 

@@ -21,8 +21,11 @@ from nanovllm.attention.step_tables import StepTables
 from nanovllm.core.errors import NotFusedError
 from nanovllm.kernels import layer_stack
 from nanovllm.model.binding import ModelBinding
+from nanovllm.model.fast.layer_equations import RECORDING_NAME
 from nanovllm.model.fast.stacked_layers import StackedLayers
+from tests.support.dense_rotary import dense_rotate
 from tests.support.llama_layers import run_layers
+from tests.support.scaled_parts import PLACES, scale_part
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
@@ -70,9 +73,13 @@ class DenseDecodes:
         return output
 
 
-def binding_of(model: Any) -> ModelBinding:
+def binding_of(model: Any, *, rotary: bool = False) -> ModelBinding:
     binding = ModelBinding(model, is_live=False)
     binding.merge_linears()
+    if rotary:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nanovllm.model.binding.find_kernel", lambda file, name: dense_rotate)
+            binding.fuse_rotary()
     binding.caches.allocate(NUM_BLOCKS * BLOCK_SIZE)
     torch.manual_seed(1)
     for cache in binding.caches.of_layers:
@@ -201,17 +208,66 @@ def test_a_model_that_differs_runs_as_it_is(name, caplog):
     assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 
+@pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
+@pytest.mark.parametrize("factor", [0.98, 0.995, 1.02])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, factor, rotary, monkeypatch):
+    model = tiny_llama()
+    scale_part(monkeypatch, place, factor)
+    binding = binding_of(model, rotary=rotary)
+    expected = hidden_step(binding, [0, 17])
+    assert not stacked(binding)
+    assert torch.equal(hidden_step(binding, [0, 17]), expected)
+
+
+class ScaledInput(nn.Module):
+    """An attention module that gets its input times a factor."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return self.attention(hidden_states=hidden_states * 0.995, **kwargs)
+
+
+def test_a_factor_before_fused_attention_keeps_the_modules():
+    binding = binding_of(tiny_llama(), rotary=True)
+    assert binding._rotary
+    binding._rotary = [(children, name, ScaledInput(fused)) for children, name, fused in binding._rotary]
+    assert not stacked(binding)
+
+
+@pytest.mark.parametrize("multiplier", [0.98, 0.995])
+def test_scaled_residuals_keep_the_modules(multiplier, caplog):
+    binding = binding_of(small(GraniteConfig, GraniteForCausalLM, residual_multiplier=multiplier))
+    with caplog.at_level("INFO", logger="nanovllm"):
+        assert not stacked(binding)
+    assert "between attention and its second norm" in caplog.text
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_layers_of_llamas_kind_run_as_one_whatever_their_weights(family, rotary):
+    for seed in range(4):
+        binding = binding_of(tiny_model(family, seed=seed, num_layers=8, dtype=torch.bfloat16), rotary=rotary)
+        assert bool(binding._rotary) == rotary
+        assert stacked(binding)
+
+
 def test_what_computes_something_between_two_layers_is_found_out():
     binding = binding_of(tiny_llama())
     second = binding.model.model.layers[1]
     stack = StackedLayers(binding.layer_modules, binding.layers, binding.caches.of_layers, {}, BLOCK_SIZE)
     binding._compiled_calls = stack.comparing_calls()
-    hidden_step(binding, [0, 17])
-    first = binding._compiled_calls[binding.model.model.layers[0]]
-    binding._compiled_calls[binding.model.model.layers[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 1.0
-    binding.uninstall()
-    with pytest.raises(NotFusedError, match="between the layers"):
+    binding._install(RECORDING_NAME)
+    with stack.equations.watching():
         hidden_step(binding, [0, 17])
+        first = binding._compiled_calls[binding.model.model.layers[0]]
+        binding._compiled_calls[binding.model.model.layers[0]] = lambda *args, **kwargs: first(*args, **kwargs) * 1.0
+        binding._install(RECORDING_NAME)
+        with pytest.raises(NotFusedError, match="between the layers"):
+            hidden_step(binding, [0, 17])
     assert isinstance(second, nn.Module)
 
 

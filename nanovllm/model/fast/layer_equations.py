@@ -21,6 +21,7 @@ from nanovllm.attention.operator import attention_function
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.decoder_block import Parts
 from nanovllm.model.fast.distances import difference_of_rows
+from nanovllm.model.fast.rotary_attention import RotaryAttention
 
 _Equations = dict[str, tuple[Tensor, Tensor]]  # what was seen and what is expected, [1, num_rows, ...], by the place
 RECORDING_NAME = "nanovllm-recording"  # of the attention that watched layers have to be redirected to
@@ -39,14 +40,16 @@ class LayerEquations:
         self._got: dict[str, Tensor] = {}  # by the part of the running layer, or "layer" itself
         self._gave: dict[str, Tensor] = {}
         self._states: tuple[Tensor, ...] = ()  # query, key, value and result of attention
+        self._fused_attention: set[int] = set()  # layers with RotaryAttention, which was compared with their module
 
     @contextmanager
-    def watching(self, behind: Callable[[int, nn.Module, Any, Any, Any], None]) -> Iterator[None]:
-        """Hook the layers and their parts.
+    def watching(self, behind: Callable[[int, nn.Module, Any, Any, Any], None] | None = None) -> Iterator[None]:
+        """Hook the layers and their parts; to be entered while whatever runs in their place is installed.
 
         Args:
             behind: called behind each layer with its index, and what a forward hook with keyword arguments gets.
         """
+        self._fused_attention.clear()
         with ExitStack() as hooks:
             for index, (module, block) in enumerate(zip(self._modules, self.blocks, strict=True)):
                 hooks.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
@@ -54,7 +57,11 @@ class LayerEquations:
                 parts = block.linears | {f"{name} norm": norm.module for name, norm in block.norms.items()}
                 for name, part in parts.items():
                     hooks.callback(part.register_forward_hook(partial(self._note, name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(partial(behind, index), with_kwargs=True).remove)
+                for fused in (part for part in module.modules() if isinstance(part, RotaryAttention)):
+                    self._fused_attention.add(index)
+                    hooks.callback(fused.register_forward_pre_hook(self._note_attention_input, with_kwargs=True).remove)
+                if behind is not None:
+                    hooks.callback(module.register_forward_hook(partial(behind, index), with_kwargs=True).remove)
                 _watchers[block.attention] = self
                 hooks.callback(_watchers.pop, block.attention)
             yield
@@ -70,6 +77,9 @@ class LayerEquations:
         if self._notes and isinstance(output, Tensor):
             self._note_input(name, args, kwargs)
             self._gave[name] = output.clone()
+
+    def _note_attention_input(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        self._note_input("attention", args, kwargs)
 
     def _note_input(self, name: str, args: Any, kwargs: Any) -> None:
         given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
@@ -88,13 +98,17 @@ class LayerEquations:
         kind, total = self.blocks[index].kind, sum(num_rows)
         try:
             exact, rounded = self._block_equations(output)
-            exact_heads, rounded_heads = self._attention_equations(kwargs["position_embeddings"], kind)
+            if index in self._fused_attention:
+                exact["before attention"] = self._got["attention"], self._gave["input norm"]
+            else:
+                exact_heads, rounded_heads = self._attention_equations(kwargs["position_embeddings"], kind)
+                exact, rounded = exact | exact_heads, rounded | rounded_heads
         except (TypeError, KeyError, AttributeError, ValueError, RuntimeError) as error:
             raise NotFusedError(f"{kind} is called in another way: {error!r}") from error
-        for place, (seen, expected) in (exact | exact_heads).items():
+        for place, (seen, expected) in exact.items():
             if seen.dtype != expected.dtype or not torch.equal(seen[:, :total], expected[:, :total]):
                 raise NotFusedError(f"{kind} computes something else {place}")
-        for place, pair in (rounded | rounded_heads).items():
+        for place, pair in rounded.items():
             for seen, expected in zip(*(states[0, :total].split(num_rows) for states in pair), strict=True):
                 if (differs := difference_of_rows(seen, expected)) is not None:
                     raise NotFusedError(f"{kind} computes something else {place}: rows differ {differs}")

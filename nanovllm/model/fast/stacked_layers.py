@@ -20,6 +20,7 @@ from nanovllm.attention.operator import STEP_HANDLE, STEP_SLOT_MAPPING, Attentio
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.decoder_block import Parts, check_attention, describe_blocks
 from nanovllm.model.fast.distances import check_change
+from nanovllm.model.fast.layer_equations import LayerEquations
 from nanovllm.model.fast.merged_linears import is_plain_linear
 from nanovllm.process.device import find_kernel
 
@@ -56,6 +57,7 @@ class StackedLayers:
         if len({tuple(part is None for part in layer) for layer in weights}) > 1:
             raise NotFusedError("some of the layers have norms or biases that others have not")
         self._modules, self._calls = modules, calls
+        self.equations = LayerEquations(modules, self._blocks)
         self.num_compared = 0  # layers, each in several steps
         self._num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
         self._rows_type: Any = find_kernel("layer_stack", "DecodeRows")
@@ -102,7 +104,7 @@ class StackedLayers:
         return output[None]
 
     def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
-        """Calls of the modules that try each layer beside its module; they raise NotFusedError.
+        """Calls of the modules that try each layer beside its module, while `equations` watches; raise NotFusedError.
 
         The answer of each but the last is for the next layer alone: in a stack it is not computed on its own.
         """
@@ -130,7 +132,7 @@ class StackedLayers:
                 raise NotFusedError(str(error)) from error
             except (TypeError, KeyError, AttributeError, IndexError) as error:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
-            self._compare(index, plain, expected, own, rows)
+            self._compare(index, plain, expected, own, rows, kwargs)
             self.num_compared += 1
             output = expected if module is self._modules[-1] else _ForNextLayer.of(expected)
             passed.append((output, embeddings))
@@ -138,12 +140,13 @@ class StackedLayers:
 
         return {module: partial(call, index, module) for index, module in enumerate(self._modules)}
 
-    def _compare(self, index: int, before: Any, expected: Any, own: Tensor, rows: Any) -> None:
+    def _compare(self, index: int, before: Any, expected: Any, own: Tensor, rows: Any, kwargs: Any) -> None:
         kind = self._blocks[index].kind
         if not isinstance(expected, Tensor) or expected.shape != own.shape:
             raise NotFusedError(f"{kind} returns something else than one tensor of its input's shape")
-        real = rows.block_counts > 0
-        check_change(kind, before[0, real], expected[0, real], own[0, real])
+        count = int((rows.block_counts > 0).sum())  # padding comes last
+        self.equations.check(index, kwargs, expected, [1] * count)
+        check_change(kind, before[0, :count], expected[0, :count], own[0, :count])
 
 
 class _ForNextLayer(Tensor):
@@ -181,16 +184,16 @@ def stacked_calls(
     calls: dict[nn.Module, Callable[..., Any]],
     block_size: int,
     *,
-    compare: Callable[[dict[nn.Module, Callable[..., Any]]], None],
+    compare: Callable[[StackedLayers], None],
 ) -> dict[nn.Module, Callable[..., Any]]:
     """What to call in place of the layers and the other modules; raises NotFusedError.
 
     Args:
         calls: the same without a stack.
-        compare: runs some steps by the calls that it is given.
+        compare: runs some steps by the comparing calls, while the equations watch.
     """
     stacked = StackedLayers(modules, layers, caches, calls, block_size)
-    compare(stacked.comparing_calls())
+    compare(stacked)
     if not stacked.num_compared:
         raise NotFusedError("the KV cache has no room to compare them")
     return calls | stacked.calls()
