@@ -10,18 +10,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.core.errors import QueueFullError
 from nanovllm.core.outputs import EngineStats, OutputKind, ReplicaStatus, RequestOutput
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.sequence import NewRequest
+from nanovllm.llm import open_engine
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
-from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, words_of
@@ -30,6 +27,11 @@ from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.heartbeat import Heartbeat
 from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream, relay
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nanovllm.observability.trace_writer import TraceWriter
 
 Result = TypeVar("Result")
 
@@ -104,15 +106,9 @@ class AsyncLLM(AsyncScoring):
         RuntimeError once it is closed.
         """
         submit = partial(
-            self.submit,
-            [prompt],
-            sampling_params,
-            request_ids=None if request_id is None else [request_id],
-            output_kind=output_kind,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout=timeout,
-        )
+            self.submit, [prompt], sampling_params, request_ids=None if request_id is None else [request_id],
+            output_kind=output_kind, priority=priority, cache_salt=cache_salt, timeout=timeout,
+        )  # fmt: skip
         return relay(submit)
 
     def chat(

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,20 +21,22 @@ from nanovllm.engine import Engine
 from nanovllm.execution.capturable import why_not_captured
 from nanovllm.execution.compile_ahead import compile_ahead
 from nanovllm.execution.memory import memory_for_cache
-from nanovllm.execution.workers import Start, Worker, WorkerProcesses, computing_with
 from nanovllm.model import loader
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.guard import check_row_counted_scales
-from nanovllm.model.ranks import Ranks
 from nanovllm.model_runner import ModelRunner
-from nanovllm.observability.kv_events import KvEventPublisher
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
-from nanovllm.observability.trace_writer import TraceWriter
+from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
 from nanovllm.process.import_index import import_index_kept
-from nanovllm.rank_runner import RankRunner
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.execution.workers import Start, WorkerProcesses
+    from nanovllm.model.ranks import Ranks
+    from nanovllm.observability.trace_writer import TraceWriter
+    from nanovllm.rank_runner import RankRunner
 
 logger = logging.getLogger("nanovllm")
 
@@ -51,7 +53,11 @@ def build_engine(
     """Load, hook and warm up a model; `LLM` says what the arguments mean and what is raised, `Engine` what clock is."""
     observers = _observers_from(on_step, trace)
     config = EngineConfig.from_options(**options)
-    publisher = None if config.kv_events is None else KvEventPublisher(config)
+    publisher = None
+    if config.kv_events is not None:
+        from nanovllm.observability.kv_events import KvEventPublisher
+
+        publisher = KvEventPublisher(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
         with import_index_kept():
@@ -82,7 +88,7 @@ def build_engine(
         observers=observers,
         clock=clock,
     )
-    engine.when_failed = model_runner.workers.when_failed if isinstance(model_runner, RankRunner) else None
+    engine.when_failed = None if model_runner.workers is None else model_runner.workers.when_failed
     return engine
 
 
@@ -111,6 +117,9 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
 
     Raises ValueError, before anything is loaded, for what cannot be sharded, and DeviceError if a process fails.
     """
+    from nanovllm.execution.workers import WorkerProcesses
+    from nanovllm.model.sharded_loading import check_shards, load_sharded
+
     if isinstance(model, nn.Module):
         refuse("a loaded module as model", TENSOR_PARALLEL)
     if ":" in config.device:
@@ -122,12 +131,12 @@ def _build_ranks(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[load
             f"tensor_parallel_size is {config.tensor_parallel_size}, but PyTorch sees {num_gpus} GPUs. "
             "Each rank needs one: set it to at most that, or show more in CUDA_VISIBLE_DEVICES."
         )
-    loader.check_shards(source, config)
+    check_shards(source, config)
     workers = WorkerProcesses(source, config, device.type)
     assert workers.ranks is not None
     try:
         with computing_with(workers.num_threads):
-            loaded = loader.load_sharded(source, tokenizer, config, workers.ranks)
+            loaded = load_sharded(source, tokenizer, config, workers.ranks)
             return loaded, build_rank(loaded, config, workers.ranks, workers)
     except BaseException as error:
         if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
@@ -140,19 +149,25 @@ def build_rank(
     loaded: loader.LoadedModel, config: EngineConfig, ranks: Ranks, workers: WorkerProcesses | None = None
 ) -> RankRunner:
     """The model runner of one rank; all ranks come here at the same time."""
+    from nanovllm.rank_runner import RankRunner
+
     binding = ModelBinding(loaded.model, is_live=False, ranks=ranks, head=loaded.head)
     return RankRunner(binding, *resolve_options(binding, loaded, config), workers)
 
 
 def run_worker(orders: int, lifeline: int) -> None:
     """The main function of another rank's process; see `Worker`."""
+    from nanovllm.execution.workers import Worker
+
     Worker(orders, lifeline).run(build_worker)
 
 
 def build_worker(start: Start, ranks: Ranks) -> RankRunner:
     """The model runner of another rank."""
     with import_index_kept():
-        loaded = loader.load_sharded(start.source, None, start.config, ranks)
+        from nanovllm.model.sharded_loading import load_sharded
+
+        loaded = load_sharded(start.source, None, start.config, ranks)
     return build_rank(loaded, start.config, ranks)
 
 
@@ -212,6 +227,8 @@ def _observers_from(on_step: StepHook | None, trace: TraceWriter | None) -> Step
     if on_step is not None:
         observers.append(OnStep(on_step))
     if trace is not None:
+        from nanovllm.observability.trace_writer import TraceWriter
+
         if not isinstance(trace, TraceWriter):
             raise TypeError(f"trace must be a TraceWriter, such as TraceWriter('out.json'), not {trace!r}.")
         trace.check_unused()

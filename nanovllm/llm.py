@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from tqdm import tqdm
@@ -22,15 +22,38 @@ from nanovllm.core.sequence import NewRequest
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
-from nanovllm.observability.trace_writer import TraceWriter
-from nanovllm.process.gc_control import OldObjectsFrozen
+from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
+from nanovllm.process.import_index import import_index_kept
 from nanovllm.process.interrupts import InterruptsHeld
-from nanovllm.replicas.choice import open_engine
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.scoring import Scoring
 from nanovllm.streaming.engines import AnyEngine
 from nanovllm.streaming.idle_thread import take_memory_when_idle
+
+if TYPE_CHECKING:
+    from nanovllm.observability.trace_writer import TraceWriter
+
+
+def open_engine(
+    model: Any,
+    tokenizer: Any,
+    on_step: StepHook | None,
+    options: dict[str, Any],
+    *,
+    trace: Any = None,
+    **of_replicas: bool,
+) -> AnyEngine:
+    """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
+    # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
+    if options.get("data_parallel_size", 1) == 1:
+        with collector_paused(), import_index_kept():  # transformers is imported here
+            from nanovllm.build import build_engine
+
+        return build_engine(model, tokenizer, on_step, options, trace=trace)
+    from nanovllm.replicas.opening import open_pool  # with msgspec
+
+    return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
 class LLM(Scoring):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from nanovllm.sampling.logprobs import PromptRows, StepLogprobs
 from nanovllm.sampling.row_kernels import load_row_kernels
 from nanovllm.sampling.sampler import Sampler
 
+if TYPE_CHECKING:
+    from nanovllm.execution.workers import WorkerProcesses
+
 logger = logging.getLogger("nanovllm")
 
 
@@ -51,6 +54,8 @@ class ModelRunner:
         choice: of the attention backend.
         pools: of the cache groups.
     """
+
+    workers: WorkerProcesses | None = None  # the other ranks, on the first of several
 
     def __init__(self, binding: ModelBinding, config: EngineConfig, choice: AttentionChoice, pools: CachePools) -> None:
         self.binding, self.device = binding, binding.device

@@ -21,9 +21,10 @@ from nanovllm.core.features import TENSOR_PARALLEL, refuse
 from nanovllm.execution.pending_tokens import PendingTokens
 from nanovllm.execution.rank_sampler import RankLogprobs, RankSampler
 from nanovllm.execution.step_order import StepOrder
-from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses, computing_with
+from nanovllm.execution.workers import CLOSE_SECONDS, WorkerProcesses
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model_runner import ModelRunner
+from nanovllm.process.device import computing_with
 from nanovllm.sampling.logprobs import StepLogprobs
 
 
@@ -58,10 +59,9 @@ class RankRunner(ModelRunner):
         pools: CachePools,
         workers: WorkerProcesses | None,
     ) -> None:
-        self._workers: WorkerProcesses | None = None
         super().__init__(binding, config, choice, pools)
         if workers is not None:
-            self._workers = workers
+            self.workers = workers
             self._launch = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # of an engine that is dropped without `close`
 
@@ -71,36 +71,36 @@ class RankRunner(ModelRunner):
         return sampler
 
     def launch(self, batch: ScheduledBatch) -> Callable[[], PendingTokens]:
-        if self._workers is None:
+        if self.workers is None:
             return super().launch(batch)
-        with computing_with(self._workers.num_threads):
+        with computing_with(self.workers.num_threads):
             return super().launch(batch)
 
     def _draw(self, draw: Callable[[], Tensor], report: StepLogprobs) -> PendingTokens:
-        if self._workers is None:
+        if self.workers is None:
             return super()._draw(draw, report)
-        with computing_with(self._workers.num_threads):
+        with computing_with(self.workers.num_threads):
             pending = super()._draw(draw, report)
-        return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self._workers)
+        return RankPendingTokens(pending.token_ids, pending.report, pending.arrival, self.workers)
 
     def _launch_together(
         self, batch: ScheduledBatch, layout: BatchLayout, masks: Any, report: StepLogprobs
     ) -> Callable[[], Tensor]:
-        assert self._workers is not None
+        assert self.workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
-            self._workers.send("follow", StepOrder.from_step(batch, layout, draws, report))
+            self.workers.send("follow", StepOrder.from_step(batch, layout, draws, report))
             return partial(self._draw_together, self._executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
-            self._workers.fail(error)
+            self.workers.fail(error)
 
     def _draw_together(self, draw: Callable[[], Tensor]) -> Tensor:
-        assert self._workers is not None
+        assert self.workers is not None
         try:
-            self._workers.check()
+            self.workers.check()
             return draw()
         except BaseException as error:  # the others are in the middle of the draw
-            self._workers.fail(error)
+            self.workers.fail(error)
 
     def follow(self, order: StepOrder) -> None:
         """Launch a step that rank 0 sent, without its requests."""
@@ -112,28 +112,22 @@ class RankRunner(ModelRunner):
         self._executor.launch(batch, order.layout, masks, self._begin_report(order.prompt, order.embedded))()
 
     def capture_ahead(self) -> bool:
-        if self._workers is None:
+        if self.workers is None:
             return super().capture_ahead()
         try:
-            self._workers.send("capture_ahead")
+            self.workers.send("capture_ahead")
             return super().capture_ahead()
         except BaseException as error:
-            self._workers.fail(error)
-
-    @property
-    def workers(self) -> WorkerProcesses:
-        """The other ranks, on rank 0."""
-        assert self._workers is not None
-        return self._workers
+            self.workers.fail(error)
 
     def check_editable(self) -> None:
         refuse("weights_changed", TENSOR_PARALLEL)
 
     def close(self) -> None:
-        if self._workers is None:
+        if self.workers is None:
             super().close()
             return
-        abort = threading.Timer(CLOSE_SECONDS, self._workers.abort)  # of a step in which a rank is stuck
+        abort = threading.Timer(CLOSE_SECONDS, self.workers.abort)  # of a step in which a rank is stuck
         abort.daemon = True
         with suppress(RuntimeError):  # Python starts no thread while it ends
             abort.start()
@@ -141,4 +135,4 @@ class RankRunner(ModelRunner):
             super().close()  # first: NCCL frees its memory once the graphs that use it are gone
         finally:
             abort.cancel()
-            self._workers.close()
+            self.workers.close()

@@ -30,7 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.errors import EngineDeadError
 from nanovllm.execution import workers
-from nanovllm.model import loader
+from nanovllm.model import loader, sharded_loading
 from nanovllm.model.loader import LoadedModel
 from nanovllm.model.ranks import Ranks
 from nanovllm.model.sharding import shard_model
@@ -63,12 +63,16 @@ def draw_weights(source: str, config: Any, ranks: Ranks | None = None) -> Loaded
     return LoadedModel(model, None, is_live=False, identity=source, head=head)
 
 
+def draw_shards(source: str, tokenizer: Any, config: Any, ranks: Ranks) -> LoadedModel:
+    """In place of `sharded_loading.load_sharded`."""
+    return dataclasses.replace(draw_weights(source, config, ranks), tokenizer=None if ranks.rank else tokenizer)
+
+
 def draw_weights_everywhere() -> None:
-    here = Path(__file__)
-    loader.load_weights = draw_weights
+    loader.load_weights, sharded_loading.load_sharded = draw_weights, draw_shards
     patch = (
-        f"import sys; sys.path.insert(0, {str(here.parent)!r}); import tensor_parallel as t; "
-        "t.loader.load_weights = t.draw_weights\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import tensor_parallel as t; "
+        "t.sharded_loading.load_sharded = t.draw_shards\n"
     )
     workers.ENTRY = patch + workers.ENTRY.removeprefix(patch)
 
@@ -193,7 +197,7 @@ def stage_death() -> None:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_kv_blocks": 80}
     with LLM(folder_of("tiny"), tokenizer=NoText(), tensor_parallel_size=2, block_size=64, **options) as llm:
         note("built")
-        processes = llm._engine.model_runner._workers._processes
+        processes = llm._engine.model_runner.workers._processes
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8), use_tqdm=False)
         os.kill(processes[0].pid, signal.SIGSTOP)
         begin = time.perf_counter()

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from nanovllm.cli.flags import model_source
-from nanovllm.model.gguf.file import GGUFFile, is_gguf
+from nanovllm.model.source import is_gguf
 from nanovllm.process.import_index import import_index_kept
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
@@ -181,6 +181,7 @@ def with_arrivals(options: argparse.Namespace, workload: Workload, rate: float) 
 
 def _load_tokenizer(source: str) -> Any:
     if is_gguf(source):
+        from nanovllm.model.gguf.file import GGUFFile
         from nanovllm.model.gguf.tokenizer import build_tokenizer
 
         return build_tokenizer(GGUFFile(source))

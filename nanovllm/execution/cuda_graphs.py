@@ -31,7 +31,6 @@ from nanovllm.execution.buckets import Buckets, GraphShape, HeadShape
 from nanovllm.execution.forward_graphs import STEPS_TO_CAPTURE, ForwardGraphs
 from nanovllm.execution.graph_pool import GraphPool
 from nanovllm.execution.head_extras import HeadExtras
-from nanovllm.execution.rank_sampler import RankExtras, RankSampler
 from nanovllm.execution.step_inputs import RowInputs, SampleInputs, StepPacking, draw_tensors, with_sampled
 from nanovllm.model.binding import ModelBinding
 from nanovllm.process.device import to_device
@@ -73,10 +72,11 @@ class GraphExecutor:
             num_words = largest.num_words + len(pools.groups) * config.max_num_seqs * max_blocks
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(max_samples, dtype=torch.int64, device=binding.device)
-        if isinstance(sampler, RankSampler):
-            self._extras: HeadExtras = RankExtras(sampler, max_samples, binding.device)
-        else:
-            self._extras = HeadExtras(max_samples, binding.device)
+        self._extras = HeadExtras(max_samples, binding.device)
+        if binding.ranks is not None:
+            from nanovllm.execution.rank_sampler import RankExtras
+
+            self._extras = RankExtras(sampler, max_samples, binding.device)
         self._draw_inputs = largest.views(self._inputs)  # at the same place for every shape
         self._has_head_apart: bool | None = binding.splits_head()  # None: to be found anew
         # Between the two graphs: [max_samples, hidden_size], or logits where the head is not computed apart.

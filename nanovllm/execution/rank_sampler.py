@@ -131,7 +131,7 @@ class RankSampler(Sampler):
 class RankExtras(HeadExtras):
     """Of several ranks a captured head draws, and no more: what else requests ask for, rank 0 does behind it."""
 
-    def __init__(self, sampler: RankSampler, max_samples: int, device: torch.device) -> None:
+    def __init__(self, sampler: Sampler, max_samples: int, device: torch.device) -> None:
         super().__init__(max_samples, device)
         self._sampler = sampler
 

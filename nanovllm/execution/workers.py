@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -63,24 +63,6 @@ class Start:
     source: str
     config: EngineConfig
     num_threads: int | None
-
-
-@contextlib.contextmanager
-def computing_with(num_threads: int | None) -> Iterator[None]:
-    """Compute with this many of PyTorch's threads inside the block; with None, with as many as outside.
-
-    PyTorch keeps the number per calling thread: what one thread sets, no other can take back. So rank 0 takes its share
-    for each step, and not from construction to `close`, which may be another thread's. It costs 0.3 µs.
-    """
-    before = torch.get_num_threads()
-    if num_threads is None or num_threads == before:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class WorkerProcesses:

@@ -38,9 +38,7 @@ from nanovllm.model.module_watch import ModuleWatch, modules_of, tensors_of
 from nanovllm.model.patches import AttributePatches, Change, layer_changes
 from nanovllm.model.pinned_rope import PinnedRope
 from nanovllm.model.probe import PROBE_NAME, AnyProbe, StateProbe, probe_function, probe_mask, probe_model, probing_with
-from nanovllm.model.ranks import Ranks
 from nanovllm.model.redirections import redirected_to
-from nanovllm.model.sharding import ShardedHead
 from nanovllm.process.device import find_kernel
 from nanovllm.sampling.logprobs import StepLogprobs
 
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
     from nanovllm.kernels.huge_pages import HugePages
     from nanovllm.model.fast.fused_layers import FusedLayer
+    from nanovllm.model.ranks import Ranks
+    from nanovllm.model.sharding import ShardedHead
 
 logger = logging.getLogger("nanovllm")
 

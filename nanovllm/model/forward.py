@@ -14,12 +14,12 @@ from nanovllm.model.fast.decoder_block import model_parts
 from nanovllm.model.fast.direct_pass import DirectPass, Trial
 from nanovllm.model.module_watch import modules_of
 from nanovllm.model.patches import AttributePatches
-from nanovllm.model.ranks import Ranks
-from nanovllm.model.sharding import ShardedHead
 from nanovllm.sampling.logprobs import StepLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.model.fast.fused_layers import FusedLayer
+    from nanovllm.model.ranks import Ranks
+    from nanovllm.model.sharding import ShardedHead
 
 logger = logging.getLogger("nanovllm")
 

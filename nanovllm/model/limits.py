@@ -9,8 +9,7 @@ from typing import Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.model.gguf.config import read_config
-from nanovllm.model.gguf.file import is_gguf, open_gguf
+from nanovllm.model.source import is_gguf
 
 
 def positions_of(config: Any) -> int | None:
@@ -40,6 +39,9 @@ def check_limits(config: Any, options: EngineConfig) -> None:
 def check_stored_limits(source: str, options: EngineConfig) -> None:
     """As `check_limits`, for the config of a folder, a GGUF file or a hub model in the cache; none is no error here."""
     if is_gguf(source):
+        from nanovllm.model.gguf.config import read_config
+        from nanovllm.model.gguf.file import open_gguf
+
         found: Any = read_config(open_gguf(source))
     else:
         path = Path(source) / "config.json"

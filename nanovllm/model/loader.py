@@ -22,18 +22,14 @@ from nanovllm.core.sampling_params import MODEL_OPTIONS, SamplingParams
 from nanovllm.model import hub
 from nanovllm.model.added_tokens import added_tokens_option
 from nanovllm.model.fast.packed_linears import memory_for_packing
-from nanovllm.model.gguf import loading as gguf
-from nanovllm.model.gguf.file import forget_opened, is_gguf
 from nanovllm.model.limits import check_limits, check_stored_limits, positions_of
 from nanovllm.model.quantising import quantise_model
-from nanovllm.model.rank_guard import RankGuard
-from nanovllm.model.ranks import Ranks
-from nanovllm.model.sharding import ShardedHead, plan_shards, shard_model
-from nanovllm.model.source import find, find_tokenizer
+from nanovllm.model.source import find, find_tokenizer, is_gguf
 from nanovllm.model.unsupported import unsupported
 
 if TYPE_CHECKING:
     from nanovllm.kernels.huge_pages import HugePages
+    from nanovllm.model.sharding import ShardedHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +107,16 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
         memory = memory_for_packing(loaded.model) if _may_pack(config, loaded.model) else None
         return replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config), memory=memory)
     finally:
-        forget_opened()
+        if is_gguf(source):
+            from nanovllm.model.gguf.file import forget_opened
+
+            forget_opened()
 
 
 def _may_pack(config: EngineConfig, model: nn.Module) -> bool:
     """Whether the C++ kernels are to pack the model's weights, if they can."""
     is_on_cpu = next(model.parameters()).device.type == "cpu"
     return is_on_cpu and config.attention_backend in ("auto", "cpp") and not config.enforce_eager
-
-
-def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks) -> LoadedModel:
-    """Load this rank's part of a model from its folder, file or hub id; ranks but the first have no tokenizer."""
-    loaded = load_weights(source, config, ranks)
-    return loaded if ranks.rank > 0 else replace(loaded, tokenizer=load_tokenizer(source, tokenizer, config))
 
 
 def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
@@ -149,35 +142,16 @@ def device_of(config: EngineConfig) -> torch.device:
     return device
 
 
-def check_shards(source: str, config: EngineConfig) -> None:
-    """Raise UnsupportedModelError for a model that cannot be sharded so; nothing but its config is read."""
-    options = _lookup_options(source, config, source)
-    with _load_errors(f"the model {source!r}"), torch.device("meta"):
-        model_config = gguf.config_of(source) if is_gguf(source) else AutoConfig.from_pretrained(source, **options)
-        own_class = _part_of_another(model_config)
-        if own_class is None:
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-        else:
-            model = own_class(model_config)
-    plan_shards(model, config.tensor_parallel_size)
+def load_weights(source: str, config: EngineConfig) -> LoadedModel:
+    """Load a model without its tokenizer from a folder, file or hub id."""
+    device = device_of(config)
+    module = load_module(source, config, device).to(device).eval()
+    return LoadedModel(module, None, is_live=False, identity=identity_of(source, config))
 
 
-def load_weights(source: str, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
-    """Load a model without its tokenizer from a folder, file or hub id; of several ranks, this one's part."""
-    options = _lookup_options(source, config, source)
-    device = device_of(config) if ranks is None else ranks.device
-    if is_gguf(source):
-        with _no_progress_bars():
-            module = gguf.load_module(source, config, device, is_sharded=ranks is not None)
-    else:
-        module = _load_module(source, config, device, options)
-    guard = None if ranks is None else RankGuard(module, ranks)
-    head = None if ranks is None else shard_model(module, ranks)
-    module = module.to(device).eval()
-    if guard is not None:
-        guard.check()
-    identity = ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
-    return LoadedModel(module, None, is_live=False, identity=identity, head=head)
+def identity_of(source: str, config: EngineConfig) -> str:
+    """Distinguishes the KV of a model's weights from those of others."""
+    return ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
 
 
 def _commit_of(source: str, config: EngineConfig) -> str | None:
@@ -188,19 +162,30 @@ def _commit_of(source: str, config: EngineConfig) -> str | None:
     return os.path.basename(os.path.dirname(path)) if isinstance(path, str) else None
 
 
-def _load_module(source: str, config: EngineConfig, device: torch.device, options: dict[str, Any]) -> Any:
+def load_module(source: str, config: EngineConfig, device: torch.device, *, is_sharded: bool = False) -> Any:
+    """The model of a folder, file or hub id, on the CPU.
+
+    Args:
+        is_sharded: whether this rank keeps a part of it.
+    """
+    options = lookup_options(source, config, source)
+    if is_gguf(source):
+        from nanovllm.model.gguf import loading
+
+        with _no_progress_bars():
+            return loading.load_module(source, config, device, is_sharded=is_sharded)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.quantization is not None and device.type != "cpu":
         raise ValueError(
             f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
             "Leave it out, or set device='cpu'."
         )
-    with _load_errors(f"the model {source!r}"):
+    with load_errors(f"the model {source!r}"):
         model_config = AutoConfig.from_pretrained(source, **options)
     check_limits(model_config.get_text_config(decoder=True), config)  # with the defaults of the config's class
     _refuse_quantised(model_config)
-    with _load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
-        model_class = _part_of_another(model_config) or AutoModelForCausalLM
+    with load_errors(f"the model {source!r}"), _no_progress_bars(), torch.inference_mode(False):
+        model_class = part_of_another(model_config) or AutoModelForCausalLM
         module, info = model_class.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:  # the library would fill them with random numbers and only warn
         missing = sorted(info["missing_keys"])
@@ -213,7 +198,7 @@ def _load_module(source: str, config: EngineConfig, device: torch.device, option
     return module
 
 
-def _part_of_another(config: Any) -> Any:
+def part_of_another(config: Any) -> Any:
     """The class of a model that is the text part of another one, saved by itself (Emu3); None for any other model.
 
     The library's automatic class knows its config as a part alone.
@@ -253,22 +238,23 @@ def load_tokenizer(model: str | os.PathLike[str], tokenizer: Any, config: Engine
     """The tokenizer that `load` would return, without the weights; raises ModelLoadError."""
     name = os.fspath(model)
     source = find(name, needs_tokenizer=tokenizer is None, revision=config.revision)
-    options = _lookup_options(source, config, name)
-    with _load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
+    options = lookup_options(source, config, name)
+    with load_errors(f"the tokenizer of {name!r}"), _no_progress_bars():
         if tokenizer is not None:
             return _load_tokenizer(tokenizer, config)
         return _read_tokenizer(source, options)
 
 
 @contextmanager
-def _load_errors(what: str) -> Iterator[None]:
+def load_errors(what: str) -> Iterator[None]:
+    """Turn the errors of the libraries that read a model into ModelLoadError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"{what} could not be loaded: {error}") from error
 
 
-def _lookup_options(source: str, config: EngineConfig, name: str | None = None) -> dict[str, Any]:
+def lookup_options(source: str, config: EngineConfig, name: str | None = None) -> dict[str, Any]:
     """Options of `from_pretrained`: a local folder is never looked up on the hub, a hub model only if that answers.
 
     Args:
@@ -317,7 +303,7 @@ def _load_tokenizer(tokenizer: Any, config: EngineConfig) -> Any:
     """A tokenizer named apart from the model, whose revision does not apply to it."""
     if isinstance(tokenizer, (str, os.PathLike)):
         source = find_tokenizer(os.fspath(tokenizer))
-        return _read_tokenizer(source, _lookup_options(source, config))
+        return _read_tokenizer(source, lookup_options(source, config))
     if not callable(getattr(tokenizer, "decode", None)) or not callable(tokenizer):
         raise TypeError(f"tokenizer must be a tokenizer, a folder or a hub id, not {tokenizer!r}.")
     return tokenizer
@@ -329,7 +315,9 @@ def _read_tokenizer(source: str, options: dict[str, Any]) -> Any:
     A prompt that is too long is refused, with the number of its tokens.
     """
     if is_gguf(source):
-        tokenizer = gguf.load_tokenizer(source)
+        from nanovllm.model.gguf.loading import load_tokenizer as read_tokenizer
+
+        tokenizer = read_tokenizer(source)
     else:
         tokenizer = AutoTokenizer.from_pretrained(source, **options, **added_tokens_option(source))
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # as if it was given

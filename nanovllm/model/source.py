@@ -7,7 +7,6 @@ from pathlib import Path
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.model import hub
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
-from nanovllm.model.gguf.file import is_gguf, open_gguf, parts_of
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -20,9 +19,20 @@ def stored_files(source: str) -> dict[str, tuple[int, int]]:
         patterns = {*WEIGHT_PATTERNS, *TOKENIZER_FILES, "*.json", "*.jinja", "*.py"}
         files = sorted({file for pattern in patterns for file in path.glob(pattern)})
     else:
-        files = parts_of(path) if is_gguf(path) else []
+        files = _parts_of(path) if is_gguf(path) else []
     states = ((file.name, file.stat()) for file in files if not file.name.startswith(".") and file.exists())
     return {name: (state.st_size, state.st_mtime_ns) for name, state in states}
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether this is a file, and one that is or claims to be a GGUF file."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def find(name: str, *, needs_tokenizer: bool, revision: str | None = None) -> str:
@@ -46,7 +56,7 @@ def find_tokenizer(name: str) -> str:
     if name == DEFAULT_MODEL:
         return str(ensure_default_model())
     path = Path(name).expanduser()
-    has_one = is_gguf(path) and open_gguf(path).has_tokenizer
+    has_one = is_gguf(path) and _has_tokenizer(path)
     if has_one or any((path / file).is_file() for file in TOKENIZER_FILES):
         return str(path)
     if path.exists():
@@ -78,7 +88,7 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
             )
         return folder
     if is_gguf(folder):
-        if needs_tokenizer and not open_gguf(folder).has_tokenizer:
+        if needs_tokenizer and not _has_tokenizer(folder):
             raise ModelLoadError(f"{folder} has no tokenizer (tokenizer.ggml.tokens); pass tokenizer=...")
         return folder
     if folder.exists():
@@ -94,3 +104,16 @@ def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
 def _is_path(name: str) -> bool:
     """Whether a name cannot be an id of the hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
+
+
+# GGUF files are read by `model.gguf`, which is imported for them alone: other models load without it.
+def _parts_of(path: Path) -> list[Path]:
+    from nanovllm.model.gguf.file import parts_of
+
+    return parts_of(path)
+
+
+def _has_tokenizer(path: Path) -> bool:
+    from nanovllm.model.gguf.file import open_gguf
+
+    return open_gguf(path).has_tokenizer

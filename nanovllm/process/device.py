@@ -1,4 +1,4 @@
-"""Errors of the device, copies to and from it, memory, the lock for captures, kernels by name, and the compiler."""
+"""Errors of the device, copies to and from it, threads, memory, the lock for captures, kernels by name, compilers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -54,6 +55,24 @@ def give_memory_back(device: torch.device) -> None:
         with DEVICE_LOCK:
             gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def computing_with(num_threads: int | None) -> Iterator[None]:
+    """Compute with this many of PyTorch's threads inside the block; with None, with as many as outside.
+
+    PyTorch keeps the number per calling thread: what one thread sets, no other can take back. So rank 0 takes its share
+    for each step, and not from construction to `close`, which may be another thread's. It costs 0.3 µs.
+    """
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fresh_pages(num_bytes: int) -> mmap.mmap:

@@ -25,7 +25,6 @@ from nanovllm.observability.block_events import BlockEvent, BlockEvents
 from nanovllm.observability.json_lines import JsonLines, write_json
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.process.gc_control import OldObjectsFrozen
-from nanovllm.rank_runner import RankRunner
 from nanovllm.replicas.channel import Channel, inherited
 from nanovllm.replicas.messages import (
     Abort,
@@ -252,7 +251,7 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
     engine = build_engine(model, tokenizer, None, options)
     config = {field.name: getattr(engine.config, field.name) for field in dataclasses.fields(engine.config)}
     runner = engine.model_runner
-    worker_ids = runner.workers.process_ids if isinstance(runner, RankRunner) else ()
+    worker_ids = () if runner.workers is None else runner.workers.process_ids
     hash_seed = engine.block_manager.hash_seed
     return engine, Ready(config, engine.input_processor.limits, engine.eos_token_ids, hash_seed, worker_ids)
 

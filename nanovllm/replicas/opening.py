@@ -92,7 +92,7 @@ def _check_model(source: str, config: EngineConfig) -> None:
     check_stored_limits(source, config)
     if config.tensor_parallel_size > 1:
         with import_index_kept():
-            from nanovllm.model.loader import check_shards
+            from nanovllm.model.sharded_loading import check_shards
 
         check_shards(source, config)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.errors import PromptTooLongError
 from nanovllm.core.outputs import OutputKind
@@ -19,7 +20,9 @@ from nanovllm.core.sequence import NewRequest
 from nanovllm.core.structured_output import Matcher
 from nanovllm.core.validation import MAX_PRIORITY, text
 from nanovllm.requests.chat import ChatTemplate
-from nanovllm.requests.grammar.compiler import GrammarCompiler
+
+if TYPE_CHECKING:
+    from nanovllm.requests.grammar.compiler import GrammarCompiler
 
 Prompt = str | SequenceABC[int]
 Spellings = tuple[tuple[int, ...], ...]
@@ -70,7 +73,13 @@ class InputProcessor:
         self.default_params = SamplingParams(**limits.sampling_defaults)  # of requests without any
         self._tokenizer = tokenizer
         self.chat = ChatTemplate(tokenizer, allow_control_tokens=limits.allow_control_tokens)
-        self.grammars = GrammarCompiler(tokenizer, limits.num_logits, limits.eos_token_ids)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of structured outputs, made for the first one."""
+        from nanovllm.requests.grammar.compiler import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer, self.limits.num_logits, self.limits.eos_token_ids)
 
     def prepare(self, *, is_tried: bool = False) -> None:
         """Do now what the first structured output and the first message with a control token's text would wait for.
@@ -80,7 +89,7 @@ class InputProcessor:
         """
         if self._tokenizer is None:
             return
-        with suppress(ValueError):  # requests with forms will say that this model cannot have any
+        with suppress(ValueError, ModuleNotFoundError):  # requests with forms will say why there can be none
             self.grammars.prepare(is_tried=is_tried)
         if not is_tried:
             self.chat.prepare()

@@ -14,7 +14,7 @@ from fastapi import Request
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.validation import texts
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.model.gguf.file import is_gguf
+from nanovllm.model.source import is_gguf
 from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.errors import TOO_LONG, ApiError
 from nanovllm.server.lifecycle import Admission

@@ -126,7 +126,7 @@ def four_threads():
 
 
 def worker_of(llm):
-    return llm._engine.model_runner._workers._processes[0]
+    return llm._engine.model_runner.workers._processes[0]
 
 
 def test_a_rank_killed_in_a_step_kills_the_engine_within_seconds(folder, four_threads):
@@ -200,7 +200,7 @@ def test_the_other_ranks_end_with_the_first(folder):
     program = (
         "import os, signal, sys, time\nfrom nanovllm import LLM\n"
         f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, **{EAGER!r})\n"
-        "print(llm._engine.model_runner._workers._processes[0].pid, flush=True)\n"
+        "print(llm._engine.model_runner.workers._processes[0].pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
@@ -244,7 +244,7 @@ def test_an_engine_closes_though_a_rank_is_stuck_in_a_step(monkeypatch):
     monkeypatch.setattr("nanovllm.rank_runner.CLOSE_SECONDS", 0.01)
     is_aborted, events = threading.Event(), []
     runner = object.__new__(RankRunner)
-    runner._workers = SimpleNamespace(abort=is_aborted.set, close=lambda: events.append("workers ended"))
+    runner.workers = SimpleNamespace(abort=is_aborted.set, close=lambda: events.append("workers ended"))
 
     def wait_for_device(_):
         events.append(is_aborted.wait(10))

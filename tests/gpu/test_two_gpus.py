@@ -67,7 +67,7 @@ def test_a_rank_that_ends_ends_the_engine(folder):
     with LLM(folder, **SMALL, enforce_eager=True) as llm:
         stream = llm.stream(prompts()[3], SamplingParams(temperature=0.0, max_tokens=400))
         next(stream)
-        llm._engine.model_runner._workers._processes[0].kill()
+        llm._engine.model_runner.workers._processes[0].kill()
         with pytest.raises(StepError, match="exit code -9"):
             for _ in stream:
                 pass

@@ -113,17 +113,6 @@ def forget_opened() -> None:
     _opened.cache_clear()
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Whether this is a file, and one that is or claims to be a GGUF file."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        return False
-    if path.suffix == ".gguf":
-        return True
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
 def parts_of(path: Path) -> list[Path]:
     """The files of a split model in their order, by the name that llama.cpp gives them; one that is not split alone."""
     found = _PART.search(path.name)

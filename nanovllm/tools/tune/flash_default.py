@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.model.default_model import DEFAULT_MODEL
-from nanovllm.model.gguf.file import is_gguf
+from nanovllm.model.source import is_gguf
 
 
 def auto_takes_flash(model: str, device: str, fixed: dict[str, Any]) -> bool:
