@@ -10,7 +10,6 @@ offline, served: tokens per second of the same requests, by one engine in this p
     turn; the ratio of medians. CPU seconds are of this process, the front's alone in the second case. Of several GPUs
     the one behind the front has the last, so that both are there at once.
 start: seconds until `LLM(...)` returns, each in a new process: one engine, and two replicas at once.
-hits: prompt tokens found in prefix caches by conversations, with one engine and with two replicas.
 kill: kill -9 of one of the replicas while all requests stream; seconds from then to the next token of each stream that
     moves, with what they recompute.
 """
@@ -30,20 +29,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from random_models import SHAPES, NoText, checkpoint  # beside this file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import nanovllm.async_llm
-import nanovllm.llm
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.replicas import opening
 from nanovllm.replicas.opening import open_pool
 from nanovllm.replicas.replica import Share
 
-PARTS = ("offline", "served", "start", "kill", "hits")
+PARTS = ("offline", "served", "start", "kill")
 PROMPT_TOKENS = 100
 GPU_CACHE_BYTES = 16 * 2**30  # of each engine: two may be on one GPU
 
@@ -68,22 +66,20 @@ def model_folder(name: str) -> str:
 @contextmanager
 def one_behind_a_front() -> Iterator[None]:
     """`LLM` and `AsyncLLM` put even a single engine into a process of its own."""
-    doors = (nanovllm.llm, nanovllm.async_llm)
-    before = [door.open_engine for door in doors]  # type: ignore[attr-defined]
-    for door in doors:
-        door.open_engine = open_pool  # type: ignore[attr-defined]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if (num_gpus := torch.cuda.device_count()) > 1:  # which it has counted for good: the engine here uses the first
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[-1] if visible else str(num_gpus - 1)
     try:
-        yield
+        with (
+            mock.patch("nanovllm.llm.open_engine", open_pool),
+            mock.patch.object(AsyncLLM, "_open", staticmethod(open_pool)),
+        ):
+            yield
     finally:
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         else:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        for door, function in zip(doors, before, strict=True):
-            door.open_engine = function  # type: ignore[attr-defined]
 
 
 def share_one_gpu() -> None:
@@ -250,35 +246,6 @@ def kill(options: argparse.Namespace) -> None:
     asyncio.run(kill_each_in_turn())
 
 
-def hit_rate(llm: LLM, options: argparse.Namespace) -> float:
-    """Of conversations of four turns, all at once: a prompt is what was said before, and 60 tokens more."""
-    llm.reset_prefix_cache()
-    before = llm.stats()
-    length = PROMPT_TOKENS * (4 if torch.cuda.is_available() else 1)  # a GPU has longer blocks
-    said = prompts(options.requests, 77, length)
-    for turn in range(4):
-        outputs = llm.generate(said, params(options), use_tqdm=False)
-        more = prompts(options.requests, 78 + turn)
-        said = [
-            [*asked, *output.outputs[0].token_ids, *new[:60]]
-            for asked, output, new in zip(said, outputs, more, strict=True)
-        ]
-    stats = llm.stats()
-    queries = stats.prefix_cache_queries - before.prefix_cache_queries
-    return (stats.prefix_cache_hits - before.prefix_cache_hits) / queries
-
-
-def hits(options: argparse.Namespace) -> None:
-    rates = []
-    for count in (1, options.replicas):
-        with LLM(options.model, data_parallel_size=count, **engine_options(options)) as llm:
-            rates.append(hit_rate(llm, options))
-    print(
-        f"hits: {rates[0]:.3f} of prompt tokens with one engine, {rates[1]:.3f} with {options.replicas} replicas",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -286,7 +253,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--replicas", type=int, default=2, help="for kill and hits")
+    parser.add_argument("--replicas", type=int, default=2, help="for kill")
     parser.add_argument("--share-gpu", action="store_true", help="all replicas on the first GPU")
     options = parser.parse_args()
     if options.share_gpu:
@@ -301,8 +268,6 @@ def main() -> None:
         start(options)
     if "kill" in options.parts:
         kill(options)
-    if "hits" in options.parts:
-        hits(options)
 
 
 if __name__ == "__main__":

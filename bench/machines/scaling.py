@@ -1,13 +1,12 @@
-"""The scaling curve: replicas and ranks on 1, 2, 4 and 8 GPUs, what the simulator says of them, and a kill.
+"""Replicas and ranks on 1, 2, 4 and 8 GPUs, a kill of a replica, and replicas by the simulator.
 
     python bench/machines/scaling.py --sizes 1 2 4 8 --json scaling.json
-    python bench/machines/scaling.py --plot docs/images/scaling.svg --from scaling.json
     python bench/machines/scaling.py --shape tiny --ranks-shapes tiny --requests 4      tries it on a CPU
 
 replicas: tokens per second of N x W1 (256 requests a replica, seeds 0 to N-1) and of plain W1, the first token's p99,
     hit rate on conversations, and the front's share of a core, with N replicas of Qwen3-0.6B's shape.
-forecast: `replica_forecast.py` with these replicas; kill: of one of them, the seconds to the next token of its streams.
-ranks: one request, 64 requests and W1 of the 8B and 32B shapes, as in `tensor_parallel.py speed`.
+kill: of one of these replicas, the seconds to the next token of its streams.
+ranks: one request, 64 requests and W1 of the 8B and 32B shapes, as in `tensor_parallel.py`.
 simulated: throughput of the replicas by the simulator alone, with the costs of `simulator_replicas.py`; needs no GPU.
 
 Each part prints as it goes, and a part that fails does not end the others. NVLink multicast stays off.
@@ -20,9 +19,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -37,16 +33,16 @@ from random_models import SHAPES, checkpoint
 from simulator_replicas import COSTS
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.cache.cache_pools import resolve_pool
 from nanovllm.core.config import EngineConfig
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
 from nanovllm.replicas.replica import Share
 from nanovllm.replicas.routing import POLICIES
-from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
 
-PARTS = ("replicas", "forecast", "kill", "ranks", "simulated")
+PARTS = ("replicas", "kill", "ranks", "simulated")
 MIN_GPUS = {"8b": 1, "32b": 2, "0.6b": 1, "tiny": 1}
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -114,7 +110,7 @@ async def hit_rate(llm: AsyncLLM, num_conversations: int) -> float:
     )
 
 
-async def measure_size(count: int, options: argparse.Namespace, wait_for_calibration: Any) -> dict[str, Any]:
+async def measure_size(count: int, options: argparse.Namespace) -> dict[str, Any]:
     """Everything about so many replicas, which are opened once."""
     limits = {"max_model_len": 2048, "max_num_seqs": 256}
     begin = time.perf_counter()
@@ -139,42 +135,15 @@ async def measure_size(count: int, options: argparse.Namespace, wait_for_calibra
             f"{row['start']:.1f} s",
             flush=True,
         )
-        if "forecast" in options.parts and count >= options.forecast_from:
-            calibration = await asyncio.to_thread(wait_for_calibration)
-            workload = replica_forecast.requests_of(options.forecast_requests * count, options.shape)
-            row["forecast"] = await replica_forecast.compare(
-                llm, calibration, count, workload, limits, tuple(options.kinds)
-            )
         if "kill" in options.parts and count > 1:
             row["kill"] = await replica_bench.kill_one(llm, 32 * count)
     return row
 
 
-def start_calibration(options: argparse.Namespace) -> Callable[[], Calibration]:
-    """Calibrate in a process of its own, on the last GPU where there are several; returns what waits for the result."""
-    file = Path(tempfile.mkdtemp()) / "calibration.json"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    command = [sys.executable, replica_forecast.__file__, "--shape", options.shape, "--save", str(file)]
-    command += ["--repeats", str(options.repeats)]
-    process = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": visible.split(",")[-1]})
-
-    def wait() -> Calibration:
-        if process.wait():
-            raise RuntimeError(f"the calibration ended with exit code {process.returncode}")
-        return Calibration.load(file)
-
-    if torch.cuda.device_count() < 2:  # nothing else is measured meanwhile
-        process.wait()
-    return wait
-
-
 def measure_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
-    wait_for_calibration = start_calibration(options) if "forecast" in options.parts else None
     rows: list[dict[str, Any]] = []
     for count in options.sizes:
-        if count > 1 and wait_for_calibration is not None:
-            wait_for_calibration()  # the GPU is a replica's from here on
-        rows.append(asyncio.run(measure_size(count, options, wait_for_calibration)))
+        rows.append(asyncio.run(measure_size(count, options)))
         first, last = (row["N x W1"]["tokens/s"] / row["replicas"] for row in (rows[0], rows[-1]))
         print(f"{count} replicas: {last / first:.3f} of linear", flush=True)
     return rows
@@ -202,7 +171,7 @@ def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def simulate_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
     limits = EngineConfig(num_kv_blocks=60_001, max_model_len=2048, max_num_seqs=256).resolve_limits("cuda", 2048)
-    config = limits.resolve_pool(1, 0, max_model_len_is_set=True)
+    config = resolve_pool(limits, 1, 0, max_model_len_is_set=True)
     rows: list[dict[str, Any]] = []
     for count in options.sizes:
         row: dict[str, Any] = {"replicas": count}
@@ -217,41 +186,7 @@ def simulate_replicas(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(found: dict[str, Any], path: str) -> None:
-    """Throughput of replicas and gains of ranks over the number of GPUs (needs the extra `plot`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "nanovllm"  # the same bytes each time
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rows = found.get("replicas") or []
-    sizes = [row["replicas"] for row in rows]
-    for name in ("N x W1", "W1"):
-        axes[0].plot(sizes, [row[name]["tokens/s"] for row in rows], marker="o", label=name)
-    if rows:
-        axes[0].plot(sizes, [rows[0]["N x W1"]["tokens/s"] * size / sizes[0] for size in sizes], "k:", label="linear")
-    axes[0].set_title("replicas: output tokens per second", fontsize=9)
-    for shape in dict.fromkeys(row["shape"] for row in found.get("ranks") or []):
-        of_shape = [row for row in found["ranks"] if row["shape"] == shape]
-        first, sizes = of_shape[0], [row["ranks"] for row in of_shape]
-        axes[1].plot(sizes, [first["ms a token"] / row["ms a token"] for row in of_shape], "o-", label=f"{shape}, one")
-        axes[1].plot(
-            sizes, [row["W1, tokens/s"] / first["W1, tokens/s"] for row in of_shape], "s--", label=f"{shape}, W1"
-        )
-    axes[1].set_title("ranks: times as fast as on the fewest GPUs", fontsize=9)
-    for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("GPUs")
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> None:
     os.environ.update({name: value for name, value in MULTICAST.items() if name not in os.environ})
     if not torch.cuda.is_available():
         share_all_cores()
@@ -270,7 +205,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return found
 
 
 def main() -> None:
@@ -280,18 +214,9 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES), help="of the replicas' model")
     parser.add_argument("--ranks-shapes", nargs="+", default=["8b", "32b"], choices=tuple(SHAPES))
     parser.add_argument("--requests", type=int, default=256, help="of each W1")
-    parser.add_argument("--forecast-requests", type=int, default=1000, help="for each replica")
-    parser.add_argument("--forecast-from", type=int, default=1, metavar="N", help="replicas")
-    parser.add_argument("--kinds", nargs="+", default=["delta", "final"], help="of output, under Poisson arrivals")
-    parser.add_argument("--repeats", type=int, default=3, help="of the calibration")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the figures, after each part")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="draw these figures instead of measuring")
-    parser.add_argument("--plot", metavar="FILE", help="draw the figures")
-    options = parser.parse_args()
-    found = json.loads(Path(options.source).read_text(encoding="utf-8")) if options.source else measure(options)
-    if options.plot:
-        plot(found, options.plot)
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

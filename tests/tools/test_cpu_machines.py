@@ -1,10 +1,9 @@
-"""The scripts that measure and simulate CPUs: tables of machines as the page has them, peaks, shares of threads."""
+"""`bench/machines/cpu_table.py`: tables of machines as the page has them, peaks, counts of work."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -73,16 +72,3 @@ def test_work_is_that_of_the_models_own_modules():
     assert operations == counted + 4 * pairs
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     assert num_bytes == 2 * weights  # once, in bfloat16
-
-
-@pytest.mark.parametrize("at_once", [12, 32])
-def test_shares_of_threads_are_whole(at_once):
-    module = script("thread_shares")
-    for shape in module.SHAPES.values():
-        for step in module.STEPS.values():
-            alone = list(module.efficiencies(shape, step, 1, at_once))
-            assert all(math.isclose(efficiency, 1) for _, _, efficiency in alone)
-            for num_threads in (2, 7, 64):
-                parts = list(module.efficiencies(shape, step, num_threads, at_once))
-                assert all(0 < efficiency <= 1 + 1e-9 for _, _, efficiency in parts)
-            assert module.whole(list(module.efficiencies(shape, step, 8, at_once))) > 0.85
