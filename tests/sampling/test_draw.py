@@ -13,7 +13,7 @@ from nanovllm.core.batch import NON_FINITE
 from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.sampling import sampler
 from nanovllm.sampling.draw import DrawExtras, DrawInputs, DrawTensors, draw, draw_extras
-from nanovllm.sampling.filters import FILTERED_AT_ONCE, keep_likely, keep_likely_by_sort
+from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely, keep_likely_by_sort
 from nanovllm.sampling.sampler import Sampler
 from tests.support.nuclei import nuclei_that_end_exactly
 
@@ -54,7 +54,7 @@ def test_a_sort_keeps_what_the_form_for_cpus_keeps():
 def test_a_sort_ends_a_nucleus_where_its_mass_is_top_p_exactly(logits):
     rows, off = logits.expand(2, -1).clone(), torch.zeros(2)
     top_p = torch.tensor([0.5, np.nextafter(np.float32(0.5), np.float32(1.0))])
-    keep_likely_by_sort(rows, [off.int(), top_p, off])
+    keep_likely_by_sort(rows, [top_p if name == "top_p" else off.int() for name in FILTERS])
     kept = rows > -torch.inf
     assert kept.sum(dim=-1).tolist() == [1, len(logits)]
 
@@ -64,7 +64,7 @@ def test_the_kernels_of_a_gpu_get_floors_from_torch_where_they_lack_a_filter(mon
     logits, inputs = random_logits(count, 300), DrawInputs.from_sequences(requests_of(count), [5] * count)
     known = {"draw_on_gpu": lambda logits, inputs, floors_of=None, **_: floors_of and floors_of(logits, inputs)}
     monkeypatch.setattr(sampler, "find_kernel", lambda file, name: known[name])
-    known["FILTERS"] = {"top_k", "top_p", "min_p"}
+    known["FILTERS"] = FILTERS.keys()
     assert Sampler(compiles=True).draw(logits, inputs.to_device(CPU)) is None
     known["FILTERS"] = {"top_k", "top_p"}
     offsets, floors = Sampler(compiles=True).draw(logits, inputs.to_device(CPU))
@@ -104,8 +104,8 @@ def test_a_row_of_zeros_is_a_greedy_one():
 def test_inputs_say_zero_for_what_is_off():
     inputs = DrawInputs.from_sequences(requests_of(len(WAYS)), [5] * len(WAYS))
     row_of = {str(way): row for row, way in enumerate(WAYS)}
-    assert [int(v[0]) for v in inputs[2:]] == [1, 0, 0, 0, 0]
-    assert [int(v[row_of[str(WAYS[12])]]) for v in inputs[2:]] == [0] * 5  # a greedy row has no filters
+    assert [int(v[0]) for v in inputs[2:]] == [1] + [0] * (len(FILTERS) + 1)
+    assert not any(v[row_of[str(WAYS[12])]] for v in inputs[2:])  # a greedy row has no filters
     assert inputs.top_k.tolist() == [0, 0, 0, 1, 10, 0, 0, 0, 0, 20, 0, 50, 0, 7]
     assert inputs.is_cold.tolist() == [0, 0, 1] + [0] * 11
     assert (inputs.inverse_temperatures > 0).all()

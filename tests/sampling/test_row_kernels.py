@@ -17,6 +17,7 @@ from nanovllm.core.sequence import NewRequest, Sequence
 from nanovllm.kernels.cpp_sampling import MAX_VOCAB_SIZE, RowKernels, load_row_kernels
 from nanovllm.sampling.draw import DrawInputs
 from nanovllm.sampling.draw_on_cpu import best_on_cpu, draw_on_cpu
+from nanovllm.sampling.filters import FILTERS as FILTER_STAGES
 from nanovllm.sampling.filters import masses
 from nanovllm.sampling.logprobs import Measured, StepLogprobs
 from nanovllm.sampling.noise import noise_keys
@@ -41,9 +42,9 @@ def random_logits(num_rows: int, vocab_size: int, *, scale: float = 3.0, seed: i
     return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs_of(num_rows: int, temperature: float = 1.0, *, top_k=0, top_p=0.0, min_p=0.0) -> DrawInputs:
+def inputs_of(num_rows: int, temperature: float = 1.0, **given: float) -> DrawInputs:
     ones = np.ones(num_rows, np.float32)
-    filters = (ones * top_k).astype(np.int32), ones * np.float32(top_p), ones * np.float32(min_p)
+    filters = [np.full(num_rows, given.get(name, 0), stage.dtype) for name, stage in FILTER_STAGES.items()]
     keys = noise_keys(list(range(num_rows)), [7] * num_rows)
     inverse = ones / np.float32(temperature or 1)
     return DrawInputs(keys, inverse, ones * (temperature > 0), *filters, np.zeros(num_rows, np.int32))
