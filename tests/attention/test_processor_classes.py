@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from torch import nn
 from nanovllm import LLM
 from nanovllm.core.errors import CompilerError, KernelBuildError
 from nanovllm.kernels import cpp as kernels
-from nanovllm.kernels import cpp_sampling, processor_classes
+from nanovllm.kernels import cpp_sampling, processor_classes, start_check
+from nanovllm.kernels.packed_product import PANEL
 from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.packed_linears import OneDnnLinear
@@ -81,6 +85,23 @@ def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
     """The kernels that `row_kernels.load_row_kernels` compares, which says no line."""
     monkeypatch.setenv(VARIABLE, name)
     assert row_kernels.first_wrong(cpp_sampling.load_row_kernels()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.99, 1.01])
+def test_the_comparison_at_start_finds_a_factor_of_one_percent(factor, dtype):
+    plain = kernels.load_kernels(dtype, 64, 3)
+
+    def scaled(product: Any, rows: int, own: int, num_rows: int, threads: int) -> None:
+        plain.linear(product, rows, own, num_rows, threads)
+        size = num_rows * 2 * PANEL
+        buffer = (ctypes.c_char * (size * dtype.itemsize)).from_address(own)
+        torch.frombuffer(buffer, dtype=dtype).mul_(factor)
+
+    changed = copy.copy(plain)
+    changed.linear = scaled
+    wrong = start_check.first_wrong(changed, 64, 64)
+    assert wrong is None if factor == 1.0 else "products of 1 by 64 differ" in str(wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
