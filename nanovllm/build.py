@@ -28,7 +28,6 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.observability.step_records import OnStep, StepHook, StepObservers
 from nanovllm.process.device import computing_with
 from nanovllm.process.gc_control import collector_paused
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from nanovllm.scheduler import Scheduler
 
@@ -60,10 +59,9 @@ def build_engine(
         publisher = KvEventPublisher(config)
     model_runner: ModelRunner
     if config.tensor_parallel_size > 1:
-        with import_index_kept():
-            loaded, model_runner = _build_ranks(model, tokenizer, config)
+        loaded, model_runner = _build_ranks(model, tokenizer, config)
     else:
-        with collector_paused(), import_index_kept():
+        with collector_paused():
             loaded = loader.load(model, tokenizer, config)
         with computing_with(_free_threads(loaded)):
             binding = ModelBinding(loaded.model, is_live=loaded.is_live)
@@ -164,10 +162,9 @@ def run_worker(orders: int, lifeline: int) -> None:
 
 def build_worker(start: Start, ranks: Ranks) -> RankRunner:
     """The model runner of another rank."""
-    with import_index_kept():
-        from nanovllm.model.sharded_loading import load_sharded
+    from nanovllm.model.sharded_loading import load_sharded
 
-        loaded = load_sharded(start.source, None, start.config, ranks)
+    loaded = load_sharded(start.source, None, start.config, ranks)
     return build_rank(loaded, start.config, ranks)
 
 

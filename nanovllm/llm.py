@@ -23,7 +23,6 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
 from nanovllm.process.gc_control import OldObjectsFrozen, collector_paused
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
@@ -47,7 +46,7 @@ def open_engine(
     """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
     if options.get("data_parallel_size", 1) == 1:
-        with collector_paused(), import_index_kept():  # transformers is imported here
+        with collector_paused():  # transformers is imported here
             from nanovllm.build import build_engine
 
         return build_engine(model, tokenizer, on_step, options, trace=trace)

@@ -113,9 +113,10 @@ def show_phases(tree: Path, model: list[str]) -> None:
 
     from nanovllm.cli.main import main
     from nanovllm.process.gc_control import collector_paused
-    from nanovllm.process.import_index import import_index_kept
+    from nanovllm.process.import_index import keep_import_index
 
-    with collector_paused(), import_index_kept():
+    keep_import_index()
+    with collector_paused():
         for name in IMPORTS:
             timed(f"import {name}", importlib.import_module)(name)
     for module, path in PHASES:

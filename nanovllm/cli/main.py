@@ -14,6 +14,7 @@ from typing import TextIO
 from nanovllm import __version__
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.suggestions import SuggestingParser
+from nanovllm.process.import_index import keep_import_index
 
 # The file of each command, imported where it is given, or all for the list of commands.
 COMMANDS = {
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)
+    keep_import_index()
     try:
         return int(options.run(options))
     except BrokenPipeError:  # the reader of standard output has closed it, as `head` does

@@ -14,7 +14,6 @@ from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_engine_flags, add_model_flags, add_verbose_flag, engine_options
 from nanovllm.cli.workload_flags import about_workloads, add_arrival_flags, add_workload_flags, one_workload
 from nanovllm.core.config import EngineConfig
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.process.numa import place_engine
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.calibration import Calibration
@@ -94,8 +93,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     check_output("--output", options.output)
     check_start(options, given)
     place_engine(given)  # as the engine that the calibration stands for
-    with import_index_kept():
-        from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
+    from nanovllm.tools.simulate.calibrate import calibrate  # imports torch and transformers
 
     calibration = calibrate(options.model, tokenizer=options.tokenizer, repeats=options.repeats, **given)
     calibration.save(options.output)

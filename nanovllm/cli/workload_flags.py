@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovllm.cli.flags import model_source
 from nanovllm.model.source import is_gguf
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.specs import build, format_value
 from nanovllm.tools.workloads.workloads import ABOUT, WORKLOADS, Workload, bursty, poisson
@@ -185,10 +184,9 @@ def _load_tokenizer(source: str) -> Any:
         from nanovllm.model.gguf.tokenizer import build_tokenizer
 
         return build_tokenizer(GGUFFile(source))
-    with import_index_kept():
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(source)
 
 
 class _Tokenize:

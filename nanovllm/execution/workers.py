@@ -37,9 +37,9 @@ from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
 
 ENTRY = """
 import sys
-from nanovllm.process.import_index import import_index_kept
-with import_index_kept():
-    from nanovllm.build import run_worker
+from nanovllm.process.import_index import keep_import_index
+keep_import_index()
+from nanovllm.build import run_worker
 run_worker(int(sys.argv[1]), int(sys.argv[2]))
 """
 CLOSE_SECONDS = 5.0  # that a process may take to end after it was asked to

@@ -1,6 +1,6 @@
 """The index of transformers' model files, which it makes when it is imported, kept in the cache folder.
 
-It looks through 2,500 files and reads 1,700 of them twice to find which file defines which name, 0.4 s of each start.
+It looks through 2,500 files and reads 1,700 of them twice to find which file defines which name, 0.5 s of each start.
 As long as all of them have the size and the time of change that they had, the index of an earlier start is the same.
 """
 
@@ -10,147 +10,79 @@ import hashlib
 import marshal
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import update_wrapper
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache, wraps
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from nanovllm.core.paths import cache_root
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "define_import_structure"
-_FORMAT = 2  # of the file; the number goes up with a change
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-@contextmanager
-def import_index_kept() -> Iterator[None]:
-    """Around the first import of transformers, and around the first use of a model, which imports it once more.
+def keep_import_index() -> None:
+    """In this process transformers takes its index from the cache folder; call it before that is imported.
 
-    The function that makes the index is exchanged within such blocks alone, of any thread. Where something else has
-    imported transformers before, nothing happens.
+    For processes of nanovllm's own: a command, a replica, another rank. In others a library leaves imports alone.
     """
-    block = object()
-    try:
-        _Index.follow(opened=block)
-        yield
-    finally:
-        _Index.follow(closed=block)
+    if _MODULE not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Finds one module as the finders behind it do, and has its function exchanged once it has run."""
+    """Exchanges the function of one module once that has run."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        finders = list(sys.meta_path)
-        behind = finders[finders.index(self) + 1 :] if self in finders else finders
-        specs = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                if hasattr(module, _FUNCTION):
+                    setattr(module, _FUNCTION, _kept(getattr(module, _FUNCTION), Path(str(module.__file__))))
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-class _Loader:
-    """Stands for a loader until the module runs."""
+def _kept(make: Callable[..., Any], source: Path) -> Callable[..., Any]:
+    """The library's function, with its results for the folder of all models from files; `source` defines it."""
+    models = source.parents[1] / "models"
+    identity = cache(lambda: _identity(models, source))
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    @wraps(make)
+    def find(*args: Any, **options: Any) -> Any:
+        places = models, models / "__init__.py"  # others are of one model: a few files
+        if not (args and isinstance(args[0], (str, Path)) and Path(args[0]) in places):
+            return make(*args, **options)
+        try:
+            call = repr((str(args[0]), args[1:], sorted(options.items())))
+            file = cache_root() / "imports" / f"{_digest(os.fsencode(call)).hex()[:24]}.index"
+            known = file.read_bytes() if file.exists() else b""
+            checksum, result = known[:_CHECKSUM_BYTES], known[_CHECKSUM_BYTES:]
+            if checksum == _digest(identity() + result):
+                return marshal.loads(result)
+        except Exception:  # no home folder, a file that cannot be looked at, such as an editor's link to nowhere
+            return make(*args, **options)
+        made = make(*args, **options)
+        with suppress(OSError, ValueError):  # a cache that cannot be written; marshal takes no objects of classes
+            result = marshal.dumps(made)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_suffix(".new")  # one for all processes: the checksum tells what two have mixed
+            beside.write_bytes(_digest(identity() + result) + result)
+            os.replace(beside, file)
+        return made
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        with suppress(AttributeError):
-            module.__loader__ = module.__spec__.loader = self._loader  # type: ignore[union-attr]
-        self._loader.exec_module(module)
-        with suppress(Exception):  # a user has no home folder, or the library has changed
-            _Index.of_process = _Index(module)
-            _Index.follow()
-
-
-class _Index:
-    """Stands for the library's function, whose results for the folder of all models it keeps."""
-
-    of_process: ClassVar[_Index | None] = None
-    _finder, _lock = _Finder(), threading.RLock()
-    _blocks: ClassVar[set[object]] = set()  # that are open
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._original = module, getattr(module, _FUNCTION)
-        update_wrapper(self, self._original)
-        memo = ("cache_clear", "cache_info")
-        vars(self).update({name: getattr(self._original, name) for name in memo if hasattr(self._original, name)})
-        self._source = Path(str(module.__file__))
-        self._models = self._source.parents[1] / "models"
-        self._path = cache_root() / "imports" / f"{_digest(os.fsencode(self._models)).hex()[:24]}.index"
-        self._identity = b""
-        self._results: dict[str, bytes] | None = None  # by arguments; marshalled at once: the library changes its own
-        self._has_new = False
-
-    @classmethod
-    def follow(cls, *, opened: object = None, closed: object = None) -> None:
-        """Note a block that opens or closes, and exchange the function while there are any, if it is whose it was."""
-        with cls._lock:
-            cls._blocks = (cls._blocks | {opened}) - {closed, None}
-            if cls._blocks and _MODULE not in sys.modules and cls._finder not in sys.meta_path:
-                sys.meta_path.insert(0, cls._finder)
-            elif not cls._blocks:
-                with suppress(ValueError):
-                    sys.meta_path.remove(cls._finder)
-            if (index := cls.of_process) is None:
-                return
-            before, after = (index._original, index) if cls._blocks else (index, index._original)
-            if vars(index._module).get(_FUNCTION) is before:
-                setattr(index._module, _FUNCTION, after)
-        if closed is not None:
-            index._keep()
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        places = self._models, self._models / "__init__.py"  # others are of one model: a few files
-        is_of_all = bool(args) and isinstance(args[0], (str, Path)) and Path(args[0]) in places
-        results = self._found() if is_of_all else None
-        if results is None:
-            return self._original(*args, **options)
-        call = repr((str(args[0]), args[1:], sorted(options.items())))
-        if call in results:
-            return marshal.loads(results[call])
-        result = self._original(*args, **options)
-        with suppress(ValueError):  # marshal takes no objects of classes
-            results[call] = marshal.dumps(result)
-            self._has_new = True
-        return result
-
-    def _found(self) -> dict[str, bytes] | None:
-        """Results so far, at first those that were kept of the same files; None if a file cannot be looked at."""
-        if self._results is None:
-            with suppress(Exception):  # such as a link to nowhere, which an editor leaves
-                self._identity = _identity(self._models, self._source)
-                self._results = self._read()
-        return self._results
-
-    def _read(self) -> dict[str, bytes]:
-        """What was kept of the same files; nothing if there is nothing, or it is damaged."""
-        kept = self._path.read_bytes() if self._path.exists() else b""
-        checksum, results = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
-        return marshal.loads(results) if checksum == _digest(self._identity + results) else {}
-
-    def _keep(self) -> None:
-        """Write what is new; where that cannot be, the next start reads the files."""
-        if not self._has_new:
-            return
-        with suppress(OSError):
-            results = marshal.dumps(self._results)
-            self._has_new = False
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._path.with_suffix(".new")  # one for all processes: the checksum tells what two have mixed
-            beside.write_bytes(_digest(self._identity + results) + results)
-            os.replace(beside, self._path)
+    return find
 
 
 def _identity(models: Path, source: Path) -> bytes:
@@ -158,7 +90,7 @@ def _identity(models: Path, source: Path) -> bytes:
     others = [(str(file), file.stat()) for file in (source, models.parent / "__init__.py")]
     states = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in (*others, *sorted(_files(str(models))))]
     version = getattr(sys.modules.get("transformers"), "__version__", None)
-    return _digest(repr((_FORMAT, sys.version, marshal.version, version, states)).encode())
+    return _digest(repr((sys.version, marshal.version, version, states)).encode())
 
 
 def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:

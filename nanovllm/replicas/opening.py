@@ -21,7 +21,6 @@ from nanovllm.model.limits import check_stored_limits
 from nanovllm.model.source import find
 from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.process.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.keeper import keep
@@ -71,8 +70,7 @@ def open_pool(
     try:
         for replica in fleet.replicas:
             fleet.launch(replica)
-        with import_index_kept():
-            from nanovllm.model.loader import load_tokenizer
+        from nanovllm.model.loader import load_tokenizer
 
         own_tokenizer = load_tokenizer(model, tokenizer, config)  # while they load theirs
         ready = _wait_until_up(fleet)
@@ -91,8 +89,7 @@ def open_pool(
 def _check_model(source: str, config: EngineConfig) -> None:
     check_stored_limits(source, config)
     if config.tensor_parallel_size > 1:
-        with import_index_kept():
-            from nanovllm.model.sharded_loading import check_shards
+        from nanovllm.model.sharded_loading import check_shards
 
         check_shards(source, config)
 

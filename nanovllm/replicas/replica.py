@@ -84,8 +84,9 @@ class Replica(ReplicaQueue):
         program = (
             f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {paths}\n"
             "from nanovllm.process.gc_control import collector_paused\n"
-            "from nanovllm.process.import_index import import_index_kept\n"
-            "with collector_paused(), import_index_kept():\n"
+            "from nanovllm.process.import_index import keep_import_index\n"
+            "keep_import_index()\n"
+            "with collector_paused():\n"
             "    from nanovllm.replicas.engine_process import main\n"
             f"main({descriptor}, {os.getpid()})"
         )

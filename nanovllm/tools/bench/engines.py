@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.process.import_index import import_index_kept
 from nanovllm.tools.bench.other_engines import VLLM, LlamaCpp, TransformersContinuous, TransformersGenerate
 from nanovllm.tools.bench.replay import BenchEngine, Finished
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
@@ -35,8 +34,7 @@ class NanoVLLM:
         from nanovllm.process.numa import place_engine
 
         place_engine(options)
-        with import_index_kept():
-            from nanovllm.build import build_engine
+        from nanovllm.build import build_engine
         from nanovllm.core.features import check_one_process
 
         check_one_process("nanovllm bench", options)
