@@ -30,7 +30,6 @@ from nanovllm.tools.tune.goals import add_goal_flags
 from nanovllm.tools.tune.halving import Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.journal import Journal
 from nanovllm.tools.tune.ranking import build_standing
-from nanovllm.tools.tune.serve_file import serve_file
 from nanovllm.tools.tune.settings import SWEPT, sample
 from nanovllm.tools.tune.shares import smallest_share
 
@@ -153,7 +152,7 @@ def _save(outcome: report.Outcome, folder: Path) -> None:
     if not outcome.sweep.finalists():
         return
     path = folder / "serve.toml"
-    path.write_text(serve_file(outcome), encoding="utf-8")
+    path.write_text(result.serve_file(outcome), encoding="utf-8")
     print(f"to serve it: nanovllm serve --config {path}", file=sys.stderr)
     if plot.can_plot():
         plot.save_plot(outcome, folder / "curves.png")

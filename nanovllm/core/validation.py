@@ -9,12 +9,31 @@ import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
-
-from nanovllm.core.frozen_dict import FrozenDict
+from typing import Any, NoReturn, TypeVar
 
 MAX_INTEGER = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1  # the smallest priority is -MAX_PRIORITY
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class FrozenDict(dict[Key, Value]):
+    """Reads, compares, prints and pickles like the dict that it was made of; every change raises TypeError.
+
+    A `types.MappingProxyType` would neither pickle nor go through `copy.deepcopy`, `dataclasses.asdict` and JSON.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("this mapping is part of checked options and cannot be changed; build new options from a copy.")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default an unpickler sets the items one by one
+        return type(self), (dict(self),)
 
 
 def real(name: str, value: Any, low: float, high: float) -> float:

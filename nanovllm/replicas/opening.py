@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,6 @@ from nanovllm.observability.json_lines import writes_json
 from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.process.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.replicas.fleet import Fleet
-from nanovllm.replicas.keeper import keep
 from nanovllm.replicas.messages import LoadFailed, Ready
 from nanovllm.replicas.pool import Parts, ReplicaPool, sends_block_events
 from nanovllm.replicas.replica import Replica, Share
@@ -33,6 +34,8 @@ from nanovllm.requests.input_processor import InputProcessor
 logger = logging.getLogger("nanovllm")
 
 DEFAULT_ROUTING = "prefix-aware"
+# Seconds between two looks at an idle pool: how late a replica that died is started again.
+LOOK_SECONDS = 0.5
 
 
 def open_pool(
@@ -84,6 +87,19 @@ def open_pool(
     if not is_stepped_when_idle:
         keep(pool)
     return pool
+
+
+def keep(pool: ReplicaPool) -> None:
+    """Tend a pool whose owner steps only while it is called, in a thread, until it ends or is forgotten."""
+    reference = weakref.ref(pool)
+    threading.Thread(target=_tend, args=(reference,), name="nanovllm-keeper", daemon=True).start()
+
+
+def _tend(reference: weakref.ref[ReplicaPool]) -> None:
+    pause = threading.Event()  # never set
+    while (pool := reference()) is not None and pool.tend():
+        del pool  # a forgotten pool is freed while this waits
+        pause.wait(LOOK_SECONDS)
 
 
 def _check_model(source: str, config: EngineConfig) -> None:

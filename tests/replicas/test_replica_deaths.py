@@ -19,7 +19,7 @@ from nanovllm import LLM, EngineDeadError, SamplingParams
 from nanovllm.core.errors import EngineClosedError, ModelLoadError
 from nanovllm.core.outputs import OutputKind
 from nanovllm.model.source import stored_files
-from nanovllm.replicas import fleet, keeper, opening, pool, pool_request, replica
+from nanovllm.replicas import fleet, opening, pool, pool_request, replica
 from nanovllm.replicas.pool_request import PoolRequest
 from tests.support.replicas import (
     ENDLESS,
@@ -392,7 +392,7 @@ def test_a_forgotten_pool_is_looked_after_no_longer():
             return True
 
     before, forgotten = set(threading.enumerate()), Pool()
-    keeper.keep(forgotten)
+    opening.keep(forgotten)
     (thread,) = set(threading.enumerate()) - before
     wait_until(lambda: Pool.num_looks > 0)
     del forgotten
