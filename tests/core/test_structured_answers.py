@@ -230,6 +230,18 @@ def test_a_grammar_that_takes_too_much_work_on_the_way_ends_its_request_alone(ov
         assert results([good]) == [one_by_one()[2]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_grammar_whose_masks_take_too_long_ends_its_request_alone(overlap):
+    """Each token multiplies the ways in which the text can be read, below all of llguidance's limits."""
+    ambiguous = {"grammar": 'start: a\na: a a a a | a a a | a a | "x" | "y" | "xy" | "yx"\n'}
+    params = SamplingParams(seed=1, max_tokens=300, structured_output=ambiguous, logit_bias={EOS: -100})
+    with open_llm(overlap=overlap) as llm:
+        bad, good = answers(llm, [params, params_of(KINDS[1])], PROMPTS[:2])
+        assert bad.outputs[0].finish_reason == "error" and bad.error_kind is ErrorKind.REQUEST
+        assert "structured_output.grammar takes too long for its masks" in bad.error
+        assert results([good]) == [one_by_one()[2]]
+
+
 def test_a_request_without_structure_asks_for_no_mask(monkeypatch):
     def refuse(*_: Any) -> None:
         raise AssertionError("a mask was asked for")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
+from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, Work
 from nanovllm.requests.grammar.trials import TRIALS, Trials
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from tests.support.async_llms import OPTIONS, bounded, collect
@@ -104,6 +106,54 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch):
             matcher.consume(int(chance.choice(allowed(matcher))))
     second = own.matcher(form)
     assert second is not first and allowed(second.copy())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A processor's time that stands still but for what a test adds in a mask, by setting `seconds`."""
+    found = SimpleNamespace(now=0.0, seconds=0.0)
+
+    def thread_time():
+        found.now += found.seconds / 2  # asked before a mask and behind it: half of it belongs to neither
+        return found.now
+
+    monkeypatch.setattr("nanovllm.requests.grammar.matcher.thread_time", thread_time)
+    return found
+
+
+def followed(matcher: Any, *token_ids: int) -> list[int]:
+    mask = np.zeros(matcher.num_words, np.int32)
+    matcher.follow(token_ids, mask.ctypes.data)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_masks_that_take_too_long_end_every_sample_of_their_form_and_the_next_request_begins_anew(clock):
+    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="[a-z]*")
+    compiled = own.matcher(form)
+    one, other = compiled.copy(), compiled.copy()
+    clock.seconds = 2 * (RESERVE_SECONDS * 0.6 + Work(one.num_words).allowed)
+    assert followed(one) == followed(other)
+    for sample in (one, other):
+        with pytest.raises(GrammarError, match=r"regex takes too long for its masks: more than 50 ms of a processor"):
+            followed(sample)
+    assert followed(own.matcher(form).copy())
+
+
+def test_masks_within_their_allowance_refill_the_reserve():
+    work = Work(num_words=16)
+    for _ in range(100):
+        work.add(work.allowed + RESERVE_SECONDS * 0.9, 1)
+        for _ in range(30):
+            work.add(0.0, 1)
+    assert not work.is_over
+
+
+def test_a_resumed_output_has_an_allowance_for_each_of_its_tokens(clock):
+    matcher = grammars().matcher(StructuredOutput(regex="a*")).copy()
+    (token_id,) = tiny_tokenizer().encode("a")
+    clock.seconds = 2 * 1000 * Work(matcher.num_words).allowed
+    followed(matcher, *[token_id] * 1000)
+    assert followed(matcher)
 
 
 def test_large_grammars_are_kept_by_their_bytes(monkeypatch):

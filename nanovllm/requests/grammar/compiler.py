@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from nanovllm.core.structured_output import GrammarError, StructuredOutput
+from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.compilation import compile_form, grammar_text, refusal
 from nanovllm.requests.grammar.matcher import Matcher, shortened
 from nanovllm.requests.grammar.trial_process import resident_bytes
@@ -132,13 +130,13 @@ class GrammarCache:
             return form in self._entries
 
     def get(self, form: StructuredOutput) -> Matcher | str | None:
-        """What is known of a form, unless its samples have met as many states as its lexer may have."""
+        """What is known of a form, unless its samples have used up what they share, see `Matcher.is_usable`."""
         with self._lock:
             found = self._entries.get(form, (None, 0))[0]
             if found is None:
                 return None
             self._entries.move_to_end(form)
-        if isinstance(found, Matcher) and not _is_usable(found):
+        if isinstance(found, Matcher) and not found.is_usable:
             with self._lock:
                 if self._entries.get(form, (None, 0))[0] is found:
                     self._remove(form)
@@ -157,15 +155,6 @@ class GrammarCache:
 
     def _remove(self, form: StructuredOutput) -> None:
         self._num_bytes -= self._entries.pop(form)[1]
-
-
-def _is_usable(matcher: Matcher) -> bool:
-    """Whether its lexer, which all of its copies share, still works."""
-    try:
-        matcher.copy().fill(np.zeros(matcher.num_words, np.int32))
-    except GrammarError:
-        return False
-    return True
 
 
 def schema_problem(name: str, schema: Any) -> ValueError | None:
