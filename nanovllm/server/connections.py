@@ -11,6 +11,9 @@ import importlib.util
 import json
 import logging
 import resource
+import time
+from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -21,6 +24,9 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
+# For uvicorn, which warns of each malformed request and each upgrade: any client can send them.
+errors_only = logging.getLogger("uvicorn.error.connections")
+errors_only.setLevel(logging.ERROR)
 
 HEAD, BODY, NOTHING = "headers", "body", "nothing"  # part of the request that the next bytes belong to
 LINE_BYTES = 4  # per header beside name and value: colon, space, line end
@@ -29,6 +35,7 @@ LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
 OTHER_FILES = 256  # open files of the process beside its connections
+REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused connections of one status
 
 
 def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio.Protocol]:
@@ -40,10 +47,10 @@ def protocol_class(settings: ServerSettings, name: str = "auto") -> type[asyncio
     if name == "auto":
         name = "h11" if importlib.util.find_spec("httptools") is None else "httptools"
     if name == "h11":
-        return type("Connection", (_H11Connection,), {"settings": settings})
+        return type("Connection", (_H11Connection,), {"settings": settings, "refusals": RefusalLog()})
     from nanovllm.server.httptools_connection import HttpToolsConnection
 
-    return type("Connection", (HttpToolsConnection,), {"settings": settings})
+    return type("Connection", (HttpToolsConnection,), {"settings": settings, "refusals": RefusalLog()})
 
 
 def allow_open_files(max_connections: int) -> None:
@@ -61,6 +68,24 @@ def allow_open_files(max_connections: int) -> None:
         )  # fmt: skip
 
 
+class RefusalLog:
+    """Logs refused connections, at most one in REFUSAL_LOG_SECONDS for each status: clients can cause any number."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next: dict[int, float] = {}  # time of the next line, by status
+        self._num_silent: Counter[int] = Counter()
+
+    def add(self, status: int, message: str) -> None:
+        if (now := self._clock()) < self._next.get(status, now):
+            self._num_silent[status] += 1
+            return
+        self._next[status] = now + REFUSAL_LOG_SECONDS
+        more = self._num_silent.pop(status, 0)
+        since = f" ({more} more with {status} since the last such line)" if more else ""
+        logger.info("connection refused with %d: %s%s", status, message, since)
+
+
 class BoundedConnection(asyncio.Protocol):
     """Mixin for uvicorn's protocol classes: limits open sockets, and the time for headers and bodies.
 
@@ -68,7 +93,9 @@ class BoundedConnection(asyncio.Protocol):
     """
 
     settings: ClassVar[ServerSettings]
+    refusals: ClassVar[RefusalLog]
     # Attributes of uvicorn's protocol classes
+    logger: logging.Logger
     loop: asyncio.AbstractEventLoop
     transport: Any
     cycle: Any
@@ -83,6 +110,7 @@ class BoundedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.logger = errors_only
         limit = self.settings.max_connections
         if len(self.server_state.connections) > limit:
             self.refuse(
@@ -181,7 +209,7 @@ class BoundedConnection(asyncio.Protocol):
         elif self._part is BODY:  # answered before the body was read
             self.transport.abort()
             return
-        logger.info("connection refused with %d: %s", status, message)
+        self.refusals.add(status, message)
         body = json.dumps(ApiError(status, message, code=code).body()).encode()
         lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
         lines += [name + b": " + value for name, value in self.server_state.default_headers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -138,6 +139,36 @@ def test_what_is_not_http_is_400_as_json_and_the_connection_closes(parser, reque
         error = refusal(connection, 400)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_http")
     assert error["message"].startswith("the request is not valid HTTP/1.1")
+
+
+UPGRADE = (
+    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+
+
+def test_no_client_can_fill_the_log(parser, caplog):
+    caplog.set_level(logging.DEBUG)
+    with serving() as running:
+        for message in [MALFORMED["garbage"], UPGRADE] * 5:
+            with connected(running) as connection:
+                connection.sendall(message)
+                assert connection.recv(65536)
+    found = [record.getMessage() for record in caplog.records if record.name.startswith(("uvicorn.error", "nanovllm"))]
+    assert not [line for line in found if "pgrade" in line or "Invalid HTTP" in line or "WebSocket" in line]
+    assert len([line for line in found if line.startswith("connection refused with 400")]) == 1
+
+
+def test_refusals_that_were_not_logged_are_counted_by_status(caplog):
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    refusals = connections.RefusalLog(lambda: now)
+    for status in (400, 400, 400, 431):
+        refusals.add(status, "no")
+    now = connections.REFUSAL_LOG_SECONDS
+    for status in (400, 431):
+        refusals.add(status, "no")
+    lines = ["400: no", "431: no", "400: no (2 more with 400 since the last such line)", "431: no"]
+    assert caplog.messages == [f"connection refused with {line}" for line in lines]
 
 
 def test_what_is_not_http_behind_a_request_does_not_get_into_its_answer(parser):
