@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
 from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, Work
+from nanovllm.requests.grammar.trial_process import NICENESS
 from nanovllm.requests.grammar.trials import TRIALS, Trials
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
 from tests.support.async_llms import OPTIONS, bounded, collect
@@ -94,6 +96,16 @@ def test_trials_go_on_behind_a_process_that_was_killed():
     TRIALS._process.kill()
     TRIALS._process.wait()
     assert allowed(grammars().matcher(StructuredOutput(regex="behind")))
+
+
+def test_the_process_of_trials_shares_the_processors_with_its_engine_and_does_not_hear_ctrl_c():
+    """Linux gives each session an equal share (sched_autogroup), whatever the niceness of its processes."""
+    grammars().matcher(StructuredOutput(regex="beside"))
+    assert TRIALS._process is not None
+    assert os.getsid(TRIALS._process.pid) == os.getsid(0)
+    assert os.getpgid(TRIALS._process.pid) == TRIALS._process.pid
+    own, its = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, TRIALS._process.pid))
+    assert its == min(19, own + NICENESS)
 
 
 def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch):

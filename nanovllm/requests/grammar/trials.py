@@ -139,7 +139,9 @@ class Trials:
                 stderr=subprocess.DEVNULL,  # of llguidance, when its memory ends
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # it forks
                 pass_fds=(other.fileno(),),
-                start_new_session=True,  # Ctrl-C is for this process
+                # Ctrl-C is for this process; a session of its own would have an equal share of the processors on Linux
+                # (sched_autogroup), however nice it is.
+                process_group=0,
             )
         self._owner = os.getpid()
 
