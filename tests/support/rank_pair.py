@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import nanovllm.build
 from nanovllm.build import build_worker
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.errors import DeviceError
+from nanovllm.execution import workers
 from nanovllm.execution.workers import Start
 from nanovllm.model.ranks import COLLECTIVE_TIMEOUT, Ranks
 
@@ -38,8 +38,8 @@ def one_pair_of_processes() -> Iterator[None]:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process, pytest.MonkeyPatch.context() as patch:
         theirs.close()
         orders: Connection[Any, Any] = Connection(own.detach())
-        patch.setattr(nanovllm.build, "WorkerProcesses", partial(PairedWorker, orders))
         try:
+            patch.setattr(workers, "WorkerProcesses", partial(PairedWorker, orders))
             yield
             orders.send(None)
         except BaseException:
