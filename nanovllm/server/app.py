@@ -38,6 +38,7 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.server.sse import with_abort
 from nanovllm.server.state import ServerState, served_name
 from nanovllm.server.token_text import TokenText
+from nanovllm.server.turns import Turns
 
 # Seconds for which a thread keeps the interpreter while others wait. Each call of a step into torch gives it up: with
 # Python's 5 ms, a step beside a thread that parses took hundreds of milliseconds.
@@ -108,6 +109,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metri
         app.add_middleware(HostGate, allowed=allowed)
     app.add_middleware(CountResponses, metrics=metrics)
     app.add_middleware(RequestLog, keys=keys, is_logged=settings.access_log)
+    app.add_middleware(Turns)
 
 
 def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> InFlight:

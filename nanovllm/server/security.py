@@ -72,10 +72,15 @@ def authorization_of(headers: Headers) -> str | None:
     return headers.get("authorization") or (None if given is None else f"Bearer {given}")
 
 
-def require_api_key(request: Request) -> str | None:
-    """FastAPI dependency: the key of a request, None if no key is required; raises ApiError (401)."""
+def key_of(request: Request) -> str | None:
+    """The key of a request, None if no key is required; raises ApiError (401)."""
     keys: ApiKeys = request.app.state.api_keys
     return keys.check(authorization_of(request.headers))
+
+
+async def require_api_key(request: Request) -> None:
+    """FastAPI dependency: raises ApiError (401). A coroutine, since FastAPI calls functions in threads."""
+    key_of(request)
 
 
 class BodyGate:

@@ -8,7 +8,7 @@ from fastapi import Request
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.protocol import SamplingFields
-from nanovllm.server.security import require_api_key
+from nanovllm.server.security import key_of
 from nanovllm.server.settings import request_salt
 from nanovllm.server.state import ServerState
 
@@ -35,6 +35,6 @@ def engine_options(state: ServerState, request: Request, body: SamplingFields) -
     timeouts = [timeout for timeout in (body.timeout, state.settings.request_timeout) if timeout is not None]
     return {
         "priority": body.priority,
-        "cache_salt": request_salt(state.settings, require_api_key(request), body.cache_salt or ""),
+        "cache_salt": request_salt(state.settings, key_of(request), body.cache_salt or ""),
         "timeout": min(timeouts, default=None),
     }

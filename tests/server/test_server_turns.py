@@ -1,0 +1,66 @@
+"""Requests that come at once begin a few at a time, in their order; /health does not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from nanovllm.server.turns import PER_TURN, Turns
+from tests.support.async_llms import bounded
+
+COUNT = 5 * PER_TURN
+
+
+class Recorded:
+    """An application that notes which requests begin, and in which turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.begun: list[tuple[int, str]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.begun.append((self.turn, scope["path"]))
+
+    def count_turns(self) -> None:
+        self.turn += 1
+        asyncio.get_running_loop().call_soon(self.count_turns)
+
+    def request(self, turns: Turns, path: str) -> asyncio.Task[None]:
+        return asyncio.create_task(turns({"type": "http", "path": path}, None, None))
+
+
+@bounded
+async def test_requests_begin_in_their_order_a_few_in_each_turn():
+    app = Recorded()
+    turns = Turns(app)
+    app.count_turns()
+    await asyncio.gather(*(app.request(turns, str(number)) for number in range(COUNT)))
+    assert [path for _, path in app.begun] == [str(number) for number in range(COUNT)]
+    numbers = [turn for turn, _ in app.begun]
+    assert max(map(numbers.count, numbers)) == PER_TURN and len(set(numbers)) == COUNT // PER_TURN
+
+
+@bounded
+async def test_a_late_question_for_health_overtakes_those_that_wait():
+    app = Recorded()
+    turns = Turns(app)
+    tasks = [app.request(turns, str(number)) for number in range(COUNT)]
+    await asyncio.sleep(0)
+    await app.request(turns, "/health")
+    place = [path for _, path in app.begun].index("/health")
+    await asyncio.gather(*tasks)
+    assert place < COUNT - PER_TURN
+
+
+@bounded
+async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_turn_to_others():
+    app = Recorded()
+    turns = Turns(app)
+    tasks = [app.request(turns, str(number)) for number in range(COUNT)]
+    await asyncio.sleep(0)
+    for task in tasks[PER_TURN : 2 * PER_TURN]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(result, asyncio.CancelledError) for result in results) == PER_TURN
+    kept = [*range(PER_TURN), *range(2 * PER_TURN, COUNT)]
+    assert [path for _, path in app.begun] == [str(number) for number in kept]
