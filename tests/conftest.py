@@ -16,6 +16,7 @@ import pytest
 pytest.register_assert_rewrite("tests.support")  # which says what was compared, as in the tests themselves
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
+SWITCH_SECONDS = sys.getswitchinterval()
 MAX_PROCESSES = 4  # each has up to 2 GiB
 
 
@@ -57,9 +58,10 @@ def threads_stay():
 
 
 @pytest.fixture(autouse=True)
-def collector_goes_through_everything():
-    """A server that ran in this process has frozen what was loaded: for later tests it is thawed."""
+def interpreter_is_as_before():
+    """A server that ran in this process has frozen what was loaded, and shortened the turns of threads."""
     yield
+    sys.setswitchinterval(SWITCH_SECONDS)
     module = sys.modules.get("nanovllm.process.gc_control")
     if module is not None and module.OldObjectsFrozen._is_for_good:
         module.OldObjectsFrozen._is_for_good = False

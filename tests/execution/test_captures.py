@@ -27,6 +27,7 @@ class Binding:
 
     def __init__(self, *, is_live: bool) -> None:
         self.is_live = is_live
+        self.ranks = None
         self.device = torch.device("cpu")
         self.layers = [None]
         self.addresses = [1, 2]

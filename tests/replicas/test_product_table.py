@@ -296,7 +296,8 @@ def test_a_call_or_option_works(llm, steps, run):
 
 
 ASYNCHRONOUS = {
-    "submit", "submit_chat", "abort", "tokenize", "detokenize", "heartbeat", "is_dead", "inspect", "close",
+    "submit", "submit_chat", "abort", "tokenize", "detokenize", "prepare", "work", "texts", "compiles",
+    "heartbeat", "is_dead", "inspect", "close",
     "plan_scores", "output_kind", "request_id", "prepares_when_idle", "kv_cache_memory_bytes", "kv_events",
     "kv_events_replay", "kv_events_topic", "kv_events_rank",
 }  # fmt: skip
@@ -331,6 +332,7 @@ async def use_asynchronously(mode: str, options: dict[str, Any]) -> None:
         assert await llm.abort("long") and not await llm.abort("long")
         assert (await collect(stream))[-1].outputs[0].finish_reason == "abort"
         assert await llm.detokenize(await llm.tokenize("the cat")) == "the cat"
+        assert await llm.prepare(lambda: "prepared", texts=["the cat"], compiles=True) == "prepared"
         assert llm.heartbeat().age >= 0.0 and (await llm.stats()).num_output_tokens > 12
         assert await llm.inspect(lambda engine: len(engine.requests)) == 0
         with pytest.MonkeyPatch.context() as patch:

@@ -207,7 +207,7 @@ def test_steps_are_the_real_engines(pool, overlap):
     assert [composition(r) for r in simulation.steps[0]] == [composition(r) for r in real]
     assert [m.num_cached_tokens for m in simulation.requests] == [o.num_cached_tokens for o in outputs]
     assert [m.num_preemptions for m in simulation.requests] == [o.metrics.num_preemptions for o in outputs]
-    assert simulation.stats == [stats]
+    assert simulation.stats == [replace(stats, kv_touched_bytes=0, kv_findable_bytes=0)]  # it has no memory
     assert stats.prefix_cache_hits > 0
     if pool is POOLS["tiny pool"]:
         assert stats.num_preemptions > 0
