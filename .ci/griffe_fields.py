@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import re
+from importlib import import_module
 from typing import Any
 
-from griffe import Attribute, Class, ExprCall, ExprKeyword, Extension
+from griffe import Attribute, Class, ExprCall, Extension
 
 _FIELD = re.compile(r"^(\w+(?:, \w+)*): ")
 
@@ -32,9 +33,10 @@ class Fields(Extension):
 
 
 def _option_help(member: Any) -> str | None:
-    """The help of a field that is declared with `option`, read from the source."""
+    """The help of a field that is declared with `option`: of the class itself, since it may be put together."""
     call = member.value if isinstance(member, Attribute) else None
     if not isinstance(call, ExprCall) or str(call.function) != "option":
         return None
-    given = {argument.name: argument.value for argument in call.arguments if isinstance(argument, ExprKeyword)}
-    return str(ast.literal_eval(str(given["help"] if "help" in given else call.arguments[1])))
+    module, _, name = member.parent.canonical_path.rpartition(".")
+    fields = {field.name: field for field in dataclasses.fields(getattr(import_module(module), name))}
+    return str(fields[member.name].metadata["help"])
