@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import re
 import socket
@@ -243,6 +244,13 @@ async def nothing(target: Target) -> list[str]:
     return []
 
 
+async def outside_work(target: Target) -> list[str]:
+    """No attack: an attacker's processor time alone, as the machine's share of the figures of `bodies`."""
+    for _ in range(target.count(300)):
+        hashlib.sha256(bytes(bytearray(BODIES["long_string"]))).digest()
+    return []
+
+
 # --------------------------------------------------------------------------------------------------- structured output
 
 
@@ -307,6 +315,7 @@ def form_attack(**form: Any) -> Callable[[Target], Awaitable[list[str]]]:
 
 KINDS: dict[str, Callable[[Target], Awaitable[list[str]]]] = {
     "nothing": nothing,
+    "outside_work": outside_work,
     "first_form": first_form,
     "first_control_token": first_control_token,
     "refused_bodies": refused_bodies,
