@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -34,6 +35,7 @@ from nanovllm.replicas.messages import (
     encode,
     metric_values,
 )
+from nanovllm.requests.grammar.trials import MAX_TRIALS
 from nanovllm.streaming.engine_thread import EngineThread
 
 logger = logging.getLogger("nanovllm")
@@ -79,6 +81,9 @@ class Replica:
         self._records: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # that no front has yet
         self._reporter = RayReporter(engine, self._take, sends_records=True, sends_block_events=False)
         self._thread = EngineThread(engine, self._reporter, prepares_when_idle=True)
+        self._input_processor = engine.input_processor
+        # Apart from the loop's own threads, so that a plain request never waits for forms.
+        self._forms = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="nanovllm-prepare-form")
         OldObjectsFrozen.freeze_for_good()
 
     async def describe(self, model: str, tokenizer: str | None, engine_options: dict[str, Any]) -> bytes | None:
@@ -110,9 +115,11 @@ class Replica:
         if request.resumed is not None:
             request.resumed = replace(request.resumed, metrics=shifted(request.resumed.metrics, ahead))
         queue = self._queues[request.placement] = asyncio.Queue()
-        self._loop, is_finished = asyncio.get_running_loop(), False
+        self._loop = loop = asyncio.get_running_loop()
+        is_finished = False
         try:
-            (new,) = await asyncio.to_thread(self._reporter.prepare, Add([request]))
+            threads = self._forms if request.compiles(self._input_processor) else None
+            (new,) = await loop.run_in_executor(threads, self._reporter.prepare, Add([request]))
             await asyncio.wrap_future(self._thread.submit(lambda _: self._add(request, new)))
             while not is_finished:
                 outputs = [await queue.get()]
