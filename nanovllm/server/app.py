@@ -40,8 +40,8 @@ from nanovllm.server.state import ServerState, served_name
 from nanovllm.server.token_text import TokenText
 from nanovllm.server.turns import Turns
 
-# Seconds for which a thread keeps the interpreter while others wait. Each call of a step into torch gives it up: with
-# Python's 5 ms, a step beside a thread that parses took hundreds of milliseconds.
+# Seconds for which a thread keeps the GIL while another waits. Each call into torch releases it: with Python's 5 ms, a
+# step took hundreds of milliseconds while a thread parsed a body.
 SWITCH_SECONDS = 0.0005
 
 
@@ -95,14 +95,14 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metrics: ServerMetrics) -> None:
-    """Add the middleware; what is added last sees a request first."""
+    """Add the middleware, innermost first: a request passes it in reverse order."""
     app.add_middleware(BodyGate, keys=keys, max_bytes=settings.max_body_bytes)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # client libraries send headers of their own; the API key still protects the endpoints
+            allow_headers=["*"],  # client libraries send custom headers; the API key still protects the endpoints
             expose_headers=["Retry-After", "X-Request-Id"],
         )
     if (allowed := allowed_names(settings)) is not None:
@@ -113,7 +113,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, keys: ApiKeys, metri
 
 
 def _in_flight(engine: AsyncLLM, settings: ServerSettings, model_name: str) -> InFlight:
-    """Follow the engine's requests; raises RuntimeError without the packages for spans, if they are asked for."""
+    """Track the engine's requests; raises RuntimeError if spans are enabled and their packages missing."""
     in_flight = InFlight()
     if settings.otlp_traces_endpoint is not None:
         from nanovllm.server.spans import SpanWriter, exporting  # imports opentelemetry
@@ -146,7 +146,7 @@ def serve(
     try:
         server = build_server(app, engine, settings)
         sys.setswitchinterval(SWITCH_SECONDS)
-        OldObjectsFrozen.freeze_for_good()  # a collection would hold up the event loop for 0.3 seconds
+        OldObjectsFrozen.freeze_for_good()  # a collection would block the event loop for 0.3 seconds
         server.run(list(listeners))
     finally:
         if app.state.recorder is not None:

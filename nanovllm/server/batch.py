@@ -54,9 +54,9 @@ async def run_batch(
     *,
     model: str,
 ) -> None:
-    """Answer the requests, each written when it has ended; closes the engine.
+    """Answer the requests, and write each answer when it is complete; closes the engine.
 
-    Raises EngineDeadError: what has not been written then was not answered.
+    Raises EngineDeadError: requests without a written answer were not answered.
     """
     config = engine.config
     num_open = 2 * config.max_num_seqs * config.data_parallel_size  # keeps the engine busy, and memory bounded
@@ -91,7 +91,7 @@ async def _answer(app: ASGIApp, engine: AsyncLLM, request: BatchRequest) -> Batc
 
 
 async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of a response of the application."""
+    """Post a body to the application; returns status, headers and JSON of the response."""
     received: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
     sent: list[Message] = []
 

@@ -28,9 +28,9 @@ class BatchRequest:
 
 
 def read_batch(lines: Iterable[str]) -> list[BatchRequest]:
-    """The requests of a file; raises ValueError that names the first bad line.
+    """Read the requests of a file; raises ValueError that names the first bad line.
 
-    What a body holds is checked by its endpoint, whose error is the line's response.
+    Bodies are checked later by their endpoint: its error becomes the line's response.
     """
     requests, seen = [], dict[str, int]()
     for number, line in enumerate(lines, 1):
@@ -75,9 +75,9 @@ def _request(line: str) -> BatchRequest:
 
 
 def answered_ids(path: Path) -> set[str]:
-    """The custom_ids of an output file, whose last line is removed if it is not whole; empty if there is no file.
+    """The custom_ids in an output file, empty without one; removes an incomplete last line.
 
-    Raises ValueError for a file that is no output of a batch.
+    Raises ValueError for a file that is not the output of a batch.
     """
     if not path.exists():
         return set()
@@ -85,7 +85,7 @@ def answered_ids(path: Path) -> set[str]:
     whole = data.rfind(b"\n") + 1
     try:
         answers = [json.loads(line) for line in data[:whole].splitlines()]
-        found = {answer["custom_id"] for answer in answers if answer["response"]}  # which a request has not
+        found = {answer["custom_id"] for answer in answers if answer["response"]}  # input lines have no response
         if not data[whole:].startswith(BEGIN[: len(data) - whole]):
             raise ValueError("the last line was not torn from an output")
     except (ValueError, KeyError, TypeError):

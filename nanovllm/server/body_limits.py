@@ -2,7 +2,7 @@
 
 json and pydantic hold the GIL in C code, so a thread alone would not free the event loop: numbers, objects and lists
 of token ids pass through a Python function, where the interpreter can switch threads. Strings, arrays, fractions and
-constants are counted first. What goes through all bytes does so in pieces.
+constants are counted first. Scans of all bytes run in pieces.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger("nanovllm")
 Result = TypeVar("Result")
 
 LARGE_BYTES = 16384  # parsing a smaller body takes less time than a thread switch
-PIECE_BYTES = 2**18  # one call of C goes through them in a millisecond
-# One of them is in each value beside strings, containers and whole numbers: 1.5, 1e5, 1E5, true, false, null, NaN.
+PIECE_BYTES = 2**18  # bytes that one C call scans in a millisecond
+# Each value except strings, containers and whole numbers has one of them: 1.5, 1e5, 1E5, true, false, null, NaN.
 OTHERS = (b".", b"e", b"E", b"n", b"N")
-MAX_UNKNOWN = 256  # of the fields that are logged
+MAX_UNKNOWN = 256  # unknown fields that are logged
 LARGE = "nanovllm.large"  # key in the ASGI scope of a request with a large body
 
 
@@ -54,7 +54,7 @@ class BodyLimits:
             "tools": (settings.max_tools, "the server's max_tools. Offer fewer"),
             "allowed_token_ids": (engine.vocab_size, "the size of the vocabulary. Name each token once"),
         }
-        self._unknown: set[str] = set()  # fields that were logged
+        self._unknown: set[str] = set()  # fields already logged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-parse")
 
     async def off_loop(self, request: Request, work: Callable[[], Result]) -> Result:
@@ -107,7 +107,7 @@ class BodyLimits:
                 )
 
     def expect_unknown(self) -> None:
-        """Let unknown fields pass with a line of the log, or be refused, in the models that are validated next."""
+        """Set whether the next validated models log unknown fields or refuse them."""
         TELL_UNKNOWN.set(self._log_unknown if self._settings.unknown_fields == "warn" else None)
 
     def _log_unknown(self, name: str) -> None:
@@ -158,7 +158,7 @@ class LimitedRequest(Request):
 
 
 class LimitedRoute(APIRoute):
-    """Route whose body, if any, is a `Strict` model within the limits."""
+    """Route that applies the body limits; its body, if any, is a `Strict` model."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -177,7 +177,7 @@ def _too_many(what: str) -> ApiError:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """The bytes of a body in order; no piece ends between a backslash and what it escapes."""
+    """Split a body into pieces; none ends between a backslash and the escaped byte."""
     first = 0
     while piece := body[first : first + PIECE_BYTES]:
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
@@ -188,7 +188,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 def _count(body: bytes) -> tuple[int, int, int]:
-    """The numbers of strings, arrays and objects; of fractions and constants, or more; of all values."""
+    """Numbers of (strings, arrays and objects), of (fractions and constants, at most), and of all values."""
     num_quotes = num_containers = num_others = num_commas = 0
     for piece in _pieces(body):
         # Without escaped quotes, every second part between quotes is inside a string.

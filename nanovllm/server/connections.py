@@ -24,17 +24,17 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
-# For uvicorn, which warns of each malformed request and each upgrade: any client can send them.
+# For uvicorn, which logs a warning per malformed request and per upgrade: any client can send them.
 errors_only = logging.getLogger("uvicorn.error.connections")
 errors_only.setLevel(logging.ERROR)
 
 HEAD, BODY, NOTHING = "headers", "body", "nothing"  # part of the request that the next bytes belong to
-LINE_BYTES = 4  # per header beside name and value: colon, space, line end
+LINE_BYTES = 4  # per header, in addition to name and value: colon, space, line end
 # After a refusal the socket still reads for this long: closing it at once would reset TCP before the client reads.
 LINGER_SECONDS = 1.0
 # Limits of pipelined requests per connection, by number (httptools) or bytes (h11).
 MAX_PIPELINED, MAX_PIPELINED_BYTES = 256, 2**20
-OTHER_FILES = 256  # open files of the process beside its connections
+OTHER_FILES = 256  # open files of the process, without its connections
 REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused connections of one status
 
 
@@ -125,10 +125,10 @@ class BoundedConnection(asyncio.Protocol):
         if self._is_refused:
             return
         self._has_data = True
-        self._take(data)
+        self._feed_parser(data)
         self._time_part()
 
-    def _take(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         """Pass data to the parser."""
         super().data_received(data)
 
@@ -189,7 +189,7 @@ class BoundedConnection(asyncio.Protocol):
         )
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP as JSON, where uvicorn would write text, even into the middle of an answer."""
+        """Refuse malformed HTTP with JSON; uvicorn would write text, even into the middle of an answer."""
         self.refuse(
             400,
             "the request is not valid HTTP/1.1, or has more than one length of its body. Send well-formed requests.",
@@ -268,8 +268,8 @@ class _H11Connection(BoundedConnection, H11Protocol):
         super().__init__(*arguments, **options)
         self.conn = BoundedH11Parser(self.settings)
 
-    def _take(self, data: bytes) -> None:
-        super()._take(data)
+    def _feed_parser(self, data: bytes) -> None:
+        super()._feed_parser(data)
         self._update_part()
 
     def on_response_complete(self) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger("nanovllm")
 RETRY_AFTER_SECONDS = 1  # during shutdown: a replacement may start soon
 TOO_LONG = "context_length_exceeded"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-MESSAGES_PATH = "/v1/messages"  # where errors have Anthropic's form
+MESSAGES_PATH = "/v1/messages"  # errors of this path have Anthropic's form
 ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -111,7 +111,7 @@ class ApiError(HTTPException):
         """The error in the form of the API at a path."""
         if MESSAGES_PATH in path:
             kind = ANTHROPIC_TYPES.get(self.status_code, "api_error")
-            # Anthropic's words, by which its clients know that they must shorten the conversation.
+            # Anthropic's words: its clients shorten the conversation when they read them.
             begin = "prompt is too long: " if self.code == TOO_LONG else ""
             return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
@@ -194,7 +194,7 @@ def from_validation(found: Sequence[Any], known: Sequence[str] = (), body: Any =
 
     Args:
         known: fields of the request, to suggest similar names for an unknown one.
-        body: the body as it was given, which tells its fields from the names of union members.
+        body: the body as given, to tell its fields from the names of union members.
     """
     error, path = found[0], _path_in_body(found[0], body)
     if error["type"] == "json_invalid":
@@ -225,7 +225,7 @@ def _path_in_body(error: Any, body: Any) -> FieldPath:
 
 
 def _given_parts(error: Any, path: list[str | int], body: Any) -> list[str | int]:
-    """The parts of a location that lead through the body, and the field that is wrong there."""
+    """Parts of a location that exist in the body, and the invalid field."""
     given: list[str | int] = []
     value = body
     for number, part in enumerate(path):
@@ -239,7 +239,7 @@ def _given_parts(error: Any, path: list[str | int], body: Any) -> list[str | int
 
 
 def _inner_field(error: Any) -> list[str | int]:
-    """The field of an object that an error about the whole object names."""
+    """The field named in an error about its whole object."""
     match error["type"]:
         case "refused_field":
             return [error["ctx"]["field"]]

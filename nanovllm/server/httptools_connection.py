@@ -1,4 +1,4 @@
-"""Connection limits under httptools, which has none of its own."""
+"""Connection limits under httptools, which has none built in."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class HttpToolsConnection(BoundedConnection, HttpToolsProtocol):
     _num_given = 0  # number of such returns
     _is_too_large = False
 
-    def _take(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         if self._part is NOTHING:  # bare line ends start no request, but stop uvicorn's idle timer
             self._part = HEAD
             self._number += 1
         num_given = self._num_given
-        super()._take(data)
+        super()._feed_parser(data)
         if self._is_refused:
             return
         self._num_pending = self._num_pending + len(data) if num_given == self._num_given else 0

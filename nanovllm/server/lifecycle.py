@@ -40,8 +40,8 @@ class Admission:
         self.num_open = 0
         config = engine.config
         # Maximum number of samples in the engine, queue included; None: no limit.
-        places = config.max_num_seqs * config.data_parallel_size
-        self.max_unfinished = None if config.max_queue is None else places + config.max_queue
+        max_running = config.max_num_seqs * config.data_parallel_size
+        self.max_unfinished = None if config.max_queue is None else max_running + config.max_queue
 
     def check(self) -> None:
         """Raise ApiError (503) if the engine is dead or the server drains."""

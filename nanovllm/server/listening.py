@@ -54,7 +54,7 @@ def allow_restart(listener: socket.socket) -> None:
 
 
 def _bind(family: int, address: object) -> socket.socket:
-    """A bound socket, which no other process can bind beside; SO_REUSEADDR on both would allow it until one listens."""
+    """Bind a socket exclusively: with SO_REUSEADDR, a second process could bind the port until one of them listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(listener.close)

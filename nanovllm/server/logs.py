@@ -20,7 +20,7 @@ SCOPE_KEY = "nanovllm.request_id"  # in the ASGI scope
 
 
 class RequestLog:
-    """Middleware that gives each request its x-request-id, which its response has too, and logs a line at its end.
+    """Middleware that sets the x-request-id of each request and its response, and logs a line at its end.
 
     Args:
         is_logged: whether to log the line.
@@ -78,7 +78,7 @@ def _log(scope: Scope, facts: RequestFacts, status: int, seconds: float) -> None
 
 
 class JsonFormatter(JsonLines):
-    """JSON lines with the request_id of the request that they are about, and the fields of an access."""
+    """JSON lines with the request_id of their request, and the fields of an access."""
 
     def values(self, record: logging.LogRecord) -> dict[str, Any]:
         line = super().values(record)

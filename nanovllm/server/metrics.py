@@ -93,7 +93,7 @@ class EngineFigures(Collector):
 
 
 class ReplicaFigures(Collector):
-    """Collector of what is known of each replica; the engine's metrics are sums over them."""
+    """Collector of metrics per replica; the engine's metrics are sums over replicas."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

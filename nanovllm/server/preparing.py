@@ -1,4 +1,4 @@
-"""What a server needs of its machine, checked and bound before torch is imported, which takes seconds."""
+"""Files, packages and sockets of a server, checked and bound before the import of torch, which takes seconds."""
 
 from __future__ import annotations
 

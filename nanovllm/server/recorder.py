@@ -1,8 +1,8 @@
 """Recorder of a server's requests: arrivals, lengths and hashed prefixes, for `nanovllm tune` and `simulate`; no text.
 
-The engine thread only queues a request that has ended. A thread of the recorder hashes its prompt and appends a line
-with one write, so that a killed process tears at most the last line. The hashes are keyed by random bytes that are
-never written: a guessed prompt cannot be looked up in the file.
+The engine thread only queues ended requests. The recorder's thread hashes their prompts and appends each line with one
+write, so that a killed process tears at most the last line. The hashes are keyed by random bytes that are never
+written: a guessed prompt cannot be looked up in the file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from nanovllm.server.metrics import worst_reason
 
 logger = logging.getLogger("nanovllm")
 
-BLOCK_TOKENS = 64  # tokens of a prompt behind each hash
+BLOCK_TOKENS = 64  # prompt tokens per hash
 HASH_BITS = 53  # exact in every reader of JSON
 MAX_QUEUED_TOKENS = 2**22  # prompt tokens that wait for the thread; further requests are left out, and counted
-REQUEST_TOKENS = 64  # what a request counts for beside its prompt
+REQUEST_TOKENS = 64  # added per request, for its fixed size
 
 
 class _Ended(NamedTuple):
@@ -46,7 +46,7 @@ class Recorder:
 
     num_recorded, num_dropped: requests so far.
 
-    Raises OSError if the file cannot be written, ValueError if it holds anything else than a record.
+    Raises OSError if the file cannot be written, ValueError if it is not a record.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = 2**28) -> None:
@@ -79,7 +79,7 @@ class Recorder:
         self._queue.put(_Ended(request, num_output_tokens, worst_reason(output)))
 
     def close(self) -> None:
-        """Write what is queued, and close the file; idempotent."""
+        """Write the queued requests, and close the file; idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -89,7 +89,7 @@ class Recorder:
 
     @staticmethod
     def check(path: str | os.PathLike[str]) -> None:
-        """Raise as the constructor does, before a model is loaded."""
+        """Raise like the constructor, before a model is loaded."""
         os.close(_open_record(Path(path))[0])
 
     # ------------------------------------------------------------------------------------------------- the thread
@@ -140,7 +140,7 @@ class Recorder:
 
 
 def prefix_hashes(token_ids: list[int], salt: str, key: bytes) -> list[int]:
-    """A number for each block of a prompt, the last one perhaps short; equal ones for equal prefixes and salts."""
+    """One hash per block of a prompt, a partial last one included; equal for equal prefixes and salts."""
     tokens = array("i", token_ids)
     parent = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, digest_size=16).digest()
     found = []
@@ -152,9 +152,9 @@ def prefix_hashes(token_ids: list[int], salt: str, key: bytes) -> list[int]:
 
 
 def _open_record(path: Path) -> tuple[int, int]:
-    """Open a record to append to, without a line that a killed process has torn; returns descriptor and size.
+    """Open a record for appending, and cut off a torn last line; returns descriptor and size.
 
-    The descriptor holds a lock: a second writer could take a line of the first for torn, or rename the file under it.
+    The descriptor holds a lock: a second writer could cut off a line of the first, or rename the file under it.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -186,7 +186,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _last_parts(file: int, size: int) -> list[bytes]:
-    """The end of a file, back to a line end or its begin, in parts."""
+    """Chunks of a file's end, back to at least one line end or the begin."""
     parts: list[bytes] = []
     while size > 0:
         first = max(0, size - 65536)

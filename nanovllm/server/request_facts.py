@@ -1,4 +1,4 @@
-"""What a server knows of a request beside its body: its id, its key's name, its trace; for logs, metrics and spans."""
+"""Facts of a request for logs, metrics and spans: its id, the name of its API key, its trace headers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nanovllm.core.sequence import NewRequest
 logger = logging.getLogger("nanovllm")
 
 REQUEST_ID = "x-request-id"
-PAGE_ID = "live-"  # what the live view's page begins the x-request-id of its questions with
-NO_KEY = "none"  # name of the key where none is required
+PAGE_ID = "live-"  # prefix of the x-request-ids of the live view's page
+NO_KEY = "none"  # name of the key if none is required
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -30,7 +30,7 @@ class RequestFacts:
     request_id: the client's x-request-id, or a new one.
     key: name of its API key.
     headers: traceparent and tracestate.
-    answer_id: id of its answer, which those of its prompts in the engine begin with; empty before.
+    answer_id: id of its answer, the prefix of its prompts' engine ids; empty until they are queued.
     """
 
     request_id: str
@@ -48,16 +48,16 @@ OnRequestEnd = Callable[[RequestFacts, NewRequest, RequestOutput | None], None]
 
 
 def given_id(headers: Headers) -> str:
-    """The request's x-request-id; a new one if it has none, or one that does not fit into a line of the log."""
+    """The request's x-request-id; a new one if it is missing or unfit for a log line."""
     given = headers.get(REQUEST_ID, "")
     return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class InFlight:
-    """Facts of the requests in the engine, by the ids that they have there.
+    """Facts of the requests in the engine, by engine request id.
 
-    listeners: called with the facts of each that ends.
-    questions: x-request-id of those that pages of the live view ask.
+    listeners: called with the facts of each ended request.
+    questions: x-request-ids of requests from the live view's pages, by engine request id.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class InFlight:
             self.questions.pop(request_id, None)
 
     def end(self, request: NewRequest, output: RequestOutput | None) -> None:
-        """As `OutputRouter.on_end`."""
+        """Report an ended request to the listeners, see `OutputRouter.on_end`; removes a listener that raises."""
         facts = self._facts.pop(request.request_id, None)
         self.questions.pop(request.request_id, None)
         if facts is None:
@@ -89,6 +89,6 @@ class InFlight:
         for listener in tuple(self.listeners):
             try:
                 listener(facts, request, output)
-            except Exception:  # the others go on
+            except Exception:  # further listeners are still called
                 self.listeners.remove(listener)
                 logger.exception("%s raised at the end of a request; it is not called again", listener)

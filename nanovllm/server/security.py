@@ -18,7 +18,7 @@ class ApiKeys:
     """Accepted API keys; without any, no key is required.
 
     Args:
-        names: of keys, for logs and metrics; the others are called key-1, key-2 and so on, in their order.
+        names: names of keys, for logs and metrics; further keys are called key-1, key-2 and so on, in their order.
 
     Raises ValueError for a key that a header cannot hold.
     """
@@ -67,7 +67,7 @@ class ApiKeys:
 
 
 def authorization_of(headers: Headers) -> str | None:
-    """The Authorization header of a request, or x-api-key as one, which Anthropic's clients send."""
+    """The Authorization header of a request; x-api-key, which Anthropic's clients send, as Bearer."""
     given = headers.get("x-api-key")
     return headers.get("authorization") or (None if given is None else f"Bearer {given}")
 

@@ -33,7 +33,7 @@ def _address(name: str, value: Any) -> str:
 
 
 def _keys(name: str, value: Any) -> tuple[str, ...]:
-    """As `strings`, without values in errors: keys must not appear in a log."""
+    """Check like `strings`, without values in errors: keys must not appear in a log."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str)
     keys = tuple(value) if is_list else (None,)  # evaluated once: the check would exhaust an iterator
     if not all(isinstance(key, str) and key for key in keys):
@@ -172,18 +172,18 @@ class ServerSettings:
             raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file.")
 
     def api_keys(self) -> tuple[str, ...]:
-        """Return the accepted keys, those of the file included; empty if no key is required."""
+        """Return the accepted keys, from options and file; empty if no key is required."""
         if self.api_key_file is None:
             return self.api_key
         return (*self.api_key, *self._read_keys())
 
     def key_names(self) -> dict[str, str]:
-        """Return the names of keys that the file gives some, for logs and metrics."""
+        """Return the file's names of keys, for logs and metrics."""
         named = {} if self.api_key_file is None else self._read_keys()
         return {key: name for key, name in named.items() if name}
 
     def _read_keys(self) -> dict[str, str]:
-        """The keys of the file and their names, empty for none."""
+        """Keys of the file with their names, empty without a name."""
         path = Path(str(self.api_key_file))
         lines = utf8(f"api_key_file {path}", path.read_bytes()).splitlines()
         parts = [line.partition(" #") for line in lines if line.strip() and not line.lstrip().startswith("#")]
@@ -198,5 +198,5 @@ def cache_salt(key: str) -> str:
 
 
 def request_salt(settings: ServerSettings, key: str | None, own: str) -> str:
-    """Prefix the client's salt with that of its key under cache_salt_per_key."""
+    """Prefix the client's salt with its key's salt under cache_salt_per_key."""
     return own if key is None or not settings.cache_salt_per_key else f"{cache_salt(key)}:{own}"

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise RuntimeError(f"otlp_traces_endpoint needs {error.name}: pip install 'nanovllm[otel]'.") from error
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # the others are "chat"
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # default: "chat"
 # Sampling parameters -> attributes.
 PARAMETERS = {
     "max_tokens": "gen_ai.request.max_tokens", "temperature": "gen_ai.request.temperature",
@@ -30,14 +30,14 @@ PARAMETERS = {
 
 
 def exporting(endpoint: str) -> TracerProvider:
-    """A provider that sends spans to an OTLP endpoint, in batches from a thread of its own."""
+    """Create a provider that sends spans to an OTLP endpoint, in batches from a separate thread."""
     provider = TracerProvider(resource=Resource.create({"service.name": "nanovllm"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 
 
 class SpanWriter:
-    """Writes a span for each request that ends, below the client's span if it sent a traceparent."""
+    """Writes a span per ended request, as a child of the client's span if it sent a traceparent."""
 
     def __init__(self, provider: Any, model_name: str) -> None:
         self._tracer = provider.get_tracer("nanovllm")
@@ -46,7 +46,7 @@ class SpanWriter:
         self._propagator = TraceContextTextMapPropagator()
 
     def write(self, facts: RequestFacts, request: NewRequest, output: RequestOutput | None) -> None:
-        """As `InFlight.listeners`."""
+        """Write the span of an ended request; a listener of `InFlight`."""
         operation = OPERATIONS.get(facts.path, "chat")
         now = time.monotonic()
         span = self._tracer.start_span(

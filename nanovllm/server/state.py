@@ -47,7 +47,7 @@ class ServerState:
 
     @property
     def max_samples(self) -> int:
-        """Maximum number of completions of a request: the setting, within the room of engine and queue."""
+        """Maximum number of samples of a request: the setting, at most the capacity of engine and queue."""
         limit = self.admission.max_unfinished
         return self.settings.max_samples if limit is None else min(self.settings.max_samples, limit)
 
@@ -93,7 +93,7 @@ def served_name(settings: ServerSettings, model: str | os.PathLike[str] = DEFAUL
     if settings.served_model_name is not None:
         return settings.served_model_name
     path = Path(model)
-    if is_gguf(path):  # not resolved: a file in the hub's cache is a link to one that is named by its checksum
+    if is_gguf(path):  # not resolved: the hub's cache links each file to one named by its checksum
         return path.name.removesuffix(".gguf")
     return path.resolve().name if path.exists() else str(model)
 

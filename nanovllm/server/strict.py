@@ -15,7 +15,7 @@ Each = Annotated[list[Item], Field(fail_fast=True)]
 
 MAX_NESTING = 100
 
-# Told of each unknown field, as Model.field, which is then left out; None: unknown fields are errors.
+# Called with each unknown field, as Model.field, which is then left out; None: unknown fields are errors.
 TELL_UNKNOWN: ContextVar[Callable[[str], None] | None] = ContextVar("tell_unknown", default=None)
 
 
@@ -40,7 +40,7 @@ AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
 
 
 class Strict(BaseModel):
-    """Model that refuses unknown fields, or leaves them out, see `TELL_UNKNOWN`."""
+    """Model that refuses unknown fields, or leaves them out if `TELL_UNKNOWN` is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     # Unsupported fields of OpenAI's API: allowed values, and the reason for refusing others.

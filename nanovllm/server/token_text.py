@@ -13,11 +13,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte-level alphabet: printable bytes map to themselves, others to characters from U+0100."""
+    """Return the byte-level alphabet: printable bytes map to themselves, unprintable ones to U+0100 and up."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     own = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
-    others = [byte for byte in range(256) if chr(byte) not in own]
-    return own | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if chr(byte) not in own]
+    return own | {chr(0x100 + number): byte for number, byte in enumerate(unprintable)}
 
 
 class TokenText:

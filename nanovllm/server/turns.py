@@ -1,4 +1,4 @@
-"""Requests that arrive together begin a few at a time: running streams and /health do not wait for all of them."""
+"""Staggered start of requests that arrive together, so that running streams and /health need not wait for all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PER_TURN = 4  # requests that begin in one turn of the event loop, at half a millisecond to two each
+PER_TURN = 4  # requests per turn of the event loop, 0.5 to 2 ms each
 AT_ONCE = frozenset({"/health"})
 
 
 class Turns:
-    """Middleware that lets at most PER_TURN requests begin in each turn of the event loop, in their order."""
+    """Middleware that starts at most PER_TURN requests in each turn of the event loop, in order of arrival."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

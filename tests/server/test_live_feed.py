@@ -28,7 +28,7 @@ from nanovllm.server.live.engine_snapshot import (
     pool_map,
     pool_usage,
     take_snapshot,
-    with_places,
+    with_queue_positions,
 )
 from nanovllm.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.server.live.live_view import live_page
@@ -154,10 +154,10 @@ async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait():
         while (await llm.stats()).num_waiting < len(ids) - 1:
             await asyncio.sleep(0.01)
         questions = {ids[0]: "live-runs", ids[-1]: "live-last", ids[3]: "live-third", "gone": "live-gone"}
-        look = await llm.inspect(lambda engine: with_places(take_snapshot(engine, deque()), engine, questions))
+        look = await llm.inspect(lambda engine: with_queue_positions(take_snapshot(engine, deque()), engine, questions))
         for task in tasks:
             task.cancel()
-    assert look.places == {"live-third": 3, "live-last": len(ids) - 1}
+    assert look.queue_positions == {"live-third": 3, "live-last": len(ids) - 1}
 
 
 def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_arrival():
@@ -170,7 +170,7 @@ def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_ar
     requests = {"a": request(1, has_token=True), "b": request(2, has_token=False), "c": request(1, has_token=False)}
     pool = SimpleNamespace(statuses=["up"], requests=requests)
     snapshot = EngineSnapshot(0.0, (), [], 0, 0, bytes(5), bytes(5), {}, 0.0)
-    assert with_places(snapshot, pool, {"a": "live-a", "c": "live-c"}).places == {"live-c": 3}
+    assert with_queue_positions(snapshot, pool, {"a": "live-a", "c": "live-c"}).queue_positions == {"live-c": 3}
 
 
 @pytest.mark.parametrize("num_blocks", [1, 13, MAX_CELLS, MAX_CELLS + 1, 3 * MAX_CELLS - 1, 100_000])

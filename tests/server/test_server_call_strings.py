@@ -12,7 +12,7 @@ import llguidance
 import pytest
 
 from nanovllm.requests.grammar.ascii_classes import ascii_regex
-from nanovllm.server.answers.grammar import Demand
+from nanovllm.server.answers.grammar import AnswerConstraints
 from nanovllm.server.answers.rules import Rules
 from nanovllm.server.answers.string_formats import FORMATS
 from nanovllm.server.answers.text_values import text_value
@@ -51,11 +51,11 @@ def test_strings_between_tags_keep_to_their_schemas(name, as_tokens):
     setting = setting_of(name, as_tokens=as_tokens)
     for schema, good, bad in STRINGS:
         for strict in (True, False):
-            demand = Demand(tools=[taking({"type": "string", **schema}, strict=strict)], must_call=True)
+            constraints = AnswerConstraints(tools=[taking({"type": "string", **schema}, strict=strict)], must_call=True)
             for text in good:
-                assert setting.accepts(demand, WRITTEN[name] % text), (schema, text)
+                assert setting.accepts(constraints, WRITTEN[name] % text), (schema, text)
             for text in bad:
-                assert not setting.accepts(demand, WRITTEN[name] % text), (schema, text)
+                assert not setting.accepts(constraints, WRITTEN[name] % text), (schema, text)
 
 
 @pytest.mark.parametrize(("name", "as_tokens"), TAGGED)
@@ -63,7 +63,10 @@ def test_whatever_is_generated_between_tags_is_valid(name, as_tokens):
     setting, chance = setting_of(name, as_tokens=as_tokens), random.Random(3)
     for own in ({"pattern": "b", "maxLength": 8}, {"minLength": 2, "maxLength": 6}, {"pattern": "^[a-c<]{2,9}$|^/"}):
         tool = taking({"type": "string", **own})
-        texts = [setting.generate(Demand(tools=[tool], must_call=True, is_parallel=False), chance) for _ in range(4)]
+        texts = [
+            setting.generate(AnswerConstraints(tools=[tool], must_call=True, is_parallel=False), chance)
+            for _ in range(4)
+        ]
         for text in filter(None, texts):
             (call,) = setting.read(text, {"f": tool["function"]["parameters"]}).calls
             jsonschema.validate(json.loads(call["function"]["arguments"]), tool["function"]["parameters"])
@@ -73,9 +76,9 @@ def test_whatever_is_generated_between_tags_is_valid(name, as_tokens):
 @pytest.mark.parametrize("name", ["qwen_xml", "seed", "glm"])
 def test_a_string_between_tags_does_not_hold_its_closing_tag(name):
     setting, tag = setting_of(name, as_tokens=False), WRITTEN[name].partition("%s")[2].split()[0]
-    demand = Demand(tools=[taking({"type": "string", "minLength": 30})], must_call=True)
-    assert setting.accepts(demand, WRITTEN[name] % ("a" * 30))
-    assert not setting.accepts(demand, WRITTEN[name] % f"a{tag}{'a' * 30}")
+    constraints = AnswerConstraints(tools=[taking({"type": "string", "minLength": 30})], must_call=True)
+    assert setting.accepts(constraints, WRITTEN[name] % ("a" * 30))
+    assert not setting.accepts(constraints, WRITTEN[name] % f"a{tag}{'a' * 30}")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +100,9 @@ def test_a_string_between_tags_does_not_hold_its_closing_tag(name):
 def test_a_string_that_cannot_be_kept_is_an_error_for_strict_tools_and_free_for_others(name, schema, what):
     setting = setting_of(name)
     with pytest.raises(ValueError, match=f"^tools: the string 'x' of 'f' .*{re.escape(what)}"):
-        setting.accepts(Demand(tools=[taking({"type": "string", **schema})]), WRITTEN[name] % "x")
+        setting.accepts(AnswerConstraints(tools=[taking({"type": "string", **schema})]), WRITTEN[name] % "x")
     free = taking({"type": "string", **schema}, strict=False)
-    assert setting.accepts(Demand(tools=[free], must_call=True), WRITTEN[name] % "hello world")
+    assert setting.accepts(AnswerConstraints(tools=[free], must_call=True), WRITTEN[name] % "hello world")
 
 
 @pytest.mark.parametrize("schema", [{"enum": [1, None]}, {"const": None}, {"enum": []}, {"enum": 5}], ids=str)
@@ -107,7 +110,7 @@ def test_a_string_that_cannot_be_kept_is_an_error_for_strict_tools_and_free_for_
 def test_a_string_with_values_of_other_types_alone_is_an_error(schema, strict):
     setting, tool = setting_of("glm"), taking({"type": "string", **schema}, strict=strict)
     with pytest.raises(ValueError, match=r"^tools: the string 'x' of 'f' has .* without a string"):
-        setting.accepts(Demand(tools=[tool], must_call=True), "")
+        setting.accepts(AnswerConstraints(tools=[tool], must_call=True), "")
 
 
 FORMATTED = """

@@ -12,10 +12,10 @@ import pytest
 
 from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.compiler import GrammarCompiler
-from nanovllm.server.answers.grammar import Demand, build_form
+from nanovllm.server.answers.grammar import AnswerConstraints, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai.forms import error_of
+from nanovllm.server.openai.forms import named_error
 from tests.support.answer_grammars import setting_of
 
 WEATHER = {
@@ -63,11 +63,11 @@ CALL = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": AR
 @pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
 def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
     setting = setting_of(name, as_tokens=as_tokens)
-    demand = Demand(tools=TOOLS, must_call=True)
-    assert setting.accepts(demand, CALL[name])
+    constraints = AnswerConstraints(tools=TOOLS, must_call=True)
+    assert setting.accepts(constraints, CALL[name])
     for wrong in ("Hello", CALL[name].replace("weather", "whether"), CALL[name].replace("city", "town"),
                   CALL[name].replace("C", "K"), "Hello" + CALL[name], CALL[name][:-4], ""):  # fmt: skip
-        assert not setting.accepts(demand, wrong), wrong
+        assert not setting.accepts(constraints, wrong), wrong
     (call,) = setting.read(CALL[name], SCHEMAS).calls
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
 
@@ -76,7 +76,7 @@ def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
 def test_whatever_is_generated_is_a_valid_call(name, as_tokens):
     setting, chance, num_read = setting_of(name, as_tokens=as_tokens), random.Random(7), 0
     for _ in range(8):
-        text = setting.generate(Demand(tools=TOOLS, must_call=True), chance)
+        text = setting.generate(AnswerConstraints(tools=TOOLS, must_call=True), chance)
         if text is None:
             continue
         found = setting.read(text, SCHEMAS)
@@ -89,15 +89,15 @@ def test_whatever_is_generated_is_a_valid_call(name, as_tokens):
 
 @pytest.mark.parametrize(("name", "as_tokens"), SETTINGS)
 def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
-    setting, demand = setting_of(name, as_tokens=as_tokens), Demand(tools=TOOLS)
+    setting, constraints = setting_of(name, as_tokens=as_tokens), AnswerConstraints(tools=TOOLS)
     plain = "<|channel|>final<|message|>It is 3 < 4." if name == "harmony" else "It is 3 < 4."
     before = "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant" if name == "harmony" else "Well. "
-    assert setting.accepts(demand, plain)
-    assert setting.accepts(demand, CALL[name])
-    assert not setting.accepts(demand, CALL[name].replace("city", "town"))
+    assert setting.accepts(constraints, plain)
+    assert setting.accepts(constraints, CALL[name])
+    assert not setting.accepts(constraints, CALL[name].replace("city", "town"))
     if name != "llama":  # whose calls are whole answers
-        assert setting.accepts(demand, before + CALL[name])
-        assert not setting.accepts(demand, before + CALL[name].replace("city", "town"))
+        assert setting.accepts(constraints, before + CALL[name])
+        assert not setting.accepts(constraints, before + CALL[name].replace("city", "town"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
 def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
     setting = setting_of(name)
     for must_call in (True, False):
-        assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
+        assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call), text)
     (call,) = setting.read(text, SCHEMAS).calls
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
 
@@ -123,7 +123,7 @@ def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "seed", "glm"])
 def test_several_calls_may_stand_on_one_line(name):
     setting, text = setting_of(name), CALL[name] + CALL[name]
-    assert setting.accepts(Demand(tools=TOOLS, must_call=True), text)
+    assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=True), text)
     assert len(setting.read(text, SCHEMAS).calls) == 2
 
 
@@ -134,9 +134,9 @@ def test_several_calls_unless_they_are_not_wanted(name):
     text = two.get(name, CALL[name] + CALL[name] if name == "mistral_args" else f"{CALL[name]}\n{CALL[name]}")
     assert len(setting.read(text, SCHEMAS).calls) == 2
     for must_call in (True, False):
-        assert setting.accepts(Demand(tools=TOOLS, must_call=must_call), text)
+        assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call), text)
         if (name, must_call) != ("mistral", False):  # a list in one marker
-            assert not setting.accepts(Demand(tools=TOOLS, must_call=must_call, is_parallel=False), text)
+            assert not setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call, is_parallel=False), text)
 
 
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
@@ -145,14 +145,17 @@ def test_thought_is_free_and_what_follows_it_is_not(reasoning, as_tokens):
     setting = setting_of("hermes", reasoning, as_tokens=as_tokens)
     form = REASONING_FORMATS[reasoning]
     thought = f"So <b> {{}} it is.\n{form.close}\n\n"
-    for demand, answer in ((Demand(shape=NUMBER), '{"n":3}'), (Demand(tools=TOOLS, must_call=True), HERMES)):
-        assert setting.accepts(demand, thought + answer, is_open=True)
-        assert setting.accepts(demand, form.open + "\n" + thought + answer)
-        assert setting.accepts(demand, answer)
-        assert not setting.accepts(demand, thought + "no", is_open=True)
-        assert not setting.accepts(demand, "So <b>", is_open=False)
-        assert not setting.accepts(demand, answer, is_open=True)
-    both = Demand(shape=NUMBER, tools=TOOLS)
+    for constraints, answer in (
+        (AnswerConstraints(shape=NUMBER), '{"n":3}'),
+        (AnswerConstraints(tools=TOOLS, must_call=True), HERMES),
+    ):
+        assert setting.accepts(constraints, thought + answer, is_open=True)
+        assert setting.accepts(constraints, form.open + "\n" + thought + answer)
+        assert setting.accepts(constraints, answer)
+        assert not setting.accepts(constraints, thought + "no", is_open=True)
+        assert not setting.accepts(constraints, "So <b>", is_open=False)
+        assert not setting.accepts(constraints, answer, is_open=True)
+    both = AnswerConstraints(shape=NUMBER, tools=TOOLS)
     assert setting.accepts(both, thought + HERMES, is_open=True) and setting.accepts(both, '{"n":3}')
 
 
@@ -161,10 +164,10 @@ def test_thought_of_harmony_is_free_and_what_follows_it_is_not():
     thought = "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"
     final = '<|channel|>final<|message|>{"n":3}'
     for begin in ("", thought):
-        assert setting.accepts(Demand(shape=NUMBER), begin + final)
-        assert not setting.accepts(Demand(shape=NUMBER), begin + final.replace("3", "x"))
-        assert setting.accepts(Demand(tools=TOOLS, must_call=True), begin + HARMONY)
-        assert not setting.accepts(Demand(tools=TOOLS, must_call=True), begin + final)
+        assert setting.accepts(AnswerConstraints(shape=NUMBER), begin + final)
+        assert not setting.accepts(AnswerConstraints(shape=NUMBER), begin + final.replace("3", "x"))
+        assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=True), begin + HARMONY)
+        assert not setting.accepts(AnswerConstraints(tools=TOOLS, must_call=True), begin + final)
 
 
 @pytest.mark.parametrize("reasoning", ["think", "harmony"])
@@ -173,7 +176,7 @@ def test_a_budget_of_thought_forces_its_end(reasoning):
     begin = "<|channel|>analysis<|message|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].open
     close = "<|end|>" if reasoning == "harmony" else REASONING_FORMATS[reasoning].close
     close_id = setting.tokenizer.convert_tokens_to_ids(close)
-    matcher = setting.matcher(Demand(budget=3), is_open=False)
+    matcher = setting.matcher(AnswerConstraints(budget=3), is_open=False)
     assert matcher.consume_tokens(setting.tokenizer(begin)["input_ids"])
     for _ in range(3):
         assert close_id in allowed_by(matcher)
@@ -189,7 +192,7 @@ def allowed_by(matcher: llguidance.LLMatcher) -> list[int]:
 def test_a_budget_needs_an_end_that_is_one_token():
     with pytest.raises(ValueError, match="thinking_token_budget needs an end of thought that is one token"):
         setting = setting_of("none", "think", as_tokens=False)
-        build_form(Demand(budget=3), setting.form, setting.tokenizer, is_open=True)
+        build_form(AnswerConstraints(budget=3), setting.form, setting.tokenizer, is_open=True)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +209,8 @@ def test_a_budget_needs_an_end_that_is_one_token():
 )
 def test_every_form_may_follow_thought(shape, good, bad):
     setting = setting_of("none", "think")
-    assert setting.accepts(Demand(shape=shape), "Well.</think>" + good, is_open=True)
-    assert not setting.accepts(Demand(shape=shape), "Well.</think>" + bad, is_open=True)
+    assert setting.accepts(AnswerConstraints(shape=shape), "Well.</think>" + good, is_open=True)
+    assert not setting.accepts(AnswerConstraints(shape=shape), "Well.</think>" + bad, is_open=True)
 
 
 def test_a_keyword_that_is_not_supported_is_an_error_for_strict_tools_alone():
@@ -215,7 +218,9 @@ def test_a_keyword_that_is_not_supported_is_an_error_for_strict_tools_alone():
     odd = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
     for strict in (True, False):
         tools = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": strict}}]
-        built = build_form(Demand(tools=tools, must_call=True), setting.form, setting.tokenizer, is_open=False)
+        built = build_form(
+            AnswerConstraints(tools=tools, must_call=True), setting.form, setting.tokenizer, is_open=False
+        )
         assert llguidance.LLMatcher(setting.guide, built.grammar).is_error() == strict
 
 
@@ -228,11 +233,11 @@ def test_the_error_of_a_tool_names_it_and_the_keyword_and_shows_no_grammar_of_ou
         {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
         for name, schema in (("fine", good), ("odd", odd))
     ]
-    demand = Demand(tools=tools, must_call=True)
+    constraints = AnswerConstraints(tools=tools, must_call=True)
     compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
     with pytest.raises(ValueError, match="structured_output") as found:
-        compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
-    error = error_of(found.value, demand, "tools")
+        compiler.matcher(build_form(constraints, setting.form, setting.tokenizer, is_open=False))
+    error = named_error(found.value, constraints, "tools")
     assert isinstance(error, ApiError) and error.param == "tools"
     assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in error.message
     assert "%json" not in error.message and "r0" not in error.message
@@ -242,7 +247,7 @@ def test_arguments_by_name_need_names():
     setting = setting_of("qwen_xml")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}]}, "strict": True}}]
     with pytest.raises(ValueError, match="parameters of 'f' have 'anyOf' at their root"):
-        build_form(Demand(tools=tools), setting.form, setting.tokenizer, is_open=False)
+        build_form(AnswerConstraints(tools=tools), setting.form, setting.tokenizer, is_open=False)
 
 
 OPEN = {"name": {"type": "string", "maxLength": 5}}
@@ -279,15 +284,15 @@ KEPT_OPEN: list[tuple[dict[str, Any], str]] = [
 def test_objects_that_name_their_properties_take_no_others_in_calls(schema, good, bad):
     setting, tool = setting_of("hermes"), {"type": "function", "function": {"name": "f", "parameters": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
-    assert setting.accepts(Demand(tools=[tool], must_call=True), call % good)
-    assert not setting.accepts(Demand(tools=[tool], must_call=True), call % bad)
+    assert setting.accepts(AnswerConstraints(tools=[tool], must_call=True), call % good)
+    assert not setting.accepts(AnswerConstraints(tools=[tool], must_call=True), call % bad)
 
 
 @pytest.mark.parametrize(("schema", "good"), KEPT_OPEN)
 def test_objects_whose_schema_says_otherwise_take_others(schema, good):
     setting, tool = setting_of("hermes"), {"type": "function", "function": {"name": "f", "parameters": schema}}
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
-    assert setting.accepts(Demand(tools=[tool], must_call=True), call % good)
+    assert setting.accepts(AnswerConstraints(tools=[tool], must_call=True), call % good)
 
 
 @pytest.mark.parametrize(
@@ -301,10 +306,10 @@ def test_objects_whose_schema_says_otherwise_take_others(schema, good):
 @pytest.mark.parametrize("format_", ["hermes", "qwen_xml", "glm"])
 def test_parameters_that_are_no_schema_are_named_in_the_error(format_, schema, what):
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    demand, setting = Demand(tools=[tool], must_call=True), setting_of(format_)
+    constraints, setting = AnswerConstraints(tools=[tool], must_call=True), setting_of(format_)
     compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
     with pytest.raises(ValueError) as found:
-        compiler.matcher(build_form(demand, setting.form, setting.tokenizer, is_open=False))
-    error = error_of(found.value, demand, "tools")
+        compiler.matcher(build_form(constraints, setting.form, setting.tokenizer, is_open=False))
+    error = named_error(found.value, constraints, "tools")
     message = str(getattr(error, "message", error))
     assert message.startswith("tools: the parameters of 'f'") and what in message

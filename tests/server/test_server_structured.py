@@ -18,7 +18,7 @@ from nanovllm.server.answers.answer_format import AnswerFormat
 from nanovllm.server.answers.grammar import build_form
 from nanovllm.server.answers.tool_calls import FORMATS
 from nanovllm.server.openai import turn
-from nanovllm.server.openai.forms import demand_of
+from nanovllm.server.openai.forms import constraints_of
 from nanovllm.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
 from tests.support.serving import MODEL, serving
@@ -199,9 +199,9 @@ def test_beside_a_document_tools_may_still_be_called(choice):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
     given = {"messages": ASK, "tools": tools, "tool_choice": choice, "response_format": document}
     body = ChatRequest.model_validate(given)
-    demand = demand_of(body, body.callable_tools)
+    constraints = constraints_of(body, body.callable_tools)
     tokenizer = tiny_tokenizer()
-    built = build_form(demand, AnswerFormat(None, FORMATS["hermes"]), tokenizer, is_open=False)
+    built = build_form(constraints, AnswerFormat(None, FORMATS["hermes"]), tokenizer, is_open=False)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
     for text in ('{"city":"Rome","days":2}', call):
         matcher = GrammarCompiler(tokenizer, len(tokenizer), [3]).matcher(built).copy()

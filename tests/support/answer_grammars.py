@@ -10,7 +10,7 @@ import llguidance
 import llguidance.hf
 
 from nanovllm.server.answers.answer_format import AnswerFormat
-from nanovllm.server.answers.grammar import Demand, build_form
+from nanovllm.server.answers.grammar import AnswerConstraints, build_form
 from nanovllm.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.server.answers.tool_calls import FORMATS
 from tests.support.tiny_models import tiny_tokenizer
@@ -42,23 +42,23 @@ class Setting:
         self.guide = llguidance.hf.from_tokenizer(self.tokenizer)
         self.end_id = self.tokenizer.convert_tokens_to_ids("<|system|>")
 
-    def matcher(self, demand: Demand, is_open: bool) -> llguidance.LLMatcher:
-        built = build_form(demand, self.form, self.tokenizer, is_open=is_open)
+    def matcher(self, constraints: AnswerConstraints, is_open: bool) -> llguidance.LLMatcher:
+        built = build_form(constraints, self.form, self.tokenizer, is_open=is_open)
         grammar = built.grammar or f"start: %json {built.json_schema}"
         matcher = llguidance.LLMatcher(self.guide, grammar)
         assert not matcher.is_error(), (matcher.get_error(), grammar)
         return matcher
 
-    def accepts(self, demand: Demand, text: str, *, is_open: bool = False) -> bool:
-        matcher = self.matcher(demand, is_open)
+    def accepts(self, constraints: AnswerConstraints, text: str, *, is_open: bool = False) -> bool:
+        matcher = self.matcher(constraints, is_open)
         ids = self.tokenizer(text)["input_ids"]
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def generate(
-        self, demand: Demand, chance: random.Random, *, is_open: bool = False, limit: int = 2000
+        self, constraints: AnswerConstraints, chance: random.Random, *, is_open: bool = False, limit: int = 2000
     ) -> str | None:
         """A random text of the grammar; None if it has not ended within the limit."""
-        matcher, ids = self.matcher(demand, is_open), []
+        matcher, ids = self.matcher(constraints, is_open), []
         hasty = {*self.tokenizer('"}]<\n')["input_ids"], *range(512, len(self.tokenizer))}
         while len(ids) < limit:
             # The end of a free text, which chance would hardly spell.

@@ -1,4 +1,4 @@
-"""How one model writes its answers: the formats of its thought and of its tool calls, and their stream parser."""
+"""Answer format of a model: its reasoning format, its tool call format, and their stream parser."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class AnswerFormat:
         return self.reasoning is HARMONY or self.tools is HARMONY_TOOLS
 
     def needs_special_tokens(self, *, with_tools: bool) -> bool:
-        """Whether markers are special tokens, which the text of an answer must keep for the parser."""
+        """Whether the parser needs special tokens in the text, because markers are special tokens."""
         own = () if self.reasoning is None else self.reasoning.markers
         if with_tools and self.tools is not None:
             own += self.tools.markers + self.tools.inner
         return self.is_harmony or not self.special_tokens.isdisjoint(own)
 
     def stream(self, tools: Tools | None, *, is_open: bool) -> AnswerStream | harmony.HarmonyStream | None:
-        """Parser of one answer; None if there is nothing to find.
+        """Create the parser of one answer; None if the format has nothing to parse.
 
         Args:
             tools: schemas of the tools' parameters by name; None without tools.
@@ -89,7 +89,7 @@ class AnswerStream:
         return 0 if self._tools is None else self._tools.num_calls
 
     def add(self, text: str, *, is_last: bool) -> AnswerDelta:
-        """Add text; returns what is new."""
+        """Add text; returns the new parts of the answer."""
         if self._dropped is not None:
             text = self._dropped.sub("", self._held + text)
             kept = 0 if is_last else self._num_held(text)
@@ -111,13 +111,13 @@ class AnswerStream:
 
 @functools.cache
 def beginnings_of(texts: frozenset[str]) -> frozenset[str]:
-    """Whatever some text begins with, without being it."""
+    """Proper prefixes of the texts."""
     return frozenset(text[:size] for text in texts for size in range(1, len(text)))
 
 
 @functools.cache
 def any_of(texts: frozenset[str]) -> re.Pattern[str]:
-    """Pattern of some texts; a tokenizer may have a thousand special tokens."""
+    """Pattern that matches any of the texts; a tokenizer may have a thousand special tokens."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
 
 

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, one for each format that `tool_calls` reads: what it accepts there, no more."""
+"""Grammars of tool calls, one per format of `tool_calls`: they allow exactly the calls that its parser accepts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Tool = dict[str, Any]  # in OpenAI's form
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Rules of one request's calls.
+    """Grammar rules for the tool calls of one request.
 
-    opening: the marker in front of a call.
-    body: one call behind its marker.
+    opening: the marker that opens a call.
+    body: one call, without that marker.
     one: one call with its marker, as the whole answer.
     joined: one call or more, as the whole answer.
-    plain: text that is no call, for a format whose calls are whole answers; None for others.
+    plain: text without a call, if the format allows no text around calls; else None.
     """
 
     opening: str
@@ -36,12 +36,12 @@ _LINE_BREAK = '"\\n"?'
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool's arguments; keywords that the compiler does not know are errors for strict tools alone."""
+    """Schema of a tool's arguments; keywords unknown to the compiler are errors for strict tools only."""
     function = tool["function"]
     given = function.get("parameters") or {}
     schema = dict(given if _is_composed(given) else _closed(given))
     schema.setdefault("type", "object")
-    # One line, as templates write calls: white space without end is what small models get lost in.
+    # One line, as templates write calls: small models fall into endless white space.
     schema["x-guidance"] = {"whitespace_pattern": " ?", "lenient": not function.get("strict")}
     return schema
 
@@ -53,9 +53,9 @@ _OPEN = frozenset({
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no other properties in objects that name theirs: arguments that a tool does not have.
+    """Close the objects that name their properties, so that the model cannot invent arguments.
 
-    No caller wants them, a small model does not end them, and formats that write arguments by name have none.
+    No caller wants them, small models do not stop adding them, and formats that name arguments in tags lack them.
     """
     if not isinstance(schema, dict):
         return schema
@@ -78,7 +78,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _is_composed(value: Any) -> bool:
-    """Whether objects of the schema are described in several places, which each allow what the others name."""
+    """Whether several subschemas describe one object: closing each would refuse the properties of its siblings."""
     if isinstance(value, dict):
         if _COMPOSING & value.keys() or {"$ref", "properties"} <= value.keys():
             return True
@@ -87,12 +87,12 @@ def _is_composed(value: Any) -> bool:
 
 
 def _each(rules: Rules, tools: Sequence[Tool], body: Callable[[str, Tool], str]) -> str:
-    """One of the tools' calls."""
+    """Rule for a call of any of the tools."""
     return rules.add(" | ".join(body(tool["function"]["name"], tool) for tool in tools))
 
 
 def _json_call(rules: Rules, key: str, more: str = "") -> Callable[[str, Tool], str]:
-    """Args: more: what may stand behind the arguments."""
+    """Args: more: rule for the text after the arguments."""
 
     def call(name: str, tool: Tool) -> str:
         head = '{"name": ' + rules.literal(name) + f', "{key}": '
@@ -119,7 +119,7 @@ def llama(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 def mistral(rules: Rules, tools: Sequence[Tool]) -> CallRules:
     marker, arguments = rules.marker("[TOOL_CALLS]"), rules.token_id("[ARGS]")
-    if arguments is None:  # a list behind one marker
+    if arguments is None:  # a list of calls after one marker
         own_id = rules.add(r'/, "id": "[A-Za-z0-9]{9}"/')  # as the templates write earlier calls
         call = _each(rules, tools, _json_call(rules, "arguments", f"{own_id}?"))
         body = f'" "? "[" {call} (", " {call})* "]"'  # older models write the space
@@ -151,7 +151,7 @@ def seed(rules: Rules, tools: Sequence[Tool]) -> CallRules:
 
 
 def glm(rules: Rules, tools: Sequence[Tool]) -> CallRules:
-    """GLM-4.5 and 4.6 write a line for each tag, later models none."""
+    """GLM-4.5 and 4.6 write each tag on a new line, later models do not."""
 
     def call(name: str, tool: Tool) -> str:
         return f"{rules.literal(name)} {_LINE_BREAK} {_arguments(rules, tool, None, '</arg_value>')}"
@@ -201,7 +201,7 @@ def _arguments(rules: Rules, tool: Tool, opening: Callable[[str], str] | None, c
 
 
 def calls_to_channels(rules: Rules, tools: Sequence[Tool]) -> str:
-    """Harmony's call, whose end ends the answer: there is one in each. The channel stands before or behind the name."""
+    """Harmony's call, which ends the answer: one call per answer. The channel precedes or follows the name."""
     channel, message, constrain = map(rules.marker, (harmony.CHANNEL, harmony.MESSAGE, "<|constrain|>"))
 
     def call(name: str, tool: Tool) -> str:

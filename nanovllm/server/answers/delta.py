@@ -1,4 +1,4 @@
-"""What is new of an answer: thought, content and tool calls."""
+"""Delta of an answer: new thought, content and tool calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AnswerDelta:
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in OpenAI's form, with an id of its own."""
+    """A tool call in OpenAI's form, with a new id."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

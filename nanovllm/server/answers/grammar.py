@@ -26,14 +26,14 @@ from nanovllm.server.answers.rules import ANY_TEXT, Rules
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request demands of an answer.
+class AnswerConstraints:
+    """Constraints of a request on its answer.
 
-    shape: the form of the content; None for free text.
-    tools: tools whose calls are constrained, in OpenAI's form; empty for none.
-    must_call: the answer is calls alone.
-    is_parallel: whether there may be several calls.
-    budget: maximum number of tokens of thought; None for no limit.
+    shape: structured output of the content; None for free text.
+    tools: tools with constrained calls, in OpenAI's form; empty for none.
+    must_call: the answer consists of tool calls only.
+    is_parallel: whether the answer may hold several calls.
+    budget: maximum number of thought tokens; None for no limit.
     """
 
     shape: StructuredOutput | None = None
@@ -44,33 +44,35 @@ class Demand:
 
     @property
     def is_needed(self) -> bool:
-        """Whether it constrains anything."""
+        """Whether anything is constrained."""
         return self.shape is not None or bool(self.tools) or self.budget is not None
 
 
-def build_form(demand: Demand, form: AnswerFormat, tokenizer: Any, *, is_open: bool) -> StructuredOutput:
-    """Build the form of an answer.
+def build_form(
+    constraints: AnswerConstraints, form: AnswerFormat, tokenizer: Any, *, is_open: bool
+) -> StructuredOutput:
+    """Build the structured output of a whole answer.
 
     Args:
         is_open: whether thought was opened before the answer.
 
-    Raises ValueError for a tool that the format cannot constrain, and for a budget of thought whose end is no token.
+    Raises ValueError for a tool that the format cannot constrain, and for a thought budget without a closing token.
     """
-    if demand.shape is not None and not demand.tools and form.reasoning is None and not form.is_harmony:
-        return demand.shape
+    if constraints.shape is not None and not constraints.tools and form.reasoning is None and not form.is_harmony:
+        return constraints.shape
     rules = Rules(tokenizer)
     if form.is_harmony:
-        start = _harmony_start(rules, demand)
+        start = _harmony_start(rules, constraints)
     else:
-        start = f"{_thought(rules, demand, form, is_open=is_open)} {_answer(rules, demand, form)}"
+        start = f"{_thought(rules, constraints, form, is_open=is_open)} {_answer(rules, constraints, form)}"
     return StructuredOutput(grammar=rules.text(start))
 
 
-def _thought(rules: Rules, demand: Demand, form: AnswerFormat, *, is_open: bool) -> str:
+def _thought(rules: Rules, constraints: AnswerConstraints, form: AnswerFormat, *, is_open: bool) -> str:
     if form.reasoning is None:
         return ""
     opening, closing = form.reasoning.open, form.reasoning.close
-    if demand.budget is None:
+    if constraints.budget is None:
         body = rules.until(closing)
     elif rules.token_id(closing) is None:
         raise ValueError(
@@ -78,58 +80,58 @@ def _thought(rules: Rules, demand: Demand, form: AnswerFormat, *, is_open: bool)
             "tokenizer. Leave it out, or limit the whole answer by max_tokens."
         )
     else:
-        body = f"{rules.add(ANY_TEXT, f'max_tokens={demand.budget}')} {rules.marker(closing)}"
+        body = f"{rules.add(ANY_TEXT, f'max_tokens={constraints.budget}')} {rules.marker(closing)}"
     space = rules.add(r"/[ \n]{0,4}/")
-    thought = f"{body} {space}" if _is_constrained(demand) else body
+    thought = f"{body} {space}" if _is_constrained(constraints) else body
     if is_open:
         return thought
     before = rules.add(r"/[ \n]{0,2}/")  # GLM-4.6 begins with a line break
     return f"({before} {rules.marker(opening)} {thought})?"
 
 
-def _is_constrained(demand: Demand) -> bool:
-    """Whether the answer does not begin with free text."""
-    return demand.must_call or demand.shape is not None
+def _is_constrained(constraints: AnswerConstraints) -> bool:
+    """Whether the answer begins with constrained text."""
+    return constraints.must_call or constraints.shape is not None
 
 
-def _answer(rules: Rules, demand: Demand, form: AnswerFormat) -> str:
-    if not demand.tools or form.tools is None:
-        return _content(rules, demand)
-    calls = CALLS[form.tools.name](rules, demand.tools)
-    several = calls.joined if demand.is_parallel else calls.one
-    if demand.must_call:
+def _answer(rules: Rules, constraints: AnswerConstraints, form: AnswerFormat) -> str:
+    if not constraints.tools or form.tools is None:
+        return _content(rules, constraints)
+    calls = CALLS[form.tools.name](rules, constraints.tools)
+    several = calls.joined if constraints.is_parallel else calls.one
+    if constraints.must_call:
         return several
-    if demand.shape is not None:
-        return f"({several} | {_content(rules, demand)})"
+    if constraints.shape is not None:
+        return f"({several} | {_content(rules, constraints)})"
     if calls.plain is not None:  # an answer is text or calls
         return f"({several} | {calls.plain})"
-    # Text up to a call's marker, and any text behind the last call.
+    # Free text up to each call's marker, and after the last call.
     pair = f"{rules.until(calls.opening)} {calls.body}"
-    return f"({pair})* {rules.free_text()}" if demand.is_parallel else f"({pair} | {rules.free_text()})"
+    return f"({pair})* {rules.free_text()}" if constraints.is_parallel else f"({pair} | {rules.free_text()})"
 
 
-def _content(rules: Rules, demand: Demand) -> str:
-    return rules.free_text() if demand.shape is None else shape_rule(rules, demand.shape)
+def _content(rules: Rules, constraints: AnswerConstraints) -> str:
+    return rules.free_text() if constraints.shape is None else shape_rule(rules, constraints.shape)
 
 
-def _harmony_start(rules: Rules, demand: Demand) -> str:
+def _harmony_start(rules: Rules, constraints: AnswerConstraints) -> str:
     """Analysis, preambles, then calls or the final message; the end of the last message ends the answer."""
     channel, message, start = map(rules.marker, (harmony.CHANNEL, harmony.MESSAGE, harmony.START))
     next_message = f'{rules.marker("<|end|>")} {start} "assistant"'
-    limit = "" if demand.budget is None else f"max_tokens={demand.budget}"
+    limit = "" if constraints.budget is None else f"max_tokens={constraints.budget}"
     thought = f'({channel} "analysis" {message} {rules.add(ANY_TEXT, limit)} {next_message})?'
-    final = f'{channel} "final" {message} {_content(rules, demand)}'
-    if not demand.tools:
+    final = f'{channel} "final" {message} {_content(rules, constraints)}'
+    if not constraints.tools:
         return f"{thought} {final}"
-    call = calls_to_channels(rules, demand.tools)
-    if demand.must_call:
+    call = calls_to_channels(rules, constraints.tools)
+    if constraints.must_call:
         return f"{thought} {call}"
     preamble = f'({channel} "commentary" {message} {rules.free_text()} {next_message})?'
     return f"{thought} {preamble} ({call} | {final})"
 
 
 def shape_rule(rules: Rules, shape: StructuredOutput) -> str:
-    """The form of a document as a rule."""
+    """Rule for the content's structured output."""
     match shape.kind:
         case "json_schema":
             return rules.json(with_white_space(json.loads(shape.json_schema)))
@@ -144,7 +146,7 @@ def shape_rule(rules: Rules, shape: StructuredOutput) -> str:
 
 
 def _escaped_slashes(regex: str) -> str:
-    """A regular expression between slashes, on one line."""
+    """Escape slashes and line breaks for Lark's /regex/."""
     # In one pass: a line break that a backslash escapes stands for itself, so it loses the backslash.
     escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     return re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), regex, flags=re.DOTALL)

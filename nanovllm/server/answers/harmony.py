@@ -1,4 +1,4 @@
-"""Parser of harmony, gpt-oss' format: messages in channels, each behind a header of special tokens.
+"""Parser of harmony, gpt-oss' format: messages in channels, each after a header of special tokens.
 
 ::
 
@@ -27,10 +27,10 @@ _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyStream:
     """Separates thought, content and tool calls of one answer while it streams.
 
-    A call of a tool that is not offered, or whose arguments were cut off, is content.
+    A call of an unknown tool, or with truncated arguments, is content.
 
     Args:
-        names: tools of the request.
+        names: names of the request's tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -57,7 +57,7 @@ class HarmonyStream:
         return found[1] if found else None
 
     def add(self, text: str, *, is_last: bool) -> AnswerDelta:
-        """Add text, special tokens included; returns what is new."""
+        """Add text, special tokens included; returns the new parts of the answer."""
         self._text += text
         delta = AnswerDelta()
         while self._step(delta, is_last=is_last):
@@ -90,9 +90,9 @@ class HarmonyStream:
         return False
 
     def _read_bare_text(self, delta: AnswerDelta, *, is_last: bool) -> bool:
-        """Text outside of any message: a header to come, or an answer of a model that leaves the format."""
+        """Read text outside of any message: an incomplete header, or content of a model that ignores the format."""
         begin = self._text.lstrip()
-        if is_last:  # of a header that was cut off, nothing is shown
+        if is_last:  # a truncated header is dropped
             is_header = not begin or _CUT_HEADER.match(begin) is not None
         else:
             starts = (CHANNEL, START, "to=", "assistant")

@@ -7,7 +7,7 @@
     cohere     <|START_THINKING|> ... <|END_THINKING|>       Command A
     harmony    <|channel|>analysis<|message|> ...            gpt-oss, see `harmony`
 
-Thought begins at the start of an answer, or before it: many templates open it themselves, behind the prompt.
+Thought begins at the start of an answer, or before it: many templates end the prompt with the opening marker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT_TAIL = 24  # tokens; more than any marker has
 class ReasoningFormat:
     """Markers around the thought of one model family.
 
-    open, close: empty for harmony, whose channels `harmony` reads.
+    open, close: empty for harmony, which `harmony` parses.
     """
 
     name: str
@@ -48,7 +48,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
 
 
 def detect_reasoning(template: str) -> str:
-    """Name the format whose markers a chat template holds; "none" without any."""
+    """Name the reasoning format by the markers in a chat template; "none" without any."""
     if "<|channel|>" in template and "analysis" in template:
         return HARMONY.name
     for name, form in REASONING_FORMATS.items():
@@ -66,14 +66,14 @@ def ends_in_thought(form: ReasoningFormat, tokenizer: Any, prompt_token_ids: Seq
 
 
 def is_left_open(form: ReasoningFormat, text: str) -> bool:
-    """Whether thought is open at the end of an answer so far, which is to be continued."""
+    """Whether the partial answer, which the model will continue, ends within thought."""
     return bool(form.open) and text.rfind(form.open) > text.rfind(form.close)
 
 
 class ReasoningStream:
     """Splits one answer into thought and content while it streams, independent of how the text is cut.
 
-    Text that may become a marker is held back, and so is white space at the thought's ends, which belongs to neither.
+    Text that may become a marker is held back. White space at the thought's ends is dropped.
 
     Args:
         is_open: whether thought was opened before the answer.
@@ -85,7 +85,7 @@ class ReasoningStream:
         self._text = ""  # not yet returned
         self._space = ""  # at the end of the thought so far
         self._has_thought = False
-        self._drops_space = False  # behind the closing marker
+        self._drops_space = False  # after the closing marker
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """Add text; returns new thought and new content."""

@@ -14,7 +14,7 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 class Rules:
-    """The rules of one grammar, for the tokens of one tokenizer."""
+    """Rules of one grammar, over one tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class Rules:
         return self.literal(marker) if token_id is None else f"<[{token_id}]>"
 
     def until(self, marker: str, terminal: str | None = None) -> str:
-        """Text up to a marker, which it includes: free text, or that of a terminal."""
+        """Rule for free text, or for a terminal's text, up to and including a marker."""
         token_id = self.token_id(marker)
         if token_id is not None:
             return f"{terminal or self.free_text()} <[{token_id}]>"

@@ -18,7 +18,7 @@ _TIME = rf"{_HOUR_MINUTE}:(?:[0-5][0-9]|60)(?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR_MINUT
 
 
 def _falling(units: str) -> str:
-    """Numbers of units, from any of them on to the last without a gap."""
+    """Durations in consecutive units: they start and end at any unit."""
     rest, found = "", []
     for unit in reversed(units):
         rest = f"[0-9]+{unit}(?:{rest})?" if rest else f"[0-9]+{unit}"
@@ -36,7 +36,7 @@ _LETTER = "[A-Za-z0-9]"
 
 
 def _ipv6() -> str:
-    """Eight groups; or fewer, with a double colon that stands for the others."""
+    """Eight groups, or fewer with a double colon in place of the missing ones."""
     found = [f"(?:{_GROUP}:){{7}}{_GROUP}"]
     for after in range(8):
         most = 7 - after  # groups in front of the double colon

@@ -10,8 +10,8 @@
     </function>
     </tool_call>
 
-A value is a string as it stands, or JSON: the tool's schema says which. If it allows both, what is JSON of a type that
-it allows is read as such.
+A value is a verbatim string or JSON, by the tool's schema. If the schema allows both, text that parses as JSON of an
+allowed type is read as JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class QwenReader:
 
 
 class SeedReader(QwenReader):
-    """Seed-OSS's, in tags of its own name."""
+    """Seed-OSS: Qwen's format in <seed:...> tags."""
 
     OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
     MARKERS = (OPEN,)
@@ -109,7 +109,7 @@ def _typed(found: list[tuple[str, str]], schema: Any, *, trims: bool = True) -> 
     """Arguments with the types of a schema; one line break at each end of a value belongs to its tags.
 
     Args:
-        trims: whether the tags have line breaks of their own.
+        trims: whether the tags stand on separate lines.
     """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     arguments = {}
@@ -122,7 +122,7 @@ def _typed(found: list[tuple[str, str]], schema: Any, *, trims: bool = True) -> 
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is written as it stands: a string, and nothing else."""
+    """Whether the schema allows strings only, which these formats write verbatim."""
     if not isinstance(schema, dict):
         return False
     if "type" not in schema and "enum" in schema:
@@ -144,15 +144,15 @@ def _value(text: str, schema: Any, root: Any) -> Any:
 
 
 class AllowedValues:
-    """Tells whether a schema's types and values allow a value; other keywords, and what is no schema, allow any.
+    """Checks values against a schema's types, `enum` and `const`; other keywords and invalid schemas allow any value.
 
     Args:
-        root: schema of all arguments, in which a `$ref` is found.
+        root: schema of all arguments, which resolves each `$ref`.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._followed: dict[tuple[str, int], bool] = {}  # by reference and value; once, so that none goes round
+        self._followed: dict[tuple[str, int], bool] = {}  # by (reference, id of the value): breaks reference cycles
 
     def has(self, value: Any, schema: Any) -> bool:
         if not isinstance(schema, dict):
@@ -176,12 +176,12 @@ class AllowedValues:
             return True
         key = (reference, id(value))
         if key not in self._followed:
-            self._followed[key] = True  # if it comes back to itself
+            self._followed[key] = True  # result within a reference cycle
             self._followed[key] = self.has(value, self._found(reference))
         return self._followed[key]
 
     def _found(self, reference: str) -> Any:
-        """What a JSON pointer shows; None if it leads nowhere."""
+        """Resolve a JSON pointer; None if it leads nowhere."""
         found = self._root
         for part in filter(None, unquote(reference[1:]).split("/")):
             name = part.replace("~1", "/").replace("~0", "~")
@@ -193,7 +193,7 @@ class AllowedValues:
 
 
 def _is_of(value: Any, name: Any) -> bool:
-    """Whether a value is of a type of JSON Schema."""
+    """Whether a value has a type of JSON Schema."""
     types = _TYPES.get(name) if isinstance(name, str) else None
     if types is None:
         return True

@@ -1,4 +1,4 @@
-"""Variables of a chat template: which it has, and how a reasoning effort is said in them."""
+"""Variables of a chat template, and the ones that set a reasoning effort."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GENERATION = re.compile(
 
 
 def template_variables(template: str) -> frozenset[str] | None:
-    """Variables that a chat template reads; None if it cannot be parsed, or there is none."""
+    """Variables that a chat template reads; None without a template, or if it cannot be parsed."""
     if not template:
         return None
     try:
@@ -32,7 +32,7 @@ def check_variables(options: dict[str, Any], variables: Collection[str] | None, 
     """Raise ValueError for an option that the template does not read.
 
     Args:
-        hidden: variables that requests do not set.
+        hidden: variables that requests may not set.
     """
     if variables is None:
         return
@@ -48,7 +48,7 @@ def effort_options(effort: str, variables: Collection[str] | None, *, can_think:
     """Template variables for a reasoning effort; raises ValueError if the template has none for it.
 
     Args:
-        can_think: whether the model has a reasoning format; for one without, an effort of "none" is what it does.
+        can_think: whether the model has a reasoning format; without one, "none" needs no variable.
     """
     known = variables or ()
     switch = next((name for name in _SWITCHES if name in known), None)

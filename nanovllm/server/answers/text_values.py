@@ -1,7 +1,7 @@
-"""Grammar of strings that stand between tags as they are: values, pattern, format and length by their schema.
+"""Grammar of verbatim strings between tags: enum, pattern, format and length from their schema.
 
-JSON Schema's keywords become one terminal, an intersection of regular expressions, with the closing tag behind it. What
-they mean is what llguidance makes of them for strings in JSON, which judges the schema first.
+JSON Schema's keywords become one terminal, an intersection of regular expressions, followed by the closing tag. They
+mean the same as in llguidance's JSON strings: llguidance checks the schema first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IGNORE_CASE = "(?i)"
 
 
 def text_value(rules: Rules, schema: dict[str, Any], closing: str, owner: str, *, is_strict: bool) -> str:
-    """A string of a schema with its closing tag.
+    """Rule for a string of a schema, with its closing tag.
 
     Args:
-        owner: of the schema, for errors.
-        is_strict: raise for what cannot be kept; without it such a string is free, except for its `enum` or `const`.
+        owner: argument with this schema, for errors.
+        is_strict: raise for unsupported keywords; else they make the string free, except for its `enum` or `const`.
 
-    Raises ValueError for a schema that cannot be kept, and for one whose `enum` or `const` has no string.
+    Raises ValueError for an unsupported schema, and for an `enum` or `const` without a string.
     """
     texts = _texts(schema, owner)
     values = [f"({' | '.join(map(rules.literal, texts))})"] if texts is not None else []
@@ -51,7 +51,7 @@ def text_value(rules: Rules, schema: dict[str, Any], closing: str, owner: str, *
 
 
 def _texts(schema: dict[str, Any], owner: str) -> list[str] | None:
-    """The strings that a schema lists, those of other types left out; None if it lists none of any type."""
+    """Strings in a schema's `enum` or `const`, None without either; raises ValueError if they hold no string."""
     if "const" in schema:
         key, listed = "const", [schema["const"]]
     elif "enum" in schema:
@@ -65,7 +65,7 @@ def _texts(schema: dict[str, Any], owner: str) -> list[str] | None:
 
 
 def _terminals(schema: dict[str, Any], owner: str) -> list[str]:
-    """Terminals that a string must match, all of them; raises ValueError for what cannot be kept."""
+    """Terminals that a string must match, all of them; raises ValueError for unsupported keywords."""
     if composed := [key for key in _COMPOSING if key in schema]:
         raise ValueError(
             f"tools: {owner} has {composed[0]!r} beside its type, and this model writes strings without quotes. "
@@ -111,9 +111,9 @@ def _check(terminal: str, owner: str) -> None:
 
 
 def _search(pattern: str, owner: str) -> str:
-    """Regular expression of all texts within which a pattern is found.
+    """Regular expression of all texts that contain a match of a pattern.
 
-    llguidance has no anchors within an expression: those at the ends of its alternatives say what is free beside them.
+    llguidance supports no anchors: an alternative without ^ or $ gets free text at that end.
     """
     flag = _IGNORE_CASE if pattern.startswith(_IGNORE_CASE) else ""
     branches: list[list[str]] = [[]]
@@ -130,7 +130,7 @@ def _search(pattern: str, owner: str) -> str:
 
 
 def _whole(branch: list[str]) -> str:
-    """One alternative of a pattern, as an expression of whole texts."""
+    """One alternative of a pattern, extended to match whole texts."""
     starts, ends = branch[:1] == ["^"], branch[-1:] == ["$"]
     body = "".join(branch[int(starts) : len(branch) - int(ends)])
     return f"{'' if starts else _ANY}(?:{body}){'' if ends else _ANY}"

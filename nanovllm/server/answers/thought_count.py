@@ -1,4 +1,4 @@
-"""Number of an answer's tokens that are thought, for its usage."""
+"""Number of thought tokens of an answer, for its usage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def num_thought_tokens(form: ReasoningFormat, tokenizer: Any, token_ids: Sequenc
 
 
 def marker_id(tokenizer: Any, marker: str) -> int | None:
-    """Id of a marker that is one token; None if it is written in several."""
+    """Token id of a marker; None if the tokenizer splits it."""
     token_id = tokenizer.convert_tokens_to_ids(marker)
     if not isinstance(token_id, int) or token_id == getattr(tokenizer, "unk_token_id", None):
         return None

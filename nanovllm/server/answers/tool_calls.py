@@ -31,7 +31,7 @@ class CallReader(Protocol):
     """Parser of the calls after one marker."""
 
     def read(self, text: str, *, is_last: bool) -> tuple[list[Call], int] | None:
-        """Parse calls; returns them with their number of characters, or no call with that of content.
+        """Parse calls; returns them and their number of characters, or no calls and the content's number of characters.
 
         Returns None if more text could change the result, never with `is_last`.
 
@@ -47,7 +47,7 @@ class ToolFormat:
     markers: strings that start a call.
     reader: factory of the parser, from the request's tools.
     at_start: a marker counts only at the start of the answer, after white space.
-    inner: strings within a call that are special tokens of some tokenizers, as the markers may be.
+    inner: strings within a call that some tokenizers have as special tokens, like the markers.
     """
 
     name: str
@@ -169,9 +169,8 @@ FORMATS: dict[str, ToolFormat | None] = {
     "harmony": HARMONY_TOOLS,
     "none": None,
 }
-# What templates of each format hold, all of it; the first that is found counts. Some that share a tag with a format
-# write calls of their own: MiniMax's <invoke>, Apriel's <tool_calls>, Functionary's JSON in <function=name>, Llama's
-# Python.
+# Texts that all occur in a format's templates; the first match counts. Some models share a tag with a format but write
+# calls differently: MiniMax's <invoke>, Apriel's <tool_calls>, Functionary's JSON in <function=name>, Llama's Python.
 _SIGNS = (
     (("<|channel|>",), "harmony"),
     (("<seed:tool_call>", "<parameter="), "seed"),
@@ -188,14 +187,14 @@ _SIGNS = (
 
 
 def detect_format(template: str) -> str:
-    """Name the format of a model's chat template; "none" if it knows no tools, or has a format that nothing reads."""
+    """Name the tool call format of a chat template; "none" if it has no tools or an unsupported format."""
     return next((name for signs, name in _SIGNS if all(sign in template for sign in signs)), "none")
 
 
 class ToolStream:
     """Separates content and tool calls of one answer while it streams, independent of how the text is split.
 
-    Text that may become a marker or a call is held back. So is white space: around calls it is content only between
+    Text that may become a marker or a call is held back, and so is white space, which counts as content only between
     other content.
 
     Args:

@@ -29,7 +29,7 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Strict):
-    """Earlier thought; `signature` is what an answer gave and is not looked at."""
+    """Earlier thought; the `signature` of its answer is ignored."""
 
     type: Literal["thinking"]
     thinking: str
@@ -139,7 +139,7 @@ class ConversationFields(Strict):
     @model_validator(mode="before")
     @classmethod
     def _name_unsupported_parts(cls, given: Any) -> Any:
-        """Refuse tools that run on the server, and blocks that are no text, in words."""
+        """Refuse tools that run on the server, and blocks other than text, by name."""
         tools = given.get("tools") if isinstance(given, dict) else None
         for number, tool in enumerate(tools if isinstance(tools, list) else ()):
             kind = tool.get("type") if isinstance(tool, dict) else None
@@ -174,7 +174,7 @@ class MessagesRequest(ConversationFields):
     @field_validator("context_management")
     @classmethod
     def _check_edits(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Accept what chat templates do by themselves: leaving out earlier thought."""
+        """Accept the removal of earlier thought, which chat templates do anyway."""
         edits = (given or {}).get("edits") or []
         if not isinstance(edits, list):
             raise ValueError(f"edits must be a list, not {edits!r}.")

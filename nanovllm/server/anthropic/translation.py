@@ -10,7 +10,7 @@ from nanovllm.core.outputs import CompletionOutput
 from nanovllm.server.anthropic import protocol
 from nanovllm.server.openai.protocol import ChatRequest
 
-# Fields of the chat request in errors, by what they are here.
+# Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
     "stop": "stop_sequences",
     "thinking_token_budget": "thinking.budget_tokens",
@@ -20,13 +20,13 @@ RENAMED = {
 
 
 def renamed(body: protocol.ConversationFields) -> dict[str, str]:
-    """`RENAMED` for this request: an effort of none may be `thinking` that is disabled."""
+    """`RENAMED` for this request: disabled `thinking` becomes a reasoning effort of none."""
     is_off = body.thinking is not None and body.thinking.type == "disabled"
     return RENAMED | {"reasoning_effort": "thinking.type"} if is_off else RENAMED
 
 
 def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
-    """Translate a request; raises pydantic's ValidationError and ValueError for what a chat refuses."""
+    """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request."""
     given = conversation_fields(body) | {
         "max_tokens": body.max_tokens,
         "stream": bool(body.stream),
@@ -39,7 +39,7 @@ def as_chat(body: protocol.MessagesRequest) -> ChatRequest:
 
 
 def conversation_fields(body: protocol.ConversationFields) -> dict[str, Any]:
-    """The part of a chat request that makes its prompt and constrains its answer."""
+    """Fields of a chat request that determine its prompt and constrain its answer."""
     messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for message in body.messages:
         messages += _assistant(message) if isinstance(message, protocol.AssistantMessage) else _user(message)
@@ -56,7 +56,7 @@ def conversation_fields(body: protocol.ConversationFields) -> dict[str, Any]:
 
 
 def _user(message: protocol.UserMessage) -> list[dict[str, Any]]:
-    """Results of tools become messages of their own, in their order."""
+    """Convert a user message; each tool result becomes a separate message, in order."""
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
     messages: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ def _thinking(body: protocol.ConversationFields) -> dict[str, Any]:
 
 
 def signature(thought: str) -> str:
-    """What clients keep beside a thought: its digest."""
+    """Signature of a thought for clients to send back: its digest."""
     return hashlib.sha256(thought.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -159,7 +159,7 @@ def stop_fields(completion: CompletionOutput, *, has_calls: bool) -> dict[str, A
 
 
 def usage(counted: dict[str, Any]) -> dict[str, Any]:
-    """Usage in Anthropic's words, from OpenAI's: `input_tokens` are those that were not cached."""
+    """Convert OpenAI's usage to Anthropic's, with cached tokens excluded from `input_tokens`."""
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counted["prompt_tokens"] - cached,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_CELLS = 1024  # cells of the pool map; a cell covers several blocks of a larger pool
 MAX_ROWS = 32  # rows of running requests, and of waiting ones
 MAX_ID_CHARS = 64
-MAX_PLACES = 256  # questions of pages whose place in the queue is told
+MAX_POSITIONS = 256  # questions of pages with a reported queue position
 
 # Columns of the feed's rows, in order. Times are microseconds, for steps since the feed's zero.
 STEP_VALUES = (
@@ -49,8 +49,8 @@ class EngineSnapshot:
     num_holders, findable: a byte per block, see `pool_usage`.
     counters: totals since construction.
     seconds: time that the engine thread spent on the snapshot.
-    machine: "device" and "dtype" of the weights; of replicas only what the options name.
-    places: place in the queue, from 1, of each waiting question of a page, by its x-request-id.
+    machine: "device" and "dtype" of the weights; with replicas, only if set as options.
+    queue_positions: position in the queue, from 1, of each waiting question of a page, by its x-request-id.
     """
 
     time: float
@@ -63,7 +63,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     seconds: float
     machine: dict[str, str] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
+    queue_positions: dict[str, int] = field(default_factory=dict)
 
 
 def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
@@ -71,20 +71,20 @@ def take_snapshot(engine: Any, steps: deque[StepRecord]) -> EngineSnapshot:
     return _snapshot_of_pool(engine, steps) if engine.statuses else _snapshot_of_engine(engine, steps)
 
 
-def with_places(snapshot: EngineSnapshot, engine: Any, questions: Mapping[str, str]) -> EngineSnapshot:
-    """Add the places of waiting questions; call it in the engine thread, right after `take_snapshot`.
+def with_queue_positions(snapshot: EngineSnapshot, engine: Any, questions: Mapping[str, str]) -> EngineSnapshot:
+    """Add the queue positions of questions; call it in the engine thread, right after `take_snapshot`.
 
     Args:
-        questions: x-request-ids by the engine's request ids; the first MAX_PLACES that wait are told.
+        questions: x-request-ids by the engine's request ids; the first MAX_POSITIONS waiting ones get a position.
     """
     began = time.perf_counter()
-    places: dict[str, int] = {}
-    for place, request_id in enumerate(_waiting_ids(engine), 1):
-        if len(places) == min(MAX_PLACES, len(questions)):
+    positions: dict[str, int] = {}
+    for position, request_id in enumerate(_waiting_ids(engine), 1):
+        if len(positions) == min(MAX_POSITIONS, len(questions)):
             break
         if (asked := questions.get(request_id)) is not None:
-            places.setdefault(asked, place)
-    return replace(snapshot, places=places, seconds=snapshot.seconds + time.perf_counter() - began)
+            positions.setdefault(asked, position)
+    return replace(snapshot, queue_positions=positions, seconds=snapshot.seconds + time.perf_counter() - began)
 
 
 def _waiting_ids(engine: Any) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _machine(engine: Engine) -> dict[str, str]:
 
 
 def _snapshot_of_pool(pool: ReplicaPool, steps: deque[StepRecord]) -> EngineSnapshot:
-    """What the front of several replicas knows: sums for the blocks, whose places it does not know."""
+    """Snapshot of several replicas: their requests, and sums over their blocks, in arbitrary order."""
     began, now, stats = time.perf_counter(), pool.clock(), pool.stats()
     longest = pool.config.max_model_len
     rows = [
@@ -222,7 +222,7 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
 
 
 def pool_usage(manager: BlockManager) -> tuple[bytes, bytes]:
-    """Bytes per block, the null block included: its holders (255: that many or more), and 1 if it is findable."""
+    """Two bytes per block, null block included: number of holders (255: 255 or more), and 1 if findable."""
     # Without a loop in Python, since pools may have 100,000 blocks.
     try:
         num_holders = bytes(manager.ref_counts)

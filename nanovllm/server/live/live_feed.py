@@ -24,7 +24,7 @@ from typing import Any
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.errors import EngineClosedError, EngineDeadError
 from nanovllm.observability.step_records import RECENT_STEPS, StepRecord
-from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot, with_places
+from nanovllm.server.live.engine_snapshot import EngineSnapshot, pool_map, step_row, take_snapshot, with_queue_positions
 from nanovllm.server.sse import compact, event
 
 INTERVAL_SECONDS = 0.1  # between two snapshots
@@ -62,7 +62,7 @@ class SnapshotMessages:
         return self.snapshot.num_holders, self.snapshot.findable
 
     def message(self, last_step: int, knows_pool: bool) -> bytes:
-        """Return the message for a watcher whose last step is `last_step`."""
+        """Return the message for a watcher that has the steps up to `last_step`."""
         if (last_step, knows_pool) not in self._messages:
             steps = self.snapshot.steps
             first = bisect_right(steps, last_step, key=lambda record: record.step_id)
@@ -72,7 +72,7 @@ class SnapshotMessages:
                 "requests": self.snapshot.requests,
                 "running": self.snapshot.num_running,
                 "waiting": self.snapshot.num_waiting,
-                "places": self.snapshot.places,
+                "places": self.snapshot.queue_positions,
                 "counters": self.snapshot.counters,
                 "machine": self.snapshot.machine,
                 "pool": None if knows_pool else self.pool,
@@ -87,7 +87,7 @@ class LiveFeed:
     Args:
         engine: engine to inspect; it is not modified.
         about: constant values, for the first message.
-        questions: those in flight that pages asked, as of `InFlight`.
+        questions: `InFlight.questions`, the requests of pages.
     """
 
     def __init__(self, engine: AsyncLLM, about: dict[str, Any], questions: Mapping[str, str] | None = None) -> None:
@@ -168,7 +168,7 @@ class LiveFeed:
 
     def _look(self, engine: Any) -> EngineSnapshot:
         snapshot = take_snapshot(engine, self._steps)
-        return with_places(snapshot, engine, self._questions) if self._questions else snapshot
+        return with_queue_positions(snapshot, engine, self._questions) if self._questions else snapshot
 
     def _show_last_steps(self) -> None:
         """Publish the steps after the last snapshot; a dead or closed engine allows no other."""

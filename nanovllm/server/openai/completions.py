@@ -123,7 +123,7 @@ class CompletionJob:
         return self._echoes[output.request_id]
 
     def _prompt_logprobs(self, text: str, output: RequestOutput) -> dict[str, Any]:
-        """Logprobs of an echoed prompt, whose tokens may have more text at the ends: what the tokenizer adds."""
+        """Logprobs of an echoed prompt; its tokens may include special tokens around the text."""
         token_text, tokenizer, begin = self._state.token_text, self._state.engine.tokenizer, -1
         if tokenizer is not None:
             begin = tokenizer.decode(output.prompt_token_ids).find(text)

@@ -12,7 +12,7 @@ from nanovllm.server.strict import AnyObject, Each, Strict
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an answer must match.
+    """Structured output that an answer must match.
 
     kind: name of `StructuredOutput`'s field: json_schema, json_object, regex, choice or grammar.
     field: the request's field, for errors.
@@ -32,7 +32,7 @@ class JsonObjectFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """`strict` changes nothing: the answer always matches."""
+    """`strict` has no effect: the answer always matches."""
 
     name: str
     description: str | None = None

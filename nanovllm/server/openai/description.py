@@ -1,8 +1,8 @@
 """OpenAPI schema (/openapi.json) with the limits of the running engine and the server's settings.
 
-`SamplingParams`, the engine and `ServerState` check the ranges; the schema repeats them, so that what it accepts is
-valid. It omits relations between fields, such as top_logprobs requiring logprobs, and the limits of tokenizer and chat
-template.
+`SamplingParams`, the engine and `ServerState` check the ranges; the schema repeats them, so that it accepts valid
+requests only. It omits relations between fields, such as top_logprobs requiring logprobs, and the limits of tokenizer
+and chat template.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _range(check: Any) -> Schema:
 
 
 def _require_prompt_or_messages(tokenize: Schema) -> None:
-    """Require exactly one of prompt and messages, and what goes through the chat template only with messages."""
+    """Require exactly one of prompt and messages, and allow the chat template's fields only with messages."""
     none = {"type": "null"}
     of_prompt: Schema = {"tools": {"enum": [None, []]}, "chat_template_kwargs": {"enum": [None, {}]}}
     of_prompt |= {"continue_final_message": {"const": False}, "add_generation_prompt": {"const": True}}

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/rerank and /v1/score: prompts whose last row is read, in the forms of OpenAI, Jina and vLLM."""
+"""/v1/embeddings, /v1/rerank and /v1/score: last-token pooling of prompts, in the formats of OpenAI, Jina and vLLM."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DocumentText(Strict):
 
 
 class ScoringFields(PoolingFields):
-    """method, instruction: as of `LLM.score`."""
+    """method, instruction: see `LLM.score`."""
 
     method: Literal["yes_no", "cosine"] = "yes_no"
     instruction: Annotated[str, Field(min_length=1)] | None = None
@@ -96,7 +96,7 @@ class RerankRequest(ScoringFields):
 
 
 class ScoreRequest(ScoringFields):
-    """Body of /v1/score: text_1 is one query for all, or one for each document of text_2."""
+    """Body of /v1/score: text_1 is one query for all documents of text_2, or one per document."""
 
     text_1: Annotated[str, Field(min_length=1)] | Annotated[Each[str], Field(min_length=1)]
     text_2: Annotated[str, Field(min_length=1)] | Annotated[Each[str], Field(min_length=1)]
@@ -113,7 +113,7 @@ class PoolingJob:
         self._options = engine_options(state, request, body)
 
     def check_texts(self, param: str, texts: Sequence[Any]) -> None:
-        """Raise ApiError (400) for too many texts, and for one that is too long."""
+        """Raise ApiError (400) for too many texts, or a text that is too long."""
         limit = self._state.settings.max_prompts
         if len(texts) > limit:
             raise ApiError(
@@ -124,7 +124,7 @@ class PoolingJob:
                 self._state.check_length(given, param)
 
     async def outputs(self, prompts: list[Any], params: Any) -> list[RequestOutput]:
-        """The final outputs in order of the prompts; raises ApiError for one that failed."""
+        """Compute the final outputs in order of the prompts; raises ApiError if a prompt fails."""
         state = self._state
         request_ids = [f"{self.id}-{number}" for number in range(len(prompts))]
         tally, is_left, outputs = Tally(request_ids, state), False, {}
@@ -147,11 +147,13 @@ class PoolingJob:
             if tally.is_queued:
                 state.admission.retry_after.record_ended(len(prompts))
         self.usage = tally.usage()
-        self.usage["total_tokens"] -= self.usage.pop("completion_tokens")  # those of yes and no, which nobody sees
+        self.usage["total_tokens"] -= self.usage.pop(
+            "completion_tokens"
+        )  # the yes and no of a generative score, which clients do not see
         return [outputs[number] for number in range(len(prompts))]
 
     async def scores(self, query: str | list[str], documents: list[str] | str) -> list[float]:
-        """One for each document."""
+        """Compute one score per document."""
         body = self._body
         if body.instruction is not None:
             self.check_texts("instruction", [body.instruction])
@@ -166,7 +168,7 @@ class PoolingJob:
         return [0.0 if output.score is None else output.score for output in scored]
 
     async def answer(self, work: Any) -> Response:
-        """The response of `work`, a coroutine that makes its JSON; converts exceptions to ApiError."""
+        """Await the JSON that `work` makes, and respond with it; converts exceptions to ApiError."""
         state = self._state
         if state.settings.log_prompts:
             logger.info("%s: %s", self._request.url.path, compact(self._body.model_dump(exclude_none=True)))

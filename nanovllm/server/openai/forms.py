@@ -1,4 +1,4 @@
-"""What a request demands of its answers, and errors of it under the names of the request's fields."""
+"""Constraints of a chat request on its answer, and their errors under the names of the request's fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.compiler import schema_problem
 from nanovllm.server.answers.call_grammars import parameters_of
-from nanovllm.server.answers.grammar import Demand
+from nanovllm.server.answers.grammar import AnswerConstraints
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai.constraints import Shape
 from nanovllm.server.openai.protocol import ChatRequest
@@ -28,54 +28,51 @@ def named_by(field: str | None) -> Iterator[None]:
         raise ApiError(400, f"{field}: {error}", param=field) from error
 
 
-def error_of(error: Exception, demand: Demand, field: str) -> Exception:
-    """The same error under the name of the request's field; for what nobody but us wrote, of the part that is to blame.
+def named_error(error: Exception, constraints: AnswerConstraints, field: str) -> Exception:
+    """Name the request's field in an error of the answer's grammar, and the faulty schema instead of our grammar.
 
-    It looks at the schemas of all tools, so that it must not run in the event loop.
-
-    Args:
-        error: of an answer's grammar.
+    Compiles the schemas of all tools: do not call it in the event loop.
     """
     if not str(error).startswith("structured_output"):
         return error
-    message = _to_blame(demand) if demand.tools else str(error)
+    message = _schema_error(constraints) if constraints.tools else str(error)
     return ApiError(400, f"{field}: {message}", param=field)
 
 
-def _to_blame(demand: Demand) -> str:
-    for tool in demand.tools:
+def _schema_error(constraints: AnswerConstraints) -> str:
+    for tool in constraints.tools:
         name = f"the parameters of {tool['function']['name']!r}"
         if (problem := schema_problem(name, parameters_of(tool))) is not None:
             return str(problem).replace(" has keywords", " have keywords")
-    if demand.shape is not None and demand.shape.kind == "json_schema":
-        problem = schema_problem("response_format", json.loads(demand.shape.json_schema))
+    if constraints.shape is not None and constraints.shape.kind == "json_schema":
+        problem = schema_problem("response_format", json.loads(constraints.shape.json_schema))
         if problem is not None:
             return str(problem)
     return "the schemas together make a grammar that cannot be compiled, or is too large. Shorten them, or send fewer."
 
 
 def output_form(shape: Shape | None) -> StructuredOutput | None:
-    """The form that a request asks for; raises ApiError (400) that names its field."""
+    """Build a request's structured output; raises ApiError (400) that names its field."""
     if shape is None:
         return None
     with named_by(shape.field):
         return StructuredOutput(**{shape.kind: shape.value})
 
 
-def demand_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Demand:
-    """What a chat request demands.
+def constraints_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> AnswerConstraints:
+    """Constraints of a chat request on its answer.
 
     Args:
-        tools: those that may be called.
+        tools: tools that the model may call.
     """
     offered = tools or []
     is_parallel = body.parallel_tool_calls is not False
     is_strict = any(tool["function"].get("strict") for tool in offered)
     if isinstance(body.tool_choice, NamedTool):
         offered = [tool for tool in offered if tool["function"]["name"] == body.tool_choice.function.name]
-    # Beside a document calls are constrained too: the answer is one of them.
+    # With a response_format, calls are constrained too: the answer is either a document or calls.
     is_constrained = body.must_call or is_strict or not is_parallel or body.shape is not None
-    return Demand(
+    return AnswerConstraints(
         shape=output_form(body.shape),
         tools=tuple(offered) if is_constrained else (),
         must_call=body.must_call,
@@ -84,6 +81,6 @@ def demand_of(body: ChatRequest, tools: list[dict[str, Any]] | None) -> Demand:
     )
 
 
-def field_of(body: ChatRequest, demand: Demand) -> str:
-    """The field that an error of the whole answer's grammar is about."""
-    return "tools" if demand.tools or body.shape is None else body.shape.field
+def error_field(body: ChatRequest, constraints: AnswerConstraints) -> str:
+    """Field to name in errors of the answer's grammar."""
+    return "tools" if constraints.tools or body.shape is None else body.shape.field

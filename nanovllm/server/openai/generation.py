@@ -59,7 +59,7 @@ class Job(Protocol):
 
 
 class ChoicesJob(Job, Protocol):
-    """A job whose answer is a list of choices; `object` and `chunk_object` are fields of an answer and a chunk."""
+    """Job with a list of choices as its answer; `object` and `chunk_object` are fields of an answer and a chunk."""
 
     @property
     def object(self) -> str: ...
@@ -82,7 +82,7 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm(Generic[AnyJob]):
-    """How a protocol writes its answers.
+    """Answer formats of a protocol.
 
     whole: makes the answer; raises ApiError.
     events: yields the encoded events of a stream, see `EventStream`; raises ApiError.
@@ -271,7 +271,7 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
         return event(f"{head}{compact(choices)}{shown}}}")
 
     opened: set[int] = set()
-    ended: set[int] = set()  # choices that stay in the outputs of those that have not
+    ended: set[int] = set()  # ended choices, which stay in outputs until the whole prompt ends
     with state.admission.open_answer():
         async with queued(state, job, OutputKind.DELTA) as (outputs, tally):
             yield b""  # admitted

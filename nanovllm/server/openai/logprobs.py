@@ -37,7 +37,7 @@ class CompletionLogprobs:
     Args:
         tokenizer: None where each token's text is its id.
         offset: characters of the choice's text before the first token.
-        skips_special_tokens: whether the text is without them.
+        skips_special_tokens: whether the text omits special tokens.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CompletionLogprobs:
         }
 
     def _offset_of(self, token_id: int, token: str) -> int:
-        """Where the next token begins."""
+        """Add a token; returns its first character's offset in the text."""
         begin = self._offset
         if self._detokenizer is None:
             self._offset += len(token)
@@ -73,7 +73,7 @@ class CompletionLogprobs:
         self._detokenizer.add(token_id)
         added = self._detokenizer.text[num_before:]
         self._offset += len(added)
-        # Bytes that this token shows to be no character come into the text with it.
+        # Held-back bytes that this token turns out to leave invalid enter the text with it.
         return self._offset - len(token) if token and added.endswith(token) else begin
 
     def _top(self, report: TokenLogprobs) -> dict[str, float]:

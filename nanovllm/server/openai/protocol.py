@@ -1,6 +1,6 @@
 """Request models of the endpoints: unknown fields are refused by name, unsupported ones with a reason.
 
-`SamplingParams` checks the ranges of sampling options; the models check only what differs in JSON.
+`SamplingParams` checks the ranges of sampling options; the models check only the differences of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE_ITEMS = 16384
 
 
 def _in_pieces(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Token ids, checked in a Python function, in which other threads can run: pydantic holds the GIL for a list."""
+    """Check token ids in a Python function, so that other threads can run: pydantic holds the GIL for a whole list."""
     if not isinstance(given, list):
         return validate(given)
     pieces = (given[first : first + PIECE_ITEMS] for first in range(0, len(given), PIECE_ITEMS))
@@ -44,7 +44,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 MAX_BIASES = 1024
 _KINDS = {integer: int, real: Number, truth: bool}
 _NOT_PLAIN = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
-# Numbers and truths of `SamplingParams` that are fields under the same name: their JSON types.
+# JSON types of the numbers and booleans of `SamplingParams` that are fields under the same name.
 PLAIN_OPTIONS = {
     name: _KINDS[kind]
     for name, check in CHECKS.items()
@@ -155,7 +155,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TemplateFields(Strict):
-    """What a request sets for the chat template."""
+    """Fields for the chat template."""
 
     chat_template_kwargs: AnyObject | None = None
     add_generation_prompt: bool = True
@@ -233,7 +233,7 @@ class ChatRequest(TemplateFields, SamplingFields):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is tool calls alone."""
+        """Whether the answer consists of tool calls only."""
         return self.tool_choice not in (None, "auto", "none")
 
     def conversation(self) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ from nanovllm.streaming.streams import OutputStream
 logger = logging.getLogger("nanovllm")
 router = APIRouter(dependencies=[Depends(require_api_key)], route_class=LimitedRoute)
 
-_KNOWN = [*ChatRequest.names(), "input"]  # fields that errors begin with
-SKIPPED = "X-Skipped-Tools"  # header that names the types of tools which were left out
+_KNOWN = [*ChatRequest.names(), "input"]  # fields that may begin an error message
+SKIPPED = "X-Skipped-Tools"  # header with the types of the skipped tools
 
 
 class ResponsesJob:

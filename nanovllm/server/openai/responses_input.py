@@ -11,7 +11,7 @@ from nanovllm.server.openai import responses_protocol as protocol
 from nanovllm.server.openai.protocol import ChatRequest
 from nanovllm.server.strict import check_nesting
 
-# Fields of the chat request in errors, by what they are here.
+# Fields of the chat request -> fields of this request, for errors.
 RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -22,7 +22,7 @@ RENAMED = {
 
 
 def as_chat(body: protocol.ResponsesRequest) -> ChatRequest:
-    """Translate a request; raises pydantic's ValidationError and ValueError for what a chat refuses."""
+    """Translate a request; raises pydantic's ValidationError and ValueError if it makes no valid chat request."""
     given: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
@@ -70,7 +70,7 @@ def _tool_choice(body: protocol.ResponsesRequest, *, has_tools: bool) -> dict[st
 
 
 def _messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
-    """Messages of the conversation: an answer's thought, text and calls are one of them."""
+    """Messages of the conversation; an answer's thought, text and calls become one message."""
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
@@ -93,7 +93,7 @@ def _messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _checked(arguments: str, number: int) -> str:
-    """The arguments of a call; raises ValueError unless they are JSON, as the chat does, under this request's name."""
+    """Check the arguments of a call; raises ValueError that names this request's field unless they are JSON."""
     try:
         check_nesting(json.loads(arguments or "{}"))
     except (ValueError, RecursionError) as error:
@@ -102,10 +102,10 @@ def _checked(arguments: str, number: int) -> str:
 
 
 def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
-    """The answer that an item belongs to: the last message if it is one that may go on, else a new one.
+    """Assistant message for an item: the last message if it is the assistant's, else a new one.
 
     Args:
-        joins: whether it may belong to the last message; thought begins an answer.
+        joins: whether the item may join the last message; False for thought, which begins an answer.
     """
     last = messages[-1] if messages else {}
     if not joins or last.get("role") != "assistant":
@@ -126,12 +126,12 @@ def _thought(item: protocol.ReasoningItem, number: int) -> str:
 
 
 def sealed(thought: str) -> str:
-    """Thought for a client to keep and send back; it holds no secret."""
+    """Encode thought for a client to send back; it is not encrypted."""
     return base64.b64encode(thought.encode("utf-8", "surrogatepass")).decode()
 
 
 def opened(text: str, field: str) -> str:
-    """The thought in `sealed` text; raises ValueError for other text."""
+    """Decode `sealed` thought; raises ValueError for other text."""
     try:
         return base64.b64decode(text, validate=True).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Items of a response: thought, message and function calls, whole and as events that add to them."""
+"""Items of a response: thought, message and function calls, whole and as stream events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _new_id(prefix: str) -> str:
 
 
 class Items:
-    """The output of one response, in the order in which its parts come.
+    """Output items of one response, in the order of generation.
 
     Args:
         seals: whether thought also comes as `encrypted_content`.
@@ -25,12 +25,12 @@ class Items:
 
     def __init__(self, *, seals: bool) -> None:
         self._seals = seals
-        self.output: list[dict[str, Any]] = []  # those that have ended
+        self.output: list[dict[str, Any]] = []  # completed items
         self._open: dict[str, Any] | None = None
-        self._text = ""  # of the open item
+        self._text = ""  # text of the open item
 
     def add(self, new: AnswerDelta, *, end: str | None) -> Iterator[Event]:
-        """Add what is new of an answer.
+        """Add the new parts of an answer; yields their events.
 
         Args:
             end: status of the item that is open when the answer ends: "completed" or "incomplete"; None before.

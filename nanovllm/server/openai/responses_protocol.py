@@ -1,4 +1,4 @@
-"""Request model of /v1/responses: the part of OpenAI's API that needs no memory of earlier answers."""
+"""Request model of /v1/responses: the stateless part of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ReasoningText(Strict):
 
 
 class ReasoningItem(Strict):
-    """Earlier thought, as an answer gave it: in `content`, or only in `encrypted_content`."""
+    """Thought of an earlier answer: in `content`, or only in `encrypted_content`."""
 
     type: Literal["reasoning"]
     summary: Each[ReasoningText] | None = None
@@ -106,7 +106,7 @@ class TextFormat(Strict):
 
 
 class SchemaFormat(Strict):
-    """`strict` changes nothing: the answer always matches."""
+    """`strict` has no effect: the answer always matches."""
 
     type: Literal["json_schema"]
     name: str
@@ -122,7 +122,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """`summary` asks for what is always given: the thought, as reasoning_text."""
+    """`summary` has no effect: the answer always has the thought, as reasoning_text."""
 
     refused: ClassVar = {
         "context": ((None, "auto"), "the chat template decides which thought it shows"),
@@ -139,7 +139,7 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponsesRequest(Strict):
-    """Body of /v1/responses. Tools of other types than functions are left out, which a header of the answer says."""
+    """Body of /v1/responses. Tools other than functions are left out; a header of the answer names their types."""
 
     refused: ClassVar = {
         "previous_response_id": ((None,), STATELESS),
@@ -183,7 +183,7 @@ class ResponsesRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Give messages their type, which may be left out."""
+        """Add the type of messages without one."""
         if not isinstance(given, dict) or not isinstance(given.get("input"), list):
             return given
         items = [
@@ -226,6 +226,6 @@ class ResponsesRequest(Strict):
 
 
 def _other_type(tool: Any) -> str | None:
-    """The type of a tool that is no function, such as web_search; None for a function and for what is no tool."""
+    """Type of a tool other than a function, such as web_search; None for functions and for values without a type."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return kind if isinstance(kind, str) and kind != "function" else None

@@ -1,4 +1,4 @@
-"""Errors of a chat request under the names of the request that it was translated from."""
+"""Errors of a translated chat request, with the original request's field names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanovllm.server.errors import ApiError, from_engine, from_validation
 
 @contextmanager
 def translated(renamed: Mapping[str, str], known: Sequence[str]) -> Iterator[None]:
-    """Convert the errors of a translated request.
+    """Convert the errors of a translated request to ApiError.
 
     Args:
-        renamed: fields of the request by those of the chat request.
+        renamed: fields of the chat request -> fields of the original request.
         known: fields of the chat request.
     """
     try:
@@ -30,7 +30,7 @@ def translated(renamed: Mapping[str, str], known: Sequence[str]) -> Iterator[Non
 
 
 def _named(error: ApiError, renamed: Mapping[str, str]) -> ApiError:
-    """The error with the request's own field, where its message begins with one of the chat request's."""
+    """Replace the chat request's field at the beginning of an error message by the original field."""
     first = error.message.partition(" ")[0].rstrip(":")
     for theirs, ours in renamed.items():
         if first == theirs or first.startswith((f"{theirs}.", f"{theirs}[")):

@@ -1,4 +1,4 @@
-"""One turn of a conversation: checked, rendered, constrained and taken apart, for every protocol that is a chat."""
+"""One turn of a conversation, for every chat protocol: checks, chat template, constraints, parsers of the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanovllm.server.answers.reasoning import ends_in_thought, is_left_open
 from nanovllm.server.answers.template_options import check_variables, effort_options
 from nanovllm.server.answers.thought_count import num_thought_tokens
 from nanovllm.server.answers.tool_calls import FORMATS
-from nanovllm.server.openai.forms import demand_of, error_of, field_of
+from nanovllm.server.openai.forms import constraints_of, error_field, named_error
 from nanovllm.server.openai.limits import check_size, engine_options
 from nanovllm.server.openai.protocol import NOT_FOR_TEMPLATES, ChatRequest
 from nanovllm.server.state import ServerState
@@ -25,10 +25,10 @@ from nanovllm.streaming.streams import OutputStream
 
 
 class ChatTurn:
-    """The engine's side of a chat request: its prompt, its sampling parameters, and the parsers of its answers.
+    """Chat request for the engine: its prompt, its sampling parameters, and the parsers of its answers.
 
     Args:
-        request_id: its name in the engine.
+        request_id: its id in the engine.
 
     Raises TypeError, ValueError and ApiError for a bad request.
     """
@@ -43,12 +43,12 @@ class ChatTurn:
         self._template_options = template_options(body, state.template_variables, state.answer_format)
         self._form = state.answer_format
         if body.skip_special_tokens is False:
-            self._form = replace(self._form, special_tokens=frozenset())  # none is kept for the parser alone
-        if body.must_call and self._form.tools is None:  # the grammar alone makes the calls: any format will do
+            self._form = replace(self._form, special_tokens=frozenset())  # the client wants them
+        if body.must_call and self._form.tools is None:  # the grammar forces the calls: any format works
             self._form = replace(self._form, tools=FORMATS["hermes"])
-        self._demand = demand_of(body, self.tools)
-        if self._demand.budget is not None and self._form.reasoning is None:
-            self._demand = replace(self._demand, budget=None)  # a model without thought keeps within any limit
+        self._constraints = constraints_of(body, self.tools)
+        if self._constraints.budget is not None and self._form.reasoning is None:
+            self._constraints = replace(self._constraints, budget=None)  # a model without thought keeps any budget
         options: dict[str, Any] = {"max_tokens": body.output_limit, "logprobs": self.num_logprobs}
         if self._form.needs_special_tokens(with_tools=bool(self.tools)):
             options["skip_special_tokens"] = False
@@ -57,8 +57,8 @@ class ChatTurn:
         self._answers: dict[int, Answer] = {}  # by choice
 
     async def start(self, kind: OutputKind) -> OutputStream:
-        """Queue the conversation; raises what `AsyncLLM.submit_chat` does."""
-        if self._demand.is_needed:
+        """Queue the conversation; raises like `AsyncLLM.submit_chat`."""
+        if self._constraints.is_needed:
             return await self._start_constrained(kind)
         return await self._state.engine.submit_chat(
             self._conversation,
@@ -71,17 +71,17 @@ class ChatTurn:
         )
 
     async def _start_constrained(self, kind: OutputKind) -> OutputStream:
-        """Queue the rendered conversation: its end shows whether the answer begins in thought."""
+        """Queue the rendered conversation; its end tells whether the answer begins in thought."""
         token_ids = await self.prompt_token_ids()
         engine = self._state.engine
         is_open = self._begins_in_thought(token_ids)
         try:
-            # In a thread of forms: the schemas of strict tools are tried, for half a second each.
-            build = partial(build_form, self._demand, self._form, engine.tokenizer, is_open=is_open)
+            # In the thread for grammars: each strict tool's schema is test-compiled for up to half a second.
+            build = partial(build_form, self._constraints, self._form, engine.tokenizer, is_open=is_open)
             params = replace(self._params, structured_output=await engine.prepare(build, compiles=True))
             return await engine.submit([token_ids], params, request_ids=[self.id], output_kind=kind, **self._options)
         except (TypeError, ValueError) as error:
-            find = partial(error_of, error, self._demand, field_of(self.body, self._demand))
+            find = partial(named_error, error, self._constraints, error_field(self.body, self._constraints))
             raise await engine.prepare(find, compiles=True) from error
 
     async def prompt_token_ids(self) -> list[int]:
@@ -91,14 +91,14 @@ class ChatTurn:
         )
 
     def answer(self, choice: int, output: RequestOutput) -> Answer:
-        """The parser of a choice."""
+        """Parser of a choice."""
         if choice not in self._answers:
             self._answers[choice] = self._new_answer(output)
         return self._answers[choice]
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Thought in all choices so far; None if the model has no reasoning format."""
+        """Thought tokens in all choices so far; None if the model has no reasoning format."""
         if self._form.reasoning is None:
             return None
         return sum(answer.num_reasoning_tokens for answer in self._answers.values())
@@ -120,10 +120,10 @@ class ChatTurn:
 
 
 class Answer:
-    """Parser of one choice: its new parts, and what its usage counts.
+    """Parser of one choice: its new parts, and its counts of calls and thought tokens.
 
     Args:
-        schemas: of the tools' parameters, by name.
+        schemas: schemas of the tools' parameters, by tool name.
         is_open: whether thought was opened before the answer.
     """
 
@@ -147,7 +147,7 @@ class Answer:
         """Parse an output of the choice; returns its parts.
 
         Args:
-            is_whole: whether nothing follows, whatever its finish_reason.
+            is_whole: whether the output is the last, regardless of its finish_reason.
         """
         if self._stream is None:
             return AnswerDelta(parts=[completion.text] if completion.text else [])
@@ -161,10 +161,10 @@ class Answer:
 def template_options(
     body: ChatRequest, variables: Collection[str] | None, answer_format: AnswerFormat
 ) -> dict[str, Any]:
-    """What a request sets for the chat template; raises ValueError for what that does not have.
+    """Variables that a request sets for the chat template; raises ValueError for unknown ones.
 
     Args:
-        variables: that the template reads; None if they are not known.
+        variables: variables that the template reads; None if unknown.
     """
     options = body.template_options
     given = body.chat_template_kwargs or {}
