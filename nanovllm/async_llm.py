@@ -24,7 +24,7 @@ from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, words_of
 from nanovllm.requests.scoring import AsyncScoring
 from nanovllm.streaming.engine_thread import EngineThread
-from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.heartbeat import Heartbeat
 from nanovllm.streaming.streams import OutputRouter, OutputStream, Stream, relay
 
@@ -209,7 +209,7 @@ class AsyncLLM(AsyncScoring):
         kind = OutputKind(output_kind)
         stream = Stream(kind)
 
-        def add(requests: list[NewRequest], engine: AnyEngine) -> None:
+        def add(requests: list[NewRequest], engine: EngineInterface) -> None:
             engine.add(*requests)
             for request in requests:
                 self._router.open(request, stream)
@@ -258,7 +258,7 @@ class AsyncLLM(AsyncScoring):
         """Abort requests without a reader before the next step; does not wait, since this may be a cancellation."""
         stream.is_abandoned = True
 
-        def abort(engine: AnyEngine) -> None:
+        def abort(engine: EngineInterface) -> None:
             for request_id in request_ids:
                 if self._router.close(request_id, stream):
                     self._router.record_end(request_id, engine.abort(request_id))
@@ -268,7 +268,7 @@ class AsyncLLM(AsyncScoring):
         except RuntimeError:
             return  # closed or dead, and the requests with it
 
-    async def _run(self, call: Callable[[AnyEngine], Result]) -> Result:
+    async def _run(self, call: Callable[[EngineInterface], Result]) -> Result:
         """In the engine's thread, between two steps."""
         return await asyncio.wrap_future(self._engine_thread.submit(call))
 
@@ -277,7 +277,7 @@ class AsyncLLM(AsyncScoring):
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort" and the output so far. False if none runs."""
 
-        def abort(engine: AnyEngine) -> bool:
+        def abort(engine: EngineInterface) -> bool:
             if self._abort_in(engine, request_id):
                 return True
             if (stream := self._preparing.get(request_id)) is None:
@@ -287,7 +287,7 @@ class AsyncLLM(AsyncScoring):
 
         return await self._run(abort)
 
-    def _abort_in(self, engine: AnyEngine, request_id: str) -> bool:
+    def _abort_in(self, engine: EngineInterface, request_id: str) -> bool:
         """From the engine's thread."""
         output = engine.abort(request_id)
         if output is not None:

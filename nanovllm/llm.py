@@ -27,7 +27,7 @@ from nanovllm.process.interrupts import InterruptsHeld
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
 from nanovllm.requests.scoring import Scoring
-from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.idle_thread import take_memory_when_idle
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def open_engine(
     *,
     trace: Any = None,
     **of_replicas: bool,
-) -> AnyEngine:
+) -> EngineInterface:
     """The engine behind a front door; arguments as for `LLM`, `of_replicas` as for `open_pool`."""
     # Both are imported here: a front that starts replicas before it imports what they import starts them sooner.
     if options.get("data_parallel_size", 1) == 1:
@@ -87,7 +87,7 @@ class LLM(Scoring):
         engine = open_engine(model, tokenizer, on_step, options, trace=trace)
         self.tokenizer = engine.tokenizer
         self._process_id = os.getpid()
-        self._engine: AnyEngine | None = engine
+        self._engine: EngineInterface | None = engine
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds it
         self._request_ids: Iterator[str] = map(str, itertools.count())
@@ -227,7 +227,7 @@ class LLM(Scoring):
                 finally:
                     self._lock.release()
 
-    def _step(self, engine: AnyEngine, interrupts: InterruptsHeld) -> None:
+    def _step(self, engine: EngineInterface, interrupts: InterruptsHeld) -> None:
         """One step for the requests of all calls; each output goes into the inbox of its call."""
         if not engine.outputs:
             if not engine.requests:
@@ -244,7 +244,7 @@ class LLM(Scoring):
                 inbox.append(output)
 
     @contextmanager
-    def _turn(self) -> Iterator[AnyEngine]:
+    def _turn(self) -> Iterator[EngineInterface]:
         """The engine for this thread alone."""
         self._open_engine()  # before the lock, which another thread may have held when this process was forked
         if self._owner == threading.get_ident():
@@ -322,7 +322,7 @@ class LLM(Scoring):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_engine(self) -> AnyEngine:
+    def _open_engine(self) -> EngineInterface:
         if os.getpid() != self._process_id:
             raise ForkedChildError("LLM", self._process_id)
         if self._engine is None:

@@ -39,7 +39,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.model.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.replicas import opening
 from nanovllm.replicas.opening import open_pool
-from nanovllm.replicas.replica import Share
+from nanovllm.replicas.replica import ReplicaResources
 
 PARTS = ("offline", "served", "start", "kill")
 PROMPT_TOKENS = 100
@@ -85,10 +85,10 @@ def one_behind_a_front() -> Iterator[None]:
 def share_one_gpu() -> None:
     """Put every replica on the first GPU, where there is no second one: starts and pauses count, rates do not."""
 
-    def shares(config: Any, **_: Any) -> list[Share]:
-        return [Share(frozenset(os.sched_getaffinity(0)), {})] * config.data_parallel_size
+    def shares(config: Any, **_: Any) -> list[ReplicaResources]:
+        return [ReplicaResources(frozenset(os.sched_getaffinity(0)), {})] * config.data_parallel_size
 
-    opening.shares_of_host = shares
+    opening.split_host = shares
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -164,9 +164,9 @@ model, count, cache_bytes, is_shared = sys.argv[1:]
 if int(is_shared) and int(count) > 1:  # as share_one_gpu
     import os
     from nanovllm.replicas import opening
-    from nanovllm.replicas.replica import Share
-    share = Share(frozenset(os.sched_getaffinity(0)), {})
-    opening.shares_of_host = lambda config, **_: [share] * config.data_parallel_size
+    from nanovllm.replicas.replica import ReplicaResources
+    share = ReplicaResources(frozenset(os.sched_getaffinity(0)), {})
+    opening.split_host = lambda config, **_: [share] * config.data_parallel_size
 options = {"kv_cache_memory_bytes": int(cache_bytes)} if int(cache_bytes) else {}
 with LLM(model, max_model_len=1024, data_parallel_size=int(count), **options):
     print(time.perf_counter() - begin)

@@ -37,7 +37,7 @@ from nanovllm.cache.cache_pools import resolve_pool
 from nanovllm.core.config import EngineConfig
 from nanovllm.observability.percentiles import percentiles
 from nanovllm.replicas import opening
-from nanovllm.replicas.replica import Share
+from nanovllm.replicas.replica import ReplicaResources
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, w1
@@ -50,8 +50,8 @@ MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 def share_all_cores() -> None:
     """On a CPU: let each replica run on any core, so that more of them than cores can be tried."""
     cores = frozenset(os.sched_getaffinity(0))
-    share = Share(cores, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    opening.shares_of_host = lambda config, *, gpus_each=1: [share] * config.data_parallel_size  # type: ignore[assignment]
+    share = ReplicaResources(cores, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    opening.split_host = lambda config, *, gpus_each=1: [share] * config.data_parallel_size  # type: ignore[assignment]
 
 
 def requests_of(seeds: range, options: argparse.Namespace) -> list[TimedRequest]:

@@ -1,4 +1,4 @@
-"""The Serve application: fronts that take HTTP requests, and replicas that answer them, as many as Serve sees fit."""
+"""The Serve application: fronts take HTTP requests, replicas answer them; Serve sets the number of replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nanovllm.ray.router import STATS_SECONDS
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
-# Of a server's options those that belong to the listener, which is Serve's own.
-NOT_OURS = {
+# Server options that are refused on Ray -> reason.
+NOT_ON_RAY = {
     **dict.fromkeys(("host", "port"), "`serve.start(http_options=...)`, or `http_options` of the config file, sets it"),
     **dict.fromkeys(
         ("max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout", "access_log"),
@@ -35,10 +35,10 @@ NOT_OURS = {
     "otlp_traces_endpoint": "Serve has spans of its own",
     "ui": "the live view shows one engine, and a page's requests would go to several",
 }
-# Requests of a replica that autoscaling aims at. Serve's own default of 2 would leave an engine's batches empty.
+# Autoscaling's target for the requests of a replica. Serve's default of 2 would leave an engine's batches empty.
 TARGET_ONGOING = 64
-MAX_NUM_SEQS = 256  # of an engine that is not told how many
-MAX_FORWARDED = 65536  # answers of a front at once; its queue is the limit
+MAX_NUM_SEQS = 256  # default of an engine
+MAX_FORWARDED = 65536  # concurrent answers of a front; its queue limits them first
 HEALTH_SECONDS = 5.0  # between two checks of a front, and of a replica
 
 
@@ -58,16 +58,16 @@ def app(
 
     Args:
         model: a folder that every machine can read, a hub id, or "smollm2-135m-instruct".
-        tokenizer: folder or hub id of one; None takes the model's own.
-        num_replicas: engines, one by default; not together with autoscaling_config.
-        autoscaling_config: as Serve takes it, such as {"min_replicas": 1, "max_replicas": 8}; target_ongoing_requests
-            is 64 where it is not given.
+        tokenizer: folder or hub id of a tokenizer; None uses the model's.
+        num_replicas: number of engines, one by default; not together with autoscaling_config.
+        autoscaling_config: Serve's options, such as {"min_replicas": 1, "max_replicas": 8}; target_ongoing_requests
+            is 64 by default.
         num_fronts: processes that take HTTP requests, read their prompts and write their answers.
         routing: "prefix-aware", "least-loaded" or "round-robin".
-        server: options of `ServerSettings` by name, but for those of the listener, which is Serve's.
-        ray_actor_options: resources of a replica, such as {"num_gpus": 1}, which is the default where the cluster has
-            GPUs and `device` is not "cpu".
-        engine_options: as for `AsyncLLM`; max_queue is 1024 by default.
+        server: options of `ServerSettings` by name, without the listener's, which Serve replaces.
+        ray_actor_options: resources of a replica; {"num_gpus": 1} by default if the cluster has GPUs and `device` is
+            not "cpu".
+        engine_options: see `AsyncLLM`; max_queue is 1024 by default.
 
     Raises TypeError and ValueError for bad options, before anything is started.
     """
@@ -81,7 +81,7 @@ def app(
     replicas = _replicas(routing, options, dict(ray_actor_options or {})).options(
         graceful_shutdown_timeout_s=settings.drain_timeout, **counts
     )
-    # The fronts bound the queue, and end what is too much before it is sent.
+    # The fronts bound the queue: they refuse excess requests before sending them.
     of_replica = {name: value for name, value in options.items() if name != "max_queue"}
     setup = os.fspath(model), tokenizer, of_replica
     bound = replicas.bind(*setup, stall_timeout=settings.stall_timeout)
@@ -101,12 +101,12 @@ def _fronts(number: int, settings: ServerSettings) -> Deployment:
 
 
 def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, Any]) -> Deployment:
-    """The deployment of the replicas, without their number."""
+    """Deployment of the replicas; the caller sets their number."""
     if "num_gpus" not in actor_options and uses_gpu(options):
         actor_options["num_gpus"] = options.get("tensor_parallel_size", 1)
     return serve.deployment(Replica).options(
         name="Replica",
-        max_ongoing_requests=_room(options),
+        max_ongoing_requests=_max_requests(options),
         ray_actor_options=actor_options,
         health_check_period_s=HEALTH_SECONDS,
         request_router_config=RequestRouterConfig(
@@ -120,7 +120,7 @@ def _replicas(routing: str, options: dict[str, Any], actor_options: dict[str, An
 def build(arguments: dict[str, Any]) -> Application:
     """`app` for `serve run nanovllm.ray:build model=... num_replicas=2` and the `args` of a config file.
 
-    The command line gives strings: those that are JSON are read as JSON.
+    Strings that hold JSON are parsed: the command line gives all values as strings.
     """
     return app(**{name: _from_text(value) for name, value in arguments.items()})
 
@@ -135,11 +135,11 @@ def _from_text(value: Any) -> Any:
 
 
 def _settings(given: Mapping[str, Any]) -> ServerSettings:
-    """Raise ValueError for an option that Serve's listener has, TypeError for one that nobody has."""
+    """Build the server's settings; raises ValueError for an option that Serve decides, TypeError for an unknown one."""
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     for name in given:
-        if name in NOT_OURS:
-            raise ValueError(f"{name} cannot be set for an application on Ray: {NOT_OURS[name]}.")
+        if name in NOT_ON_RAY:
+            raise ValueError(f"{name} cannot be set for an application on Ray: {NOT_ON_RAY[name]}.")
         if name not in names:
             raise TypeError(f"{name!r} is not an option of the server; see ServerSettings.")
     options: dict[str, Any] = {"ui": False, "access_log": False}
@@ -160,7 +160,7 @@ def _max_replicas(counts: Mapping[str, Any]) -> int:
     return int(counts["num_replicas"] if autoscaling is None else autoscaling.get("max_replicas", 1))  # Serve's default
 
 
-def _room(options: Mapping[str, Any]) -> int:
-    """Requests that an engine takes, queued ones included: more wait in the front, for any replica."""
+def _max_requests(options: Mapping[str, Any]) -> int:
+    """Maximum number of requests in an engine, running and queued; more wait in the front, for any replica."""
     max_queue = options["max_queue"]
     return MAX_FORWARDED if max_queue is None else (options.get("max_num_seqs") or MAX_NUM_SEQS) + max_queue

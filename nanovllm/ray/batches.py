@@ -1,4 +1,4 @@
-"""Batch jobs on Ray: a stage for `map_batches`, and jobs that start again where they stopped."""
+"""Batch jobs on Ray: a stage for `map_batches`, and jobs that resume after an interruption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanovllm.core.validation import integer
 from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.ray.cluster import uses_gpu
 
-# What a stage adds to a row, with types of their own, so that all batches have one schema.
+# Columns that a stage adds, with explicit types so that all batches have one schema.
 COLUMNS = {
     "text": pa.string(),
     "token_ids": pa.list_(pa.int32()),
@@ -36,28 +36,28 @@ COLUMNS = {
 PROMPTS = ("prompt", "messages")
 PARAMS = "sampling_params"
 SPARE_CPUS = 2  # for a task that reads or writes, and for Ray's actor that skips finished rows
-# Batches that one engine works on together: the next one's rows take the place of those that end early.
+# Concurrent batches per engine: rows of the next batch replace rows that end early.
 CONCURRENT_BATCHES = 4
 
 
 def row_seed(seed: int, row_id: Any) -> int:
-    """The seed of a row's noise, a function of its id: a row that is computed again gets the same text."""
+    """Sampling seed of a row, a function of its id: a row that is computed again gets the same text."""
     return xxhash.xxh3_64_intdigest(f"{seed}:{row_id}".encode())
 
 
 class Stage:
-    """A class for `map_batches(batch_format="pyarrow")`: generates for the rows of a batch; see `stage`.
+    """Class for `map_batches(batch_format="pyarrow")`: generates for the rows of a batch; see `stage`.
 
     A row has a column `prompt` (a string or token ids) or `messages` (a conversation), and may have `sampling_params`
-    (a struct of options, of which those that are null are not set). It gets the columns `text`, `token_ids`,
-    `finish_reason`, `num_prompt_tokens` and `error`; a row that cannot be served gets an error and nothing else.
+    (a struct of options; null means not set). It gets the columns `text`, `token_ids`, `finish_reason`,
+    `num_prompt_tokens` and `error`; an invalid row gets only an error.
 
     Args:
-        model, engine_options: as for `AsyncLLM`.
-        sampling_params: options of all rows, by name; those left out are `AsyncLLM.default_sampling_params`.
-        id_column: column whose value seeds a row's noise, unless its options have a seed. None: not repeatable.
-        seed: another gives other texts.
-        raise_errors: whether a row that cannot be served ends the job.
+        model, engine_options: see `AsyncLLM`.
+        sampling_params: options of all rows, by name; the defaults are `AsyncLLM.default_sampling_params`.
+        id_column: column that seeds a row's sampling, unless its options have a seed. None: not repeatable.
+        seed: combined with each row's id.
+        raise_errors: whether an invalid row ends the job.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Stage:
         yield batch
 
     async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The new columns of a row."""
+        """Compute the new columns of a row."""
         try:
             params = self._sampling_params(row)
             messages = row.get("messages")
@@ -137,12 +137,12 @@ def stage(
 
     Args:
         model: a folder that every machine can read, a hub id, or "smollm2-135m-instruct".
-        concurrency: engines, or the least and the most of them.
-        batch_size: rows of a task; what is lost with a machine, and computed again, are tasks.
-        num_cpus: CPUs of an engine; reading and writing rows needs others.
+        concurrency: number of engines, or (minimum, maximum).
+        batch_size: rows of a task; tasks lost with a machine are computed again.
+        num_cpus: CPUs of an engine; reading and writing rows needs further ones.
         num_gpus: GPUs of an engine; None: one if the cluster has GPUs and `device` is not "cpu".
         resources: further resources of an engine, such as {"fast_disk": 1}, which its node must have.
-        options: as for `Stage`.
+        options: see `Stage`.
 
     Raises TypeError and ValueError for bad options, before any engine is started.
     """
@@ -181,15 +181,15 @@ def batch(
 ) -> Dataset:
     """Generate for every row of a dataset exactly once, and return the rows with their texts.
 
-    Called again with the same folder it goes on where it stopped: rows that are in the folder are not computed again.
+    Called again with the same folder, it resumes: rows in the folder are not computed again.
 
     Args:
-        dataset: read from files (`ray.data.read_json`, `read_parquet`, ...), with ids that differ.
+        dataset: read from files (`ray.data.read_json`, `read_parquet`, ...), with unique ids.
         output: folder or bucket that every machine can write: rows/ has the result as Parquet, done/ the finished ids.
         id_column: column of strings or whole numbers.
-        options: as for `stage`.
+        options: see `stage`.
 
-    Raises ValueError, before any engine is started, for ids that are not unique and rows that are not read from files.
+    Raises ValueError, before any engine is started, for duplicate ids and for rows that are not read from files.
     """
     folder = os.fspath(output) if "://" in os.fspath(output) else os.path.abspath(output)
     rows = posixpath.join(folder, "rows")
@@ -202,7 +202,7 @@ def batch(
             "(`dataset.write_parquet`), and read it from there."
         )
     num_ids = _count_ids(dataset, id_column)
-    generated, context = dataset.map_batches(**arguments), dataset.context  # which all steps from a source share
+    generated, context = dataset.map_batches(**arguments), dataset.context  # shared by all steps of the source
     before = context.checkpoint_config
     context.checkpoint_config = CheckpointConfig(
         id_column, posixpath.join(folder, "done"), delete_checkpoint_on_success=False
@@ -224,14 +224,14 @@ _STAGE_OPTIONS = ("tokenizer", "sampling_params", "id_column", "seed", "raise_er
 
 
 def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrow gives every struct of a column all fields of any of them."""
+    """Drop nulls: Arrow adds the fields of all structs in a column to each of them."""
     return {name: value for name, value in struct.items() if value is not None}
 
 
 def _own_options(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's sampling options, those that are structs themselves without the fields of other rows.
+    """Sampling options of a row, without the fields that Arrow adds to nested structs.
 
-    Raises TypeError for a JSON schema as a struct: its nulls may be other rows' fields, or its own.
+    Raises TypeError for a JSON schema as a struct: a null may be another row's field or part of the schema.
     """
     options = _without_nulls(struct)
     for name in ("logit_bias", "structured_output"):
@@ -249,7 +249,7 @@ def _own_options(struct: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_cpus(num_needed: float) -> None:
-    """Raise ValueError if engines alone would take every CPU: the tasks that read and write would wait for ever."""
+    """Raise ValueError if engines would use every CPU: tasks that read and write would wait forever."""
     num_cpus = ray.cluster_resources().get("CPU", 0.0)
     if num_needed > num_cpus - SPARE_CPUS:
         raise ValueError(
@@ -268,7 +268,7 @@ def _check_columns(names: list[str], id_column: str | None) -> None:
 
 
 def _count_ids(dataset: Dataset, id_column: str) -> int:
-    """The number of rows; raises ValueError for an id that is missing or occurs twice."""
+    """Count the rows; raises ValueError for a missing or duplicate id."""
     digests: list[np.ndarray] = []  # 8 bytes an id, so that millions fit into this process
     for ids in dataset.select_columns([id_column]).iter_batches(batch_format="pyarrow", batch_size=65536):
         values = ids[id_column].to_pylist()

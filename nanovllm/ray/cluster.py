@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or says that none answers, before anything is loaded."""
+"""Connection to a Ray cluster, with an error in seconds if none answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def connect(address: str | None = None, *, timeout: float = 10.0, **options: Any
     """Join the Ray cluster at `address`.
 
     Args:
-        address: host:port of the head node, "auto" for the cluster that this machine belongs to, or ray://host:port.
-            None takes RAY_ADDRESS, else the cluster of this machine, else starts one in this process.
-        timeout: seconds for the head node to answer; Ray itself would try for minutes.
-        options: as for `ray.init`.
+        address: host:port of the head node, "auto" for this machine's cluster, or ray://host:port. None: RAY_ADDRESS,
+            else this machine's cluster, else a new one in this process.
+        timeout: seconds for the head node to answer; Ray would retry for minutes.
+        options: see `ray.init`.
 
-    Raises ConnectionError if no cluster answers. Without an address it does nothing where this process is in one.
+    Raises ConnectionError if no cluster answers. Without an address, a process that is already connected stays so.
     """
     if ray.is_initialized() and address is None:
         return
@@ -35,7 +35,7 @@ def connect(address: str | None = None, *, timeout: float = 10.0, **options: Any
 
 
 def uses_gpu(engine_options: Mapping[str, Any]) -> bool:
-    """Whether an engine needs a GPU of Ray, which hides from an actor those that it did not ask for."""
+    """Whether to request a GPU from Ray for an engine: Ray hides unrequested GPUs from an actor."""
     device = engine_options.get("device", "auto")
     if device == "auto":
         return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
@@ -43,14 +43,14 @@ def uses_gpu(engine_options: Mapping[str, Any]) -> bool:
 
 
 def _check_answers(address: str, timeout: float) -> None:
-    """Raise ConnectionError unless a gRPC server, as every head node is, answers in time; ValueError without a port."""
+    """Raise ConnectionError unless the head node's gRPC server answers in time; ValueError without a port."""
     target = address.removeprefix("ray://")
     host, _, port = target.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"the Ray address {address!r} has no port. Give host:port, such as 10.0.0.1:6379, or 'auto'.")
     uses_tls = os.environ.get("RAY_USE_TLS", "0") not in ("0", "")
     if uses_tls:
-        return  # its keys are Ray's to find
+        return  # Ray resolves it
     with grpc.insecure_channel(target) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=timeout)

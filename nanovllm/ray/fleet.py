@@ -1,4 +1,4 @@
-"""The replicas of an application on Ray, as a front's pool sees them: Serve starts them, and routes the requests.
+"""Fleet of a front's pool on Ray: Serve starts the replicas and routes the requests.
 
 ::
 
@@ -7,8 +7,8 @@
     listen        ◀──────────────────────────────────────────────  routed
                   ◀────────────  Report, Report, ...; or failed
 
-A request is in the queue `_unrouted` until its replica is known. Invariant: an event counts only while its placement is
-in the queue that it was placed in last.
+A request is in the queue `_unrouted` until its replica is known. Invariant: an event is ignored unless its placement is
+the latest of its request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Event = tuple[ReplicaQueue, FromEngine | None]
 
 
 class RayReplica(ReplicaQueue):
-    """The requests of one front in one replica. name: Serve's, None once it has died."""
+    """Requests of one front in one replica. name: Serve's id of the replica, None after its death."""
 
     def __init__(self, index: int, max_num_seqs: int) -> None:
         super().__init__(index)
@@ -53,15 +53,15 @@ class RayReplica(ReplicaQueue):
 
 
 class RayFleet:
-    """Not thread-safe, except `wake`, and what the calls report.
+    """Replicas with requests of this front. Not thread-safe, except `wake`; calls report through a queue.
 
     Args:
-        handle: of the deployment of `Replica`s.
-        loop: runs the calls; it outlives the pool.
-        max_num_seqs: of an engine.
-        hash_seed: of the model that the front reads prompts for.
+        handle: handle of the `Replica` deployment.
+        loop: event loop that runs the calls; it outlives the pool.
+        max_num_seqs: option of each engine.
+        hash_seed: hash seed of the front's model.
 
-    replicas: the first is the queue of requests without a replica as yet; a place is used again after a death.
+    replicas: the first is the queue of unrouted requests; the index of a dead replica is reused.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class RayFleet:
         self._calls, self._loop = handle.options(stream=True).generate, loop
         self._max_num_seqs, self._hash_seed = max_num_seqs, hash_seed
         self._unrouted = ReplicaQueue(0)
-        self._unrouted.max_num_seqs = 0  # none of these runs
+        self._unrouted.max_num_seqs = 0  # all count as waiting
         self.replicas, self.up = [self._unrouted], [self._unrouted]
-        self._homes: dict[int, ReplicaQueue] = {}  # by placement, until its call ends
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the event loop's thread
+        self._homes: dict[int, ReplicaQueue] = {}  # by placement, until the call ends
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by placement; used in the event loop's thread
         self._events: deque[Callable[[], Event | None]] = deque()
         self._has_event = threading.Event()
 
-    # ------------------------------------------------------------------------------------------- as `Fleet` does it
+    # ------------------------------------------------------------------------------------------ interface of a fleet
 
     @property
     def statuses(self) -> list[ReplicaStatus]:
-        """None: Serve knows the replicas, and a front only those that it has sent requests to."""
+        """Empty: a front knows only the replicas that have its requests."""
         return []
 
     @property
     def has_failed(self) -> bool:
-        return False  # Serve starts replicas for as long as the application is there
+        return False  # Serve restarts replicas while the application runs
 
     def wake(self) -> None:
         self._has_event.set()
@@ -111,14 +111,14 @@ class RayFleet:
             refuse("reset_prefix_cache", RAY)
 
     def stalled(self) -> list[ReplicaQueue]:
-        return []  # `Replica.check_health` tells Serve
+        return []  # Serve calls `Replica.check_health`
 
     def drop(self, replica: ReplicaQueue) -> None:
-        for placement in replica.requests:  # one that Ray does not reach may live
+        for placement in replica.requests:  # an unreachable replica may still run them
             self._cancel(placement)
 
     def restart(self) -> None:
-        """Does nothing: Serve does."""
+        """Do nothing: Serve restarts replicas."""
 
     def close(self) -> None:
         for placement in list(self._homes):
@@ -133,18 +133,18 @@ class RayFleet:
 
     async def _call(self, request: SentRequest) -> None:
         placement = request.placement
-        on_routed = partial(self._note, self._routed, placement)
+        on_routed = partial(self._post_event, self._routed, placement)
         prompt = Prompt(request.prompt_token_ids, request.cache_salt, self._hash_seed, on_routed)
         try:
             response = self._calls.remote(encode(Add([request])), self._hash_seed, time.monotonic(), prompt=prompt)
             try:
                 async for data in response:
-                    self._note(self._reported, placement, decode_from_engine(data))
+                    self._post_event(self._reported, placement, decode_from_engine(data))
             finally:
-                response.cancel()  # does nothing once it has ended
-            self._note(self._ended, placement)
-        except (Exception, asyncio.CancelledError) as error:  # which a replica that Serve takes away gives too
-            self._note(self._failed, placement, error)
+                response.cancel()  # no effect on an ended call
+            self._post_event(self._ended, placement)
+        except (Exception, asyncio.CancelledError) as error:  # CancelledError: Serve removed the replica
+            self._post_event(self._failed, placement, error)
 
     def _cancel(self, placement: int) -> None:
         self._homes.pop(placement, None)
@@ -155,8 +155,8 @@ class RayFleet:
 
         self._loop.call_soon_threadsafe(cancel)
 
-    def _note(self, event: Callable[..., Event | None], *arguments: Any) -> None:
-        """Have the pool's thread take an event; any thread may call it."""
+    def _post_event(self, event: Callable[..., Event | None], *arguments: Any) -> None:
+        """Queue an event for the pool's thread; any thread may call it."""
         self._events.append(partial(event, *arguments))
         self._has_event.set()
 
@@ -179,18 +179,18 @@ class RayFleet:
     def _failed(self, placement: int, error: BaseException) -> Event | None:
         home = self._homes.pop(placement, None)
         request = None if home is None else home.requests.get(placement)
-        if home is None or request is None:  # it was aborted, has ended, or was moved
+        if home is None or request is None:  # aborted, ended or moved
             return None
         if home is not self._unrouted and isinstance(error, RayActorError):
             return home, None
         logger.error("a call for request %s failed: %r", request.new.request_id, error)
         home.remove(request)
-        alone = ReplicaQueue(home.index)  # the others of its replica go on there
+        alone = ReplicaQueue(home.index)  # only this request moves; its replica lives
         alone.place(request, placement)
         return alone, None
 
     def _replica(self, name: str, running: Collection[str]) -> RayReplica:
-        """The queue of a replica; a new one takes the place of one that is gone."""
+        """Queue of a replica; a new replica reuses the index of a gone one."""
         own = [replica for replica in self.replicas if isinstance(replica, RayReplica)]
         found = next((replica for replica in own if replica.name == name), None)
         if found is not None:

@@ -1,4 +1,4 @@
-"""The front on Ray: the server's application over a pool of replicas that Serve runs."""
+"""Front on Ray: the server's application over a pool of replicas that Serve runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nanovllm.core.errors import EngineDeadError
 from nanovllm.model.loader import load_tokenizer
 from nanovllm.ray.fleet import RayFleet
 from nanovllm.replicas.messages import Ready, decode_from_engine
-from nanovllm.replicas.opening import parts_of
+from nanovllm.replicas.opening import pool_parts
 from nanovllm.replicas.pool import ReplicaPool
 from nanovllm.server.app import create_app
 from nanovllm.server.settings import ServerSettings
 
-UPDATE_SECONDS = 1.0  # between two looks for a replica of this version, while Serve replaces those of another
+UPDATE_SECONDS = 1.0  # between attempts to find a replica with this setup, while Serve replaces old ones
 
 
 class FrontLLM(AsyncLLM):
-    """An `AsyncLLM` whose requests run in replicas on Ray."""
+    """`AsyncLLM` over replicas on Ray."""
 
     def __init__(self, pool: ReplicaPool, model: str) -> None:
         self._pool = pool
@@ -39,13 +39,13 @@ class Front:
     """ASGI application of one front; Serve runs `num_fronts` of them.
 
     Args:
-        replicas: handle of the `Replica`s.
-        setup: the model, the tokenizer and the engine options of these.
-        max_queue: as for `AsyncLLM`.
-        max_replicas: most that there will be; their places bound the front's queue.
+        replicas: handle of the `Replica` deployment.
+        setup: model, tokenizer and engine options of the replicas.
+        max_queue: see `AsyncLLM`.
+        max_replicas: maximum number of replicas; bounds the front's queue together with max_num_seqs.
     """
 
-    async def __init__(  # type: ignore[misc]  # as `serve.ingress` allows: it waits for a replica
+    async def __init__(  # type: ignore[misc]  # `serve.ingress` allows a coroutine: it waits for a replica
         self,
         replicas: DeploymentHandle,
         setup: tuple[str, str | None, dict[str, Any]],
@@ -59,7 +59,7 @@ class Front:
         options = EngineConfig.from_options(**engine_options, max_queue=max_queue)
         own_tokenizer = await asyncio.to_thread(load_tokenizer, model, tokenizer, options)
         ready = await _first_ready(replicas, setup)
-        parts = parts_of(options, own_tokenizer, [ready])
+        parts = pool_parts(options, own_tokenizer, [ready])
         config = replace(parts.config, data_parallel_size=max_replicas)
         fleet = RayFleet(
             replicas,
@@ -67,7 +67,7 @@ class Front:
             max_num_seqs=config.max_num_seqs,
             hash_seed=parts.hash_seed,
         )
-        # Serve's router routes by prefixes, with `PolicyRouter`.
+        # Serve's `PolicyRouter` chooses the replica, not the pool.
         pool = ReplicaPool(fleet, replace(parts, config=config, expects_prefixes=False), _first)
         self.engine = FrontLLM(pool, model)
 
@@ -81,7 +81,7 @@ class Front:
 
 
 async def _first_ready(replicas: DeploymentHandle, setup: tuple[str, str | None, dict[str, Any]]) -> Ready:
-    """What the first replica with this setup says of itself."""
+    """Wait for a replica with this setup; returns its description."""
     while (described := await replicas.describe.remote(*setup)) is None:
         await asyncio.sleep(UPDATE_SECONDS)
     ready = decode_from_engine(described)

@@ -1,4 +1,4 @@
-"""What the router knows of a request: its prompt's tokens, from which block hashes follow."""
+"""Prompt of a request for Serve's router, which computes its block hashes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nanovllm.core.block_hashes import PromptHashes
 
 
 class Prompt:
-    """A request's prompt for the router, which lives in the front's process: nothing of it is sent to a replica.
+    """Prompt for the router in the front's process; pickling empties it, so nothing is sent to a replica.
 
     Args:
         token_ids: empty if the request has no prompt.
-        model: hash seed of the model that they were read for; None for any.
-        on_routed: called in the router's thread with the replica that takes the request, and all that run.
+        model: hash seed of the model that tokenized the prompt; None for any.
+        on_routed: called in the router's thread with the chosen replica and all running replicas.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Prompt:
         self._hashes: dict[tuple[str, int], PromptHashes] = {}
 
     def hashes(self, hash_seed: str, block_size: int) -> PromptHashes:
-        """Block hashes as replicas with this seed and block size compute them."""
+        """Block hashes of a replica with this seed and block size."""
         key = hash_seed, block_size
         if key not in self._hashes:
             self._hashes[key] = PromptHashes(

@@ -1,4 +1,4 @@
-"""A replica on Ray: an engine that runs the requests which the fronts send, and reports as an engine process does."""
+"""Replica on Ray: an engine that runs requests of the fronts, and reports like an engine process."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ TIMES = ("arrival_time", "scheduled_time", "first_token_time", "last_token_time"
 
 
 def shifted(metrics: RequestMetrics, seconds: float) -> RequestMetrics:
-    """Metrics on another machine's clock, which is so far ahead."""
+    """Shift the times of metrics to a clock that is `seconds` ahead."""
     times = {name: getattr(metrics, name) for name in TIMES}
     return replace(metrics, **{name: time + seconds for name, time in times.items() if time is not None})
 
 
 class RayReporter(Reporter):
-    """A `Reporter` whose process may end in order."""
+    """`Reporter` of a process that Serve may stop."""
 
     is_stopping = False
 
@@ -61,11 +61,11 @@ class RayReporter(Reporter):
 
 
 class Replica:
-    """Runs requests of fronts; the methods beside `describe` and `generate` are called by Serve.
+    """Engine for the fronts' requests. Fronts call `describe` and `generate`, Serve the other methods.
 
     Args:
-        model, tokenizer, engine_options: as for `AsyncLLM`, without a bound of the queue.
-        stall_timeout: seconds without a step, while there is work, after which it is replaced.
+        model, tokenizer, engine_options: see `AsyncLLM`; without max_queue.
+        stall_timeout: seconds without a step, despite work, after which Serve replaces it.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Replica:
         self._setup = model, tokenizer, engine_options
         engine, self._ready = build(model, tokenizer, engine_options)
         self._stall_timeout = stall_timeout
-        self._placements = itertools.count()  # own ones: those of several fronts would be the same
+        self._placements = itertools.count()  # numbers of different fronts may be equal
         self._queues: dict[int, asyncio.Queue[SentOutput]] = {}  # by placement
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the calls
+        self._loop: asyncio.AbstractEventLoop | None = None  # event loop of the calls
         self._stats = engine.stats()
-        self._records: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # that no front has yet
-        self._reporter = RayReporter(engine, self._take, sends_records=True, sends_block_events=False)
+        self._records: deque[StepRecord] = deque(maxlen=RECENT_STEPS)  # not yet sent to any front
+        self._reporter = RayReporter(engine, self._receive_report, sends_records=True, sends_block_events=False)
         self._thread = EngineThread(engine, self._reporter, prepares_when_idle=True)
         self._input_processor = engine.input_processor
         # Apart from the loop's own threads, so that a plain request never waits for forms.
@@ -87,7 +87,7 @@ class Replica:
         OldObjectsFrozen.freeze_for_good()
 
     async def describe(self, model: str, tokenizer: str | None, engine_options: dict[str, Any]) -> bytes | None:
-        """An encoded `Ready`; None if the replica was started with others, of an application that is being updated."""
+        """Encode a `Ready`; None if the replica has another setup, during an update of the application."""
         return encode(self._ready) if self._setup == (model, tokenizer, engine_options) else None
 
     async def generate(
@@ -97,18 +97,18 @@ class Replica:
 
         Args:
             data: an encoded `Add` of one request.
-            hash_seed: of the model that the front has read the prompt for.
-            sent_at: on the front's clock, in seconds.
-            prompt: for the router.
+            hash_seed: hash seed of the front's model.
+            sent_at: time on the front's clock, in seconds.
+            prompt: read by the router only.
 
-        Raises ModelLoadError if this engine has another model: an answer would be half of each.
+        Raises ModelLoadError if this engine has another model: a moved request would mix two models.
         """
         if hash_seed != self._ready.hash_seed:
             raise ModelLoadError(
                 f"the replica has loaded {self._ready.hash_seed!r}, and the front {hash_seed!r} (model, revision, "
                 "dtype). Name the revision, and start the application anew."
             )
-        ahead = time.monotonic() - sent_at  # this clock, of that one
+        ahead = time.monotonic() - sent_at  # offset of this machine's clock
         request = decode_request(data)
         placement, request.placement = request.placement, next(self._placements)
         request.arrival_time += ahead
@@ -130,11 +130,11 @@ class Replica:
         finally:
             del self._queues[request.placement]
             if not is_finished:
-                with suppress(RuntimeError):  # it is closed
+                with suppress(RuntimeError):  # the engine is closed
                     self._thread.submit(lambda _: self._reporter.abort(Abort(request.request_id, request.placement)))
 
     def _report(self, outputs: list[SentOutput], placement: int, ahead: float) -> bytes:
-        """Outputs as the front knows their request, with what no front has been told yet."""
+        """Encode outputs with the front's placement and clock, and step records that no front has yet."""
         for sent in outputs:
             sent.placement = placement
             sent.metrics = metric_values(shifted(RequestMetrics(*sent.metrics), -ahead))
@@ -143,13 +143,13 @@ class Replica:
         return encode(Report(outputs, self._stats, records, b""))
 
     def _add(self, request: SentRequest, new: NewRequest) -> None:
-        """In the engine's thread."""
-        if (stale := self._reporter.placements.get(new.request_id)) is not None:  # whose front could not reach us
+        """Add a request; called in the engine's thread."""
+        if (stale := self._reporter.placements.get(new.request_id)) is not None:  # its front lost the connection
             self._reporter.abort(Abort(new.request_id, stale))
         self._reporter.add(Add([request]), [new])
 
-    def _take(self, message: FromEngine) -> None:
-        """In the engine's thread."""
+    def _receive_report(self, message: FromEngine) -> None:
+        """Pass a report on to the event loop; called in the engine's thread."""
         if isinstance(message, Report) and self._loop is not None:
             self._loop.call_soon_threadsafe(self._distribute, message)
 
@@ -164,14 +164,14 @@ class Replica:
         """Queue lengths and findable blocks, for the routers."""
 
         def look(engine: Any) -> bytes:
-            entries = known_prefixes(engine.block_manager)  # in the order in which they became findable
+            entries = known_prefixes(engine.block_manager)  # oldest first
             return fingerprints(islice(entries, max(0, len(entries) - MAX_REPORTED), None))
 
         blocks, stats = await asyncio.wrap_future(self._thread.submit(look)), self._thread.heartbeat().stats
         return {"num_waiting": stats.num_waiting, "num_running": stats.num_running, "blocks": blocks}
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers need to compute the hashes of this engine's blocks."""
+        """Data for routers to compute this engine's block hashes."""
         config = self._ready.config
         return {
             "hash_seed": self._ready.hash_seed,
@@ -180,18 +180,18 @@ class Replica:
         }
 
     def check_health(self) -> None:
-        """Raise if the engine has stalled: Serve then starts another replica. A dead one ends its process."""
+        """Raise if the engine has stalled, so that Serve replaces the replica. A dead engine ends the process."""
         if (age := self._thread.heartbeat().age) > self._stall_timeout:
             raise TimeoutError(f"no step has ended for {age:.0f} s, above stall_timeout ({self._stall_timeout:g}).")
 
     def __del__(self) -> None:
-        """Called by Serve when it takes the replica away; nothing runs then."""
+        """Stop the engine; Serve calls this to remove the replica, when no request runs."""
         self._reporter.is_stopping = True
         self._thread.stop()
 
 
 def decode_request(data: bytes) -> SentRequest:
-    """The one request of an encoded `Add`."""
+    """Decode an `Add` of one request."""
     message = decode_to_engine(data)
     if not isinstance(message, Add):
         raise TypeError(f"a front sent {message!r}.")

@@ -1,4 +1,4 @@
-"""Serve's request router with the engine's own routing policies: by queues, and by the prefixes that replicas hold."""
+"""Request router for Serve with our routing policies: by queue lengths and cached prefixes of replicas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nanovllm.ray.prompt import Prompt
 from nanovllm.replicas.routing import POLICIES
 
 STATS_SECONDS = 1.0  # between two reports of a replica
-# A report holds so many bytes of each block's hash: among 65,536 blocks one in 65,536 lookups finds a block that is not
-# there, which costs a miss.
+# Bytes per block hash in a report: with 65,536 blocks one in 65,536 lookups finds a missing block, at the cost of a
+# cache miss.
 FINGERPRINT_BYTES = 4
-MAX_REPORTED = 65536  # the blocks that were made findable last
-# Seconds for which a prompt's blocks are expected to be where it was sent: its prefill, and a report or two.
+MAX_REPORTED = 65536  # most recent findable blocks
+# Seconds for which a sent prompt's blocks are expected in its replica: its prefill, and a report or two.
 EXPECTED_SECONDS = 15.0
 PROMPT = "prompt"  # argument of a request that holds its `Prompt`
 
@@ -28,9 +28,9 @@ def fingerprints(hashes: Iterable[bytes]) -> bytes:
 
 
 def with_model(replicas: list[RunningReplica], prompt: Prompt | None) -> list[RunningReplica]:
-    """Those with the model that a prompt was read for; all if none has it, which say so.
+    """Replicas with the prompt's model; all replicas if none has it: they refuse the request with a reason.
 
-    An application that is updated to another model has replicas of both for a while.
+    During an update to another model an application has replicas of both.
     """
     if prompt is None or prompt.model is None:
         return replicas
@@ -38,9 +38,9 @@ def with_model(replicas: list[RunningReplica], prompt: Prompt | None) -> list[Ru
 
 
 class HeldBlocks:
-    """Blocks that a replica holds, as far as is known: those that it reported, and those of prompts just sent to it.
+    """Blocks cached by a replica: its reported ones, and those expected from prompts just sent to it.
 
-    Both may be wrong, since a report is seconds old: that costs a prefix hit, never an answer.
+    Reports are seconds old, so both may be wrong: that costs a prefix hit, never an answer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class HeldBlocks:
         self._expected: OrderedDict[bytes, float] = OrderedDict()  # block hash -> end, in order of their ends
 
     def report(self, report: bytes) -> None:
-        """Take a replica's `fingerprints` in place of the last ones."""
+        """Replace the reported blocks by a new report of `fingerprints`."""
         size = FINGERPRINT_BYTES
         self._reported = frozenset(report[start : start + size] for start in range(0, len(report), size))
         now = self._clock()
@@ -57,7 +57,7 @@ class HeldBlocks:
             self._expected.popitem(last=False)
 
     def expect(self, hashes: Iterable[bytes]) -> None:
-        """A prompt with these blocks was sent to the replica."""
+        """Expect the blocks of a prompt that was sent to the replica."""
         end = self._clock() + EXPECTED_SECONDS
         for block_hash in hashes:
             self._expected[block_hash] = end
@@ -72,9 +72,9 @@ class HeldBlocks:
 
 
 class KnownReplica:
-    """One replica as its last report and this router's own requests show it: a `ReplicaView`.
+    """`ReplicaView` of a replica, from its last report and this router's requests.
 
-    num_ongoing: requests that it answers or queues, as Serve counts them.
+    num_ongoing: running and queued requests, as counted by Serve.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class KnownReplica:
         self._last_stats: dict[str, Any] | None = None
 
     def update(self, stats: dict[str, Any], max_running: int, num_ongoing: int | None) -> None:
-        """Take what Serve has of the replica; `num_ongoing` is None if it does not know."""
+        """Update from Serve's data; `num_ongoing` is None if unknown to Serve."""
         self._max_running = max_running
         if stats is not self._last_stats and "blocks" in stats:
             self._last_stats = stats
@@ -106,7 +106,7 @@ class KnownReplica:
 
 
 class PolicyRouter(RequestRouter):
-    """Routes each request by a policy of `nanovllm.replicas.routing`; if that replica is full, to any other."""
+    """Routes each request by a policy of `nanovllm.replicas.routing`, or to any other replica if that one is full."""
 
     def initialize_state(self, policy: str = "prefix-aware") -> None:
         self._route = POLICIES[policy]()

@@ -1,1 +1,1 @@
-"""Data-parallel replicas: engine processes, the front that routes requests among them, and what crosses between."""
+"""Data-parallel replicas: engine processes, the front that routes requests to them, and the messages between."""

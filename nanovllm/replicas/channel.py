@@ -1,7 +1,7 @@
-"""Messages over a socket between two processes of one host; neither sending nor receiving ever waits unless asked to.
+"""Messages over a socket between two processes of one host, sent and received without blocking.
 
-A frame is the length of a message, four bytes little-endian, and the message. A peer that is stopped in the middle of a
-frame, or reads nothing, holds up nobody: what could not be sent is kept.
+A frame is the length of a message, four bytes little-endian, and the message. Unsent bytes are kept, so that a peer
+that stops within a frame, or reads nothing, blocks nobody.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import socket
 
 LENGTH_BYTES = 4
 READ_BYTES = 1 << 18
-MAX_READS = 8  # of one `receive`, so that one peer does not keep the others from their turn
+MAX_READS = 8  # reads per `receive`, so that one peer cannot starve the rest
 
 
 class Channel:
     """One end of a connected socket. One thread may send while another receives.
 
-    is_closed: the peer has ended; what it sent before was received.
+    is_closed: the peer has ended, and all its messages were received.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -30,7 +30,7 @@ class Channel:
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """One end, and the socket of the other."""
+        """Create a channel, and the socket for its other end."""
         own, other = socket.socketpair()
         return Channel(own), other
 
@@ -42,22 +42,22 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send a message, or keep what the peer has no room for."""
+        """Send a message; keeps the bytes that do not fit into the socket's buffer."""
         self._unsent += len(message).to_bytes(LENGTH_BYTES, "little") + message
         self.flush()
 
     def flush(self) -> None:
-        """Send more of what was kept."""
+        """Send kept bytes, as many as fit into the socket's buffer."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             return
-        except OSError:  # the peer is gone, which `receive` says
+        except OSError:  # the peer is gone; `receive` sets `is_closed`
             self._unsent.clear()
 
     def send_all(self, message: bytes) -> None:
-        """Send a message and wait until the peer has room for all of it."""
+        """Send a message and wait until all of it is in the socket's buffer."""
         self.send(message)
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
@@ -66,7 +66,7 @@ class Channel:
             self.flush()
 
     def receive(self) -> list[bytes]:
-        """The messages that have come whole."""
+        """Return the complete messages."""
         for _ in range(MAX_READS):
             try:
                 data = self._socket.recv(READ_BYTES)
@@ -81,13 +81,13 @@ class Channel:
         return self._whole_messages()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until there is something to receive; returns whether there is."""
+        """Wait for data, at most `timeout` seconds; returns whether there is any."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
     def has_peer(self, timeout: float) -> bool:
-        """Wait so long for the peer's end; whether it still lives. Any thread may ask."""
+        """Wait `timeout` seconds for the peer to end; returns whether it still lives. Any thread may call it."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
         return not poll.poll(1000 * timeout)
@@ -109,10 +109,10 @@ class Channel:
 
 
 def inherited(descriptor: int) -> Channel:
-    """The end that a process was started with, under the lowest number that is free.
+    """Wrap the inherited end of a channel, moved to the lowest free descriptor.
 
-    A process that dies closes its files in the order of their numbers: its peer knows before a GPU's are closed, which
-    takes long.
+    A dying process closes descriptors in ascending order: so its peer learns of the death before the GPU's files are
+    closed, which takes long.
     """
     lowest = os.dup(descriptor)
     os.close(descriptor)

@@ -1,6 +1,6 @@
-"""An engine process: builds an engine on its GPU or its cores, runs what the front sends, reports after each step.
+"""An engine process: builds an engine on its GPU or its cores, runs the front's requests, reports after each step.
 
-It lives in a session of its own, so that Ctrl-C in a terminal reaches the front alone, and ends when the front does.
+It runs in a separate session, so that Ctrl-C in a terminal reaches only the front, and ends when the front does.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
 from nanovllm.streaming.engine_thread import EngineThread
-from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.engines import EngineInterface
 
 logger = logging.getLogger("nanovllm")
 
-# Seconds between two looks at whether the front lives. Its end closes the channel, unless a forked child holds it open.
+# Seconds between checks that the front lives. Its end closes the channel, unless a forked child holds it open.
 FRONT_CHECK_SECONDS = 1.0
-# Seconds between two reports of the tokens of requests that nobody streams: what a moved one need not sample again.
+# Seconds between reports of new tokens of requests with a final output only: a moved one need not sample them again.
 PROGRESS_SECONDS = 0.2
 # Seconds between two reports of steps without outputs.
 RECORDS_SECONDS = 0.05
@@ -66,10 +66,10 @@ class Reporter(Observer):
     """Sends the outputs of an engine to the front; called in the engine's thread, as its router and its observer.
 
     Args:
-        send: takes each `Report`, and `Died`.
-        sends_records, sends_block_events: as in `Start`.
+        send: sends each `Report`, and `Died`.
+        sends_records, sends_block_events: see `Start`.
 
-    placements: the number of each unfinished request's placement, by its id.
+    placements: placement of each unfinished request, by request id.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class Reporter(Observer):
         self._engine, self._send, self._sends_records = engine, send, sends_records
         self._records: list[StepRecord] = []
         self._block_events: list[BlockEvent] = []
-        if sends_block_events:  # flushed before this observer is told of a step
+        if sends_block_events:  # its observer precedes this one, so that events of a step are flushed first
             BlockEvents.follow(engine.block_manager, engine.observers, self._block_events.extend)
         engine.observers.append(self)
-        self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, of requests whose output is final
-        self._unreported: set[str] = set()  # that tell once of a token, and of no more until they end
+        self._num_sent: dict[str, list[int]] = {}  # tokens of each sample, for requests with a final output only
+        self._unreported: set[str] = set()  # requests that report their first token, and then only their end
         self._num_prompt_logprobs: dict[str, int] = {}
-        self._answers: dict[str, AnswerLogits] = {}  # of the requests that have one
+        self._answers: dict[str, AnswerLogits] = {}  # by request id
         self._last_report = self._last_progress = 0.0
 
     def prepare(self, sent: Add) -> list[NewRequest]:
-        """Its requests, structured outputs compiled; beside the engine's thread."""
+        """Convert the requests and compile their structured outputs; called outside of the engine's thread."""
         return [request.to_new(self._engine.input_processor) for request in sent.requests]
 
     def add(self, sent: Add, requests: list[NewRequest]) -> None:
@@ -100,7 +100,7 @@ class Reporter(Observer):
                 self._answers[new.request_id] = answer
             if new.output_kind is not OutputKind.FINAL:
                 continue
-            # A prompt's log-probabilities come with the final output alone, so such a request begins anew.
+            # Prompt log-probabilities come only with the final output, so such a request begins anew when moved.
             if new.params.prompt_logprobs is not None:
                 self._unreported.add(new.request_id)
             else:
@@ -115,7 +115,7 @@ class Reporter(Observer):
             self._forget(sent.request_id)
             self._report([])
 
-    def reset_prefix_cache(self, engine: AnyEngine) -> None:
+    def reset_prefix_cache(self, engine: EngineInterface) -> None:
         engine.reset_prefix_cache()
         self._report([])
 
@@ -126,7 +126,7 @@ class Reporter(Observer):
             self._report([])
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
-        """As `OutputRouter.deliver`; there is always a reader."""
+        """Send outputs to the front, see `OutputRouter.deliver`; the front always reads."""
         self._report([self._sent(output) for output in outputs])
         return []
 
@@ -134,7 +134,7 @@ class Reporter(Observer):
         return []
 
     def end(self, refusal: Callable[[], Exception]) -> None:
-        """The engine died: nothing else ends its thread."""
+        """Report the engine's death, the only reason for its thread to end, and end the process."""
         self._send(Died(str(refusal())))
         os._exit(1)
 
@@ -161,7 +161,7 @@ class Reporter(Observer):
         return sent
 
     def _progress(self) -> list[SentOutput]:
-        """The new tokens of the requests whose output is final."""
+        """New tokens of the requests with a final output only."""
         requests = self._engine.requests
         found = [self._progress_of(requests[request_id], sent) for request_id, sent in self._num_sent.items()]
         begun = [request for name in self._unreported if (request := requests[name]).has_token]
@@ -195,9 +195,9 @@ class Reporter(Observer):
 
 
 def main(descriptor: int, front: int) -> None:
-    """Run an engine for the process `front` at the other end of a socket, until one of the two ends."""
+    """Run an engine for the process `front` at the other end of a socket, until either ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front decides: it may have requests to finish
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front ends this process: it may have requests to finish
     channel = inherited(descriptor)
     threading.Thread(target=_end_with_front, args=(channel, front), daemon=True).start()
     messages = _messages(channel)
@@ -207,10 +207,10 @@ def main(descriptor: int, front: int) -> None:
     setup = pickle.loads(start.setup)
     logging.basicConfig(format=f"%(levelname)s:%(name)s:replica {setup['index']}: %(message)s")
     logging.getLogger("nanovllm").setLevel(setup["log_level"])
-    log_in_form_of_front(setup)
+    match_log_format(setup)
     try:
-        engine, ready = build(setup["model"], setup["tokenizer"], options_of(setup))
-        log_in_form_of_front(setup)  # transformers has been imported
+        engine, ready = build(setup["model"], setup["tokenizer"], replica_options(setup))
+        match_log_format(setup)  # again: the import of transformers changed it
     except Exception as error:
         channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
         os._exit(1)
@@ -223,21 +223,21 @@ def main(descriptor: int, front: int) -> None:
     OldObjectsFrozen.freeze_for_good()
     thread = EngineThread(engine, reporter, prepares_when_idle=setup["prepares_when_idle"])
     channel.send_all(encode(ready))
-    prepare = functools.partial(engine.input_processor.prepare, is_tried=True)  # by the front
+    prepare = functools.partial(engine.input_processor.prepare, is_tried=True)  # the front has test-compiled it
     threading.Thread(target=prepare, name="nanovllm-prepare", daemon=True).start()
     intake = Intake(thread, reporter, engine.input_processor)
     for message in messages:
-        intake.take(message)
+        intake.handle(message)
 
 
-def log_in_form_of_front(setup: dict[str, Any]) -> None:
+def match_log_format(setup: dict[str, Any]) -> None:
     """Log JSON lines, with the replica's index, if the front does."""
     if setup["logs_json"]:
         write_json(JsonLines(replica=setup["index"]))
 
 
-def options_of(setup: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options: those of all replicas, but each publishes KV events at ports of its own."""
+def replica_options(setup: dict[str, Any]) -> dict[str, Any]:
+    """Engine options of this replica: the common ones, with its own ports for KV events."""
     options: dict[str, Any] = setup["options"]
     if options.get("kv_events") is None:
         return options
@@ -245,7 +245,7 @@ def options_of(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, Ready]:
-    """The engine, and what the front has to know of it."""
+    """Build the engine, and its description for the front."""
     from nanovllm.build import build_engine
 
     engine = build_engine(model, tokenizer, None, options)
@@ -257,10 +257,10 @@ def build(model: str, tokenizer: Any, options: dict[str, Any]) -> tuple[Engine, 
 
 
 class Intake:
-    """Passes messages of the front on to the engine's thread; a request that compiles its form is overtaken by others.
+    """Passes the front's messages to the engine's thread; requests that compile a structured output are added later.
 
-    Invariant: placements enter `_compiling` in the thread of messages, and leave it in the engine's thread, be it to be
-    queued or because they are aborted.
+    Invariant: placements enter `_compiling` in the message thread, and leave it in the engine's thread, when they are
+    queued or aborted.
     """
 
     def __init__(self, thread: EngineThread, reporter: Reporter, input_processor: InputProcessor) -> None:
@@ -268,7 +268,7 @@ class Intake:
         self._forms = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="nanovllm-prepare-form")
         self._compiling: set[tuple[str, int]] = set()
 
-    def take(self, message: ToEngine) -> None:
+    def handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
             at_once: list[SentRequest] = []
             for request in message.requests:
@@ -293,7 +293,7 @@ class Intake:
         sent, placement = Add([request]), (request.request_id, request.placement)
         requests = self._reporter.prepare(sent)
 
-        def add(_: AnyEngine) -> None:
+        def add(_: EngineInterface) -> None:
             if placement in self._compiling:
                 self._compiling.remove(placement)
                 self._reporter.add(sent, requests)
@@ -306,7 +306,7 @@ class Intake:
 
 
 def _end_if_failed(future: Any) -> None:
-    """The front has checked its requests, so a refusal is an error of ours, which no request may wait for."""
+    """End the process if a request is refused: a defect, since the front checks requests; it would wait forever."""
     if (error := future.exception()) is not None:
         logger.error("a request could not be queued", exc_info=error)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The engine processes of a pool: what they send, which of them died, when one is started again."""
+"""Engine processes of a pool: their messages, deaths and restarts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nanovllm.replicas.replica import Replica
 
 logger = logging.getLogger("nanovllm")
 
-# A replica with work that reports no step for so long is killed, and its requests go on elsewhere.
+# A replica with work that reports no step for this long is killed, and its requests move to other replicas.
 STALL_SECONDS = 120.0
-# At most this much of the time between two looks counts as silence: who did not listen has heard nothing.
+# Maximum seconds of silence per check: while the front does not listen, a replica is not silent.
 MAX_LISTENING_SECONDS = 1.0
 
 
 class Fleet:
-    """Replicas and the channels to them. Not thread-safe, except `wake`.
+    """Replicas and their channels. Not thread-safe, except `wake`.
 
     Args:
         source: the model's folder, file or hub id.
@@ -33,7 +33,7 @@ class Fleet:
     def __init__(self, replicas: Sequence[Replica], source: str) -> None:
         self.replicas = replicas
         self._source, self._files = source, stored_files(source)
-        self._hash_seed = ""  # of the first that was ready
+        self._hash_seed = ""  # of the first replica that was ready
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -49,7 +49,7 @@ class Fleet:
 
     @property
     def has_failed(self) -> bool:
-        """Whether every replica is given up."""
+        """Whether every replica has failed for good."""
         return all(replica.state == "failed" for replica in self.replicas)
 
     def launch(self, replica: Replica) -> None:
@@ -57,7 +57,7 @@ class Fleet:
         self._follow(replica)
 
     def send(self, replica: Replica, message: ToEngine) -> None:
-        """Send a message, later if there is no room now; never if the replica is dead."""
+        """Send a message, as soon as the channel has room; drops it if the replica is dead."""
         replica.send(message)
         self._follow(replica)
 
@@ -66,11 +66,11 @@ class Fleet:
         os.eventfd_write(self._wake, 1)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for messages, or for a wake-up, at most so long; nothing is taken."""
+        """Wait for messages or a wake-up, at most `timeout` seconds; consumes nothing."""
         self._selector.select(timeout)
 
     def listen(self) -> Iterator[tuple[Replica, FromEngine | None]]:
-        """Each message that has come with its sender, and None last of one that died."""
+        """Yield each received message with its replica; None is the last message of a dead replica."""
         for key, events in self._selector.select(0):
             replica: Replica | None = key.data
             if replica is None:
@@ -97,7 +97,7 @@ class Fleet:
                 yield replica, None
 
     def stalled(self) -> list[Replica]:
-        """Those with work that have reported nothing for too long."""
+        """Replicas with work that have reported nothing for STALL_SECONDS."""
         now = time.monotonic()
         elapsed, self._last_look = min(now - self._last_look, MAX_LISTENING_SECONDS), now
         found = []
@@ -110,7 +110,7 @@ class Fleet:
         return found
 
     def restart(self) -> None:
-        """Start those again whose time has come."""
+        """Restart the dead replicas that are due."""
         now = time.monotonic()
         for replica in self.replicas:
             if replica.is_due(now):
@@ -123,9 +123,9 @@ class Fleet:
                     replica.bury(now)
 
     def _check_files(self) -> None:
-        """Raise ModelLoadError if the model's files are others than when the first replicas were started.
+        """Raise ModelLoadError if the model's files have changed since the first replicas were started.
 
-        Requests go on from one replica to another: with two models an answer would be half of each.
+        Requests move between replicas: with two models an answer would mix both.
         """
         found = stored_files(self._source)
         changed = sorted(name for name, state in self._files.items() if found.get(name) != state)
@@ -136,7 +136,7 @@ class Fleet:
             )
 
     def _other_model(self, ready: Ready) -> ModelLoadError | None:
-        """The error if a replica has loaded another model than the first that was ready, such as a newer revision."""
+        """Error if a replica has loaded another model than the first one, such as a newer revision; else None."""
         self._hash_seed = self._hash_seed or ready.hash_seed
         if ready.hash_seed == self._hash_seed:
             return None
@@ -146,7 +146,7 @@ class Fleet:
         )
 
     def drop(self, replica: Replica) -> None:
-        """Listen to a replica no longer: it is about to be buried."""
+        """Stop listening to a dead replica."""
         if replica.channel is not None:
             self._selector.unregister(replica.channel)
 
@@ -160,7 +160,7 @@ class Fleet:
         os.close(self._wake)
 
     def _follow(self, replica: Replica) -> None:
-        """Wait for room in its channel too, while there is something left to send."""
+        """Select the channel for writing too while it has unsent bytes."""
         if (channel := replica.channel) is None:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)

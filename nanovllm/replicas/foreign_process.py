@@ -1,4 +1,4 @@
-"""A process that is not ours to wait for, held on to by more than its number, which another may get after it."""
+"""A process that is not our child, held by its pidfd, since its id may be reused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 
 
 class ForeignProcess:
-    """The process that has this number now; one that has ended already, or cannot be held on to, counts as ended."""
+    """The current process with this id; counts as ended if it cannot be opened."""
 
     def __init__(self, process_id: int) -> None:
         self.process_id = process_id
@@ -19,7 +19,7 @@ class ForeignProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is there, and no zombie."""
+        """Whether it runs: a zombie does not."""
         if self._descriptor is None:
             return False
         poll = select.poll()

@@ -1,6 +1,6 @@
-"""From options to a pool of replicas that are up: what each may use of the host, and all of them started at once.
+"""Opening of a pool: splits the host's GPUs or cores among replicas, starts all at once, waits until all are up.
 
-What takes long to import, transformers above all, is imported once the replicas are started, which import it too.
+Slow imports, transformers above all, follow the start of the replicas: these import the same modules meanwhile.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from nanovllm.observability.step_records import OnStep, StepHook
 from nanovllm.process.numa import openmp_threads, read_nodes, split_cores
 from nanovllm.replicas.fleet import Fleet
 from nanovllm.replicas.messages import LoadFailed, Ready
-from nanovllm.replicas.pool import Parts, ReplicaPool, sends_block_events
-from nanovllm.replicas.replica import Replica, Share
+from nanovllm.replicas.pool import PoolParts, ReplicaPool, sends_block_events
+from nanovllm.replicas.replica import Replica, ReplicaResources
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.requests.input_processor import InputProcessor
 
 logger = logging.getLogger("nanovllm")
 
 DEFAULT_ROUTING = "prefix-aware"
-# Seconds between two looks at an idle pool: how late a replica that died is started again.
+# Seconds between checks of an idle pool: maximum delay before a dead replica is restarted.
 LOOK_SECONDS = 0.5
 
 
@@ -53,15 +53,15 @@ def open_pool(
 
     Args:
         sends_records: replicas send their step records, for observers that are appended later.
-        is_stepped_when_idle: its owner steps it without requests too; else a thread restarts replicas that died then.
+        is_stepped_when_idle: its owner steps it without requests too; else a thread restarts dead replicas when idle.
 
-    Raises ValueError, before any process is started, for what replicas do not do, for more of them than GPUs or cores,
-    and for a model that cannot be sharded among the ranks of each.
+    Raises ValueError, before any process is started, for options that replicas do not support, for more replicas than
+    GPUs or cores, and for a model that cannot be sharded among a replica's ranks.
     """
     hook = None if on_step is None else OnStep(on_step)
     config = EngineConfig.from_options(**options)
     setup = _setup(model, tokenizer, config, options, has_trace=trace is not None)
-    shares = shares_of_host(config, gpus_each=config.tensor_parallel_size)
+    shares = split_host(config, gpus_each=config.tensor_parallel_size)
     source = find(setup["model"], needs_tokenizer=tokenizer is None, revision=config.revision)
     _check_model(source, config)
     setup["prepares_when_idle"] = prepares_when_idle
@@ -75,22 +75,22 @@ def open_pool(
             fleet.launch(replica)
         from nanovllm.model.loader import load_tokenizer
 
-        own_tokenizer = load_tokenizer(model, tokenizer, config)  # while they load theirs
+        own_tokenizer = load_tokenizer(model, tokenizer, config)  # while the replicas load theirs
         ready = _wait_until_up(fleet)
     except BaseException:
         fleet.close()
         raise
     route = POLICIES[config.routing or DEFAULT_ROUTING]()
-    pool = ReplicaPool(fleet, parts_of(config, own_tokenizer, ready), route)
+    pool = ReplicaPool(fleet, pool_parts(config, own_tokenizer, ready), route)
     if hook is not None:
         pool.observers.append(hook)
     if not is_stepped_when_idle:
-        keep(pool)
+        start_keeper(pool)
     return pool
 
 
-def keep(pool: ReplicaPool) -> None:
-    """Tend a pool whose owner steps only while it is called, in a thread, until it ends or is forgotten."""
+def start_keeper(pool: ReplicaPool) -> None:
+    """Tend a pool in a thread until it ends or is collected, for an owner that steps it only during calls."""
     reference = weakref.ref(pool)
     threading.Thread(target=_tend, args=(reference,), name="nanovllm-keeper", daemon=True).start()
 
@@ -98,7 +98,7 @@ def keep(pool: ReplicaPool) -> None:
 def _tend(reference: weakref.ref[ReplicaPool]) -> None:
     pause = threading.Event()  # never set
     while (pool := reference()) is not None and pool.tend():
-        del pool  # a forgotten pool is freed while this waits
+        del pool  # so that an unused pool is freed during the pause
         pause.wait(LOOK_SECONDS)
 
 
@@ -110,8 +110,8 @@ def _check_model(source: str, config: EngineConfig) -> None:
         check_shards(source, config)
 
 
-def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
-    """GPUs, or cores (within a NUMA node if possible), for each replica; raises ValueError if there are not enough."""
+def split_host(config: EngineConfig, *, gpus_each: int = 1) -> list[ReplicaResources]:
+    """Assign GPUs, or cores (of one NUMA node if possible), to each replica; raises ValueError if there are too few."""
     count, cores = config.data_parallel_size, sorted(os.sched_getaffinity(0))
     if config.device.startswith("cuda:"):
         refuse("a GPU by its number as device", REPLICAS)
@@ -132,7 +132,7 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
         gpus = [name.strip() for name in visible.split(",")]
         groups = [gpus[first : first + gpus_each] for first in range(0, count * gpus_each, gpus_each)]
-        return [Share(frozenset(cores), {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
+        return [ReplicaResources(frozenset(cores), {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
     if count > len(cores):
         raise ValueError(
             f"data_parallel_size is {count}, and there are {len(cores)} cores for one replica each at least. Set it to "
@@ -141,7 +141,7 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
     shares = split_cores(cores, count, read_nodes())
     limit = openmp_threads(os.environ) or len(cores)
     return [
-        Share(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})
+        ReplicaResources(frozenset(share), {"OMP_NUM_THREADS": str(min(limit, len(share))), "CUDA_VISIBLE_DEVICES": ""})
         for share in shares
     ]
 
@@ -149,7 +149,7 @@ def shares_of_host(config: EngineConfig, *, gpus_each: int = 1) -> list[Share]:
 def _setup(
     model: Any, tokenizer: Any, config: EngineConfig, options: dict[str, Any], *, has_trace: bool
 ) -> dict[str, Any]:
-    """What a replica is started with; raises for what cannot be sent there."""
+    """Setup of a replica; raises ValueError or TypeError for options that cannot be sent."""
     if isinstance(model, torch.nn.Module):
         refuse("a loaded module as model", REPLICAS)
     if not isinstance(model, (str, os.PathLike)):
@@ -160,7 +160,7 @@ def _setup(
         pickle.dumps(tokenizer)
     except Exception:
         refuse("a tokenizer that cannot be pickled", REPLICAS)
-    # The front bounds the queue, and ends what is too much before it is sent.
+    # The front bounds the queue: it refuses excess requests before sending them.
     own = {name: value for name, value in options.items() if name != "max_queue"}
     return {
         "model": os.fspath(model),
@@ -172,7 +172,7 @@ def _setup(
 
 
 def _wait_until_up(fleet: Fleet) -> list[Ready]:
-    """What each says when it is ready; raises the error of the first that fails."""
+    """Wait for each replica's `Ready`; raises the error of the first that fails."""
     ready: dict[int, Ready] = {}
     while len(ready) < len(fleet.replicas):
         fleet.wait(None)
@@ -186,15 +186,15 @@ def _wait_until_up(fleet: Fleet) -> list[Ready]:
     return [ready[replica.index] for replica in fleet.replicas]
 
 
-def parts_of(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> Parts:
-    """The parts of a pool whose replicas are ready.
+def pool_parts(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> PoolParts:
+    """PoolParts of a pool with ready replicas.
 
     Args:
-        options: as given; its max_queue bounds the pool.
+        options: the pool's options, unresolved; max_queue bounds the pool.
     """
     config = _smallest_config([EngineConfig(**one.config) for one in ready], options)
     limits = min((one.limits for one in ready), key=lambda limits: limits.max_model_len)
-    return Parts(
+    return PoolParts(
         config,
         InputProcessor(tokenizer, limits),
         tokenizer,
@@ -205,7 +205,7 @@ def parts_of(options: EngineConfig, tokenizer: Any, ready: Sequence[Ready]) -> P
 
 
 def _smallest_config(configs: Sequence[EngineConfig], options: EngineConfig) -> EngineConfig:
-    """The options of a pool, from those that its replicas have resolved: what any of them can serve."""
+    """Config of a pool: the resolved config of its replicas, with the smallest limits."""
     return replace(
         configs[0],
         max_queue=options.max_queue,

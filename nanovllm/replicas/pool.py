@@ -1,13 +1,13 @@
-"""The front of several replicas: an engine whose steps run in other processes.
+"""Pool of replicas: has the interface of an engine, and runs the steps in other processes.
 
 ::
 
     add ──▶ route ──▶ replica 0 ──▶ outputs ─┐
-                ╰───▶ replica 1 ──▶ outputs ─┴─▶ step: take what has come
-                        died: its requests go on in replica 0, with the tokens that they have
+                ╰───▶ replica 1 ──▶ outputs ─┴─▶ step: handle the reports
+                        died: its requests resume in replica 0, with their tokens so far
 
-Invariant: an unfinished request is placed in exactly one replica that is up, or waits in `_waiting`; an output counts
-only if it comes from that placement. So every token reaches its reader exactly once.
+Invariant: an unfinished request is placed in exactly one replica that is up, or waits in `_waiting`; outputs of earlier
+placements are dropped. So every token reaches its reader exactly once.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
 from nanovllm.replicas.pool_request import PoolRequest
 from nanovllm.replicas.pool_stats import PoolStats
-from nanovllm.replicas.replica_queue import ReplicaQueue, Replicas
+from nanovllm.replicas.replica_queue import FleetInterface, ReplicaQueue
 from nanovllm.replicas.routing import Route
 from nanovllm.replicas.waiting import WaitingRequests, may_have_run
 from nanovllm.requests.input_processor import InputProcessor
 
 logger = logging.getLogger("nanovllm")
 
-# Maximum wait of a step for messages: how late a deadline, a restart or Ctrl-C may be seen.
+# Maximum wait of a step for messages, in seconds: bounds the delay of deadlines, restarts and Ctrl-C.
 WAIT_SECONDS = 0.1
-# A replica ends its overdue requests itself; the front does it after this, since a replica may be stopped or slow.
+# Replicas end overdue requests; after this many seconds the front does, since a replica may be stopped or slow.
 GRACE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a front is made of.
+class PoolParts:
+    """PoolParts of a pool, without its replicas.
 
-    config: of one replica, with the smallest limits of any.
-    input_processor: makes the requests that `add` takes.
-    expects_prefixes: whether `route` is told which blocks requests in flight will leave in their replica.
+    config: config of one replica, with the smallest limits of all.
+    input_processor: makes the requests for `add`.
+    expects_prefixes: whether the prefix indexes include blocks expected from requests in flight.
     """
 
     config: EngineConfig
@@ -67,19 +67,19 @@ class Parts:
 
 
 def sends_block_events(config: EngineConfig) -> bool:
-    """Whether requests are routed by what replicas have cached."""
+    """Whether routing depends on the replicas' cached prefixes."""
     return config.enable_prefix_caching and config.routing in (None, "prefix-aware")
 
 
 class ReplicaPool:
-    """Several engines of one model that are used like one. Not thread-safe, except `wake` and `tend`.
+    """Several engines of one model with the interface of one. Not thread-safe, except `wake` and `tend`.
 
     Args:
-        fleet: all of its replicas are up.
-        route: chooses among those that are up.
+        fleet: replicas, all of them up.
+        route: chooses among the replicas that are up.
     """
 
-    def __init__(self, fleet: Replicas, parts: Parts, route: Route) -> None:
+    def __init__(self, fleet: FleetInterface, parts: PoolParts, route: Route) -> None:
         self.config, self.input_processor, self.tokenizer = parts.config, parts.input_processor, parts.tokenizer
         self.clock = time.monotonic
         self.observers = StepObservers()
@@ -87,33 +87,33 @@ class ReplicaPool:
         self.requests: dict[str, PoolRequest] = {}
         self.wake, self.replicas, self.when_failed = fleet.wake, fleet.replicas, None
         self._fleet, self._parts, self._route = fleet, parts, route
-        self._waiting = WaitingRequests()  # for a replica
+        self._waiting = WaitingRequests()  # without a replica
         self._moved: list[PoolRequest] = []  # from replicas that died in this step
-        self._deadlines: SortedList = SortedList()  # (deadline, request id) of the requests that have one
+        self._deadlines: SortedList = SortedList()  # (deadline, request id)
         self._num_unfinished = 0  # samples
         self._numbers, self._placements, self._step_ids = itertools.count(), itertools.count(), itertools.count(1)
         self._stats = PoolStats()
         self._death: BaseException | None = None
         self._process_id = os.getpid()
-        self._records: list[StepRecord] = []  # that observers have not been told of
+        self._records: list[StepRecord] = []  # not yet passed to observers
         self._lock = threading.RLock()  # between the owner's thread and `tend`
         self._is_closed = False
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def check_queue(self, count: int) -> None:
-        """As `Engine.check_queue`, with the places of all replicas."""
+        """Check the queue like `Engine.check_queue`, with max_num_seqs of all replicas."""
         limit, num_replicas = self.config.max_queue, self.config.data_parallel_size
-        places = self.config.max_num_seqs * num_replicas
-        if limit is not None and self._num_unfinished + count > places + limit:
+        max_running = self.config.max_num_seqs * num_replicas
+        if limit is not None and self._num_unfinished + count > max_running + limit:
             raise QueueFullError(
                 f"{self._num_unfinished} requests (each sample counted) are unfinished; with {count} more there would "
-                f"be more than {num_replicas} x max_num_seqs ({places}) to run and max_queue ({limit}) to wait. "
+                f"be more than {num_replicas} x max_num_seqs ({max_running}) to run and max_queue ({limit}) to wait. "
                 "Try again later, or raise max_queue."
             )
 
     def add(self, *requests: NewRequest) -> None:
-        """Route requests, all of them or none; raises as `Engine.add`."""
+        """Route requests, all or none; raises like `Engine.add`."""
         self.check_alive()
         self.check_queue(sum(request.params.n for request in requests))
         ids = Counter(request.request_id for request in requests)
@@ -122,7 +122,7 @@ class ReplicaPool:
                 raise ValueError(f"a request with id {request_id!r} is running already; ids must be unique.")
         for new in requests:
             check_params(new.params)
-            text("request_id", new.request_id)  # what cannot be sent is refused here
+            text("request_id", new.request_id)  # refuses lone surrogates, which cannot be sent
             text("cache_salt", new.cache_salt or "")
         added = [PoolRequest(self._with_seed(new, next(self._numbers))) for new in requests]
         with self._lock:
@@ -134,24 +134,24 @@ class ReplicaPool:
             self._place(added)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """As `Engine.abort`; waits for no replica."""
+        """Abort a request like `Engine.abort`, without waiting for its replica."""
         with self._lock:
             request = self.requests.get(request_id)
             return None if request is None else self._end(request, "abort")
 
     def fail(self, failure: StepError, num_failed_steps: int) -> None:
-        """As `Engine.fail`: replicas undo and fail their own steps."""
+        """Raise the failure; replicas handle failed steps themselves, see `Engine.fail`."""
         raise failure
 
     def _with_seed(self, new: NewRequest, number: int) -> NewRequest:
-        """With the seed that one engine would give it, so that it draws the same in whichever replica runs it."""
+        """Set the seed that a single engine would choose, so that every replica samples the same tokens."""
         if new.params.seed is not None or new.params.embeds:
             return new
         (seed,) = sample_seeds(None, 1, engine_seed=self.config.seed, request_number=number)
         return replace(new, params=replace(new.params, seed=seed))
 
     def _place(self, requests: Sequence[PoolRequest]) -> None:
-        """Send those requests to replicas that need not wait, and those that need no longer."""
+        """Send the admitted ones of these and the waiting requests to replicas."""
         up = self._fleet.up
         sent: dict[ReplicaQueue, list[SentRequest]] = {}
         for request in self._waiting.admit(requests, has_replica=bool(up)):
@@ -173,7 +173,7 @@ class ReplicaPool:
             self._fleet.send(replica, Add(group))
 
     def _end(self, request: PoolRequest, reason: str, error: str | None = None) -> RequestOutput:
-        """End a request by the front's own decision."""
+        """End a request in the front, and abort it in its replica."""
         if request.replica is not None:
             replica = self.replicas[request.replica]
             self._fleet.send(replica, Abort(request.new.request_id, request.placement))
@@ -204,9 +204,9 @@ class ReplicaPool:
     # ----------------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """Take what the replicas have sent, waiting a moment for it; bury the dead and start them again.
+        """Wait briefly for reports and handle them; bury dead replicas and restart them.
 
-        Appends to `outputs` as `Engine.step` does. Raises EngineDeadError once every replica is given up.
+        Appends to `outputs` like `Engine.step`. Raises EngineDeadError once every replica has failed for good.
         """
         self.check_alive()
         with self._lock:
@@ -214,19 +214,19 @@ class ReplicaPool:
             self._advance()
         records, self._records = self._records, []
         for record in records:
-            record = replace(record, step_id=next(self._step_ids))  # those of several replicas would repeat
+            record = replace(record, step_id=next(self._step_ids))  # step ids of several replicas would repeat
             self.observers.notify("step_ended", record, None)
 
     def tend(self) -> bool:
-        """Bury and restart replicas while there are no requests; any thread may call it. False once the pool ended."""
+        """Bury and restart replicas while the pool is idle; returns False once it has ended. Any thread may call it."""
         if not self._lock.acquire(blocking=False):
-            return True  # its owner's thread does
+            return True  # the owner's thread is stepping
         try:
             if self._is_closed or self.is_dead:
                 return False
             if not self.requests:
                 self._advance()
-        except EngineDeadError:  # which the next call raises
+        except EngineDeadError:  # the next call raises it
             return False
         finally:
             self._lock.release()
@@ -236,7 +236,7 @@ class ReplicaPool:
         try:
             for replica, message in self._fleet.listen():
                 if isinstance(message, Report):
-                    self._take(replica, message)
+                    self._handle_report(replica, message)
                 elif message is None:
                     self._bury(replica)
             self._end_overdue()
@@ -244,9 +244,9 @@ class ReplicaPool:
                 self._bury(replica)
             self._fleet.restart()
             if self._moved or self._waiting.may_admit:
-                moved, self._moved = self._moved, []  # only now, since several replicas may have died
+                moved, self._moved = self._moved, []  # after all deaths of this step are known
                 self._place([request for request in moved if not request.is_ended])
-        except BaseException as error:  # such as a second Ctrl-C: what was received is lost in part
+        except BaseException as error:  # such as a second Ctrl-C: received reports may be lost
             self._death = self._death or RuntimeError(f"a step was cut off by {error!r}")
             raise
         if self._fleet.has_failed:
@@ -254,11 +254,11 @@ class ReplicaPool:
             self.check_alive()
 
     def use_idle_time(self, *, captures: bool) -> bool:
-        """Watch the replicas for a moment while there are no requests; there is always more to watch."""
+        """Step once, to watch the replicas; returns True: watching never ends."""
         self.step()
         return True
 
-    def _take(self, replica: ReplicaQueue, report: Report) -> None:
+    def _handle_report(self, replica: ReplicaQueue, report: Report) -> None:
         replica.stats = report.stats
         replica.prefixes.apply(report.block_events)
         for sent in report.outputs:
@@ -267,9 +267,9 @@ class ReplicaPool:
 
     def _deliver(self, replica: ReplicaQueue, sent: SentOutput) -> None:
         request = replica.requests.get(sent.placement)
-        if request is None:  # it was aborted, or ended by its deadline
+        if request is None:  # aborted, or ended by its deadline
             return
-        output = request.take(sent)
+        output = request.record(sent)
         replica.prefixes.settle(sent.request_id)  # its prompt is cached
         if sent.finished:
             self._forget(request)
@@ -282,7 +282,7 @@ class ReplicaPool:
             self.outputs.append(self._end(self.requests[self._deadlines[0][1]], "timeout"))
 
     def _bury(self, replica: ReplicaQueue) -> None:
-        """Its requests go on elsewhere."""
+        """Remove a dead replica; its requests move, except a suspect that has killed too many replicas."""
         self._fleet.drop(replica)
         self._stats.keep(replica.stats)
         orphans = replica.bury(self.clock())
@@ -297,18 +297,18 @@ class ReplicaPool:
     # ---------------------------------------------------------------------------------------------------- state
 
     def reset_prefix_cache(self) -> None:
-        """As `Engine.reset_prefix_cache`, in every replica."""
+        """Reset the prefix cache of every replica, see `Engine.reset_prefix_cache`."""
         self.check_alive()
         with self._lock:
             for replica in self.replicas:
                 self._fleet.send(replica, ResetCache())
 
     def drop_computed(self) -> None:
-        """Refused: nobody can have edited the weights of another process."""
+        """Raise ValueError: weights in another process cannot have been edited."""
         refuse("weights_changed", "data_parallel_size")
 
     def stats(self) -> EngineStats:
-        """Sums over the replicas as of their last reports, those of dead ones included; the queues are exact."""
+        """Sums over the replicas' last reports, with counters of dead replicas; queue lengths are exact."""
         if os.getpid() != self._process_id:
             raise ForkedChildError("ReplicaPool", self._process_id)
         num_running = sum(replica.num_running for replica in self.replicas)
@@ -331,7 +331,7 @@ class ReplicaPool:
         return self._death is not None
 
     def check_alive(self) -> None:
-        """Raise EngineDeadError if every replica is given up, ForkedChildError in a forked child."""
+        """Raise EngineDeadError if every replica has failed for good, ForkedChildError in a forked child."""
         if os.getpid() != self._process_id:
             raise ForkedChildError("ReplicaPool", self._process_id)
         if self._death is not None:

@@ -1,4 +1,4 @@
-"""A request as the front keeps it: what was asked, and how far it is, so that it can go on in another replica."""
+"""Request of a pool: its input and its progress, so that it can resume in another replica."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nanovllm.replicas.messages import SentOutput
 from nanovllm.requests.output_processor import Request
 from nanovllm.requests.scores import AnswerLogits
 
-# Replicas that may die with a request which got no token from them, until the request itself is what killed them.
+# Deaths of replicas without a token for the request, after which the request counts as their cause.
 MAX_DEATHS = 3
 
 
 @dataclass(slots=True)
 class PoolSample:
-    """What is known of a sample; text is that of a stream."""
+    """Progress of a sample; text stays empty for a final output only."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -37,13 +37,13 @@ class PoolRequest:
     """An unfinished request of a pool.
 
     Args:
-        new: with a seed of its own, so that it draws the same in any replica.
+        new: the request, with a seed, so that every replica samples the same tokens.
 
-    placement: changes with each replica that it is sent to.
-    replica: index of the one that runs it; None while it waits for one.
+    placement: number of its latest assignment to a replica; -1 before the first.
+    replica: index of its replica; None while it waits for one.
     samples, metrics: as last reported.
-    num_deaths: replicas that died while they may have run it, since it last got a token that it had not had before.
-    has_begun: whether it has a token in its present replica.
+    num_deaths: deaths of replicas that may have run it, since its last new token.
+    has_begun: whether its current replica has reported a token.
     """
 
     def __init__(self, new: NewRequest) -> None:
@@ -64,7 +64,7 @@ class PoolRequest:
         self._error_kind: ErrorKind | None = None
 
     def note_death(self) -> str | None:
-        """Note that its replica has died; returns the error that ends it, if there were too many."""
+        """Count a death of its replica; returns an error after MAX_DEATHS, else None."""
         self.num_deaths += 1
         if self.num_deaths < MAX_DEATHS:
             return None
@@ -75,8 +75,8 @@ class PoolRequest:
         """Whether one more death would end it."""
         return self.num_deaths == MAX_DEATHS - 1
 
-    def take(self, sent: SentOutput) -> RequestOutput | None:
-        """Take an output; returns what the reader gets, or None for the progress of one whose output is final."""
+    def record(self, sent: SentOutput) -> RequestOutput | None:
+        """Record an output; returns the reader's output, or None for mere progress toward a final output."""
         kind, is_final = self.new.output_kind, self.new.output_kind is OutputKind.FINAL
         self.metrics, self._num_cached_tokens = RequestMetrics(*sent.metrics), sent.num_cached_tokens
         self._error, self._error_kind = sent.error, sent.error_kind
@@ -89,7 +89,7 @@ class PoolRequest:
         if is_final and sent.finished:
             return self._output([completion.to_output() for completion in sent.completions], is_finished=True)
         self.has_begun = True
-        if any(completion.token_ids for completion in sent.completions):  # else it begins anew in each replica
+        if any(completion.token_ids for completion in sent.completions):  # else it restarts in each replica
             self.num_deaths = 0
         for completion in sent.completions:
             sample = self.samples[completion.index]
@@ -107,9 +107,9 @@ class PoolRequest:
         return self._output(completions, is_finished=sent.finished)
 
     def resumed(self, *, num_preemptions: int = 0) -> Resumed | None:
-        """How far it is, with so many preemptions more; None before its first report.
+        """Progress for the next replica, with `num_preemptions` added; None without tokens.
 
-        One whose log-probabilities of the prompt are not complete begins anew, which changes no token.
+        Without complete prompt log-probabilities the request begins anew, with the same tokens.
         """
         if not any(sample.token_ids for sample in self.samples):
             return None
@@ -128,7 +128,7 @@ class PoolRequest:
         eos_token_ids: Iterable[int],
         error: str | None = None,
     ) -> RequestOutput:
-        """Its last output, with what has come: the front ends it by itself, as an engine would."""
+        """Build the last output, with the tokens so far, of a request that the front ends."""
         resumed = self.resumed()
         request = Request(
             replace(self.new, resumed=resumed),

@@ -1,4 +1,4 @@
-"""Statistics of several engines as if they were one."""
+"""Statistics of several engines, combined into those of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nanovllm.core.outputs import CacheGroupStats, EngineStats
 
-# Those that only grow: they keep what processes that died had counted.
+# Statistics that only grow; sums include dead processes.
 COUNTERS = (
     "prefix_cache_queries", "prefix_cache_hits", "prefix_cache_evictions", "num_preemptions", "num_steps",
     "num_failed_steps", "num_scheduled_tokens", "num_output_tokens",
@@ -24,7 +24,7 @@ class PoolStats:
         self._past = dict.fromkeys(COUNTERS, 0)
 
     def keep(self, stats: EngineStats | None) -> None:
-        """Keep the counters of a process that died."""
+        """Keep the counters of a dead process."""
         if stats is not None:
             for name in COUNTERS:
                 self._past[name] += getattr(stats, name)
@@ -49,7 +49,7 @@ class PoolStats:
 
 
 def _sum(groups: Sequence[CacheGroupStats]) -> CacheGroupStats:
-    """One group of all replicas."""
+    """Sum a cache group over replicas."""
     counts = ("num_blocks", "num_used_blocks", "num_findable_blocks", "num_evictions")
     return replace(groups[0], **{name: sum(getattr(group, name) for group in groups) for name in counts})
 

@@ -1,7 +1,7 @@
-"""Index of the prefixes that a replica caches, kept by the front of several replicas from their block events.
+"""Index of a replica's cached prefixes, built by the front from the replica's block events.
 
-A replica sends one batch of bytes a step: runs of a kind (1 byte), a count (4 bytes) and so many hashes. What the index
-knows may be old. That costs a prefix hit, never an answer: a replica looks up its own blocks, token for token.
+A replica sends one batch of bytes per step: runs of a kind (1 byte), a count (4 bytes) and `count` hashes. The index
+may be stale. That costs a prefix hit, never an answer: a replica looks up its own blocks, token for token.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from struct import Struct
 from nanovllm.core.block_hashes import HASH_BYTES, num_leading_hits
 from nanovllm.observability.block_events import AllForgotten, BlockEvent, Findable, Forgotten
 
-MAX_EXPECTED = 256  # blocks of a prompt, behind those that hit, that are expected of a replica; bounds the hashing
+MAX_EXPECTED = 256  # expected blocks per prompt after its hits; bounds the hashing
 
 _RUN = Struct("<BI")  # kind of the events, number of hashes
 _KINDS: dict[type, int] = {AllForgotten: 0, Findable: 1, Forgotten: 2}
 
 
 def encode(events: Iterable[BlockEvent]) -> bytes:
-    """A batch of events for `PrefixIndex.apply`; token ids stay behind."""
+    """Encode a batch of events for `PrefixIndex.apply`, without token ids."""
     parts: list[bytes] = []
     for kind, run in groupby(events, type):
         hashes = [] if kind is AllForgotten else [event.block_hash for event in run]  # type: ignore[union-attr]
@@ -30,26 +30,26 @@ def encode(events: Iterable[BlockEvent]) -> bytes:
 
 
 class PrefixIndex:
-    """Block hashes that a replica holds, and those that it will, once it computes what it was sent.
+    """Block hashes cached by a replica, and hashes expected from requests in flight.
 
-    A prompt's blocks are expected from the moment it is sent, so that requests which share a prefix and come in a burst
-    stay together; `settle` ends that.
+    A prompt's blocks are expected from the moment it is sent, so that a burst of requests with a common prefix goes to
+    one replica; `settle` ends that.
     """
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
-        self._expected: Counter[bytes] = Counter()  # by how many requests
-        self._hashes: dict[str, list[bytes]] = {}  # request id -> what is expected of it
+        self._expected: Counter[bytes] = Counter()  # hash -> number of requests
+        self._hashes: dict[str, list[bytes]] = {}  # request id -> expected hashes
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self.held or block_hash in self._expected
 
     def num_hits(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from the first on, the replica has or will have."""
+        """Number of a prompt's leading blocks that the replica has or will have."""
         return num_leading_hits(hashes, self)
 
     def apply(self, batch: bytes) -> None:
-        """Take a batch of `encode`; batches come in order."""
+        """Apply a batch of `encode`; batches must come in order."""
         offset = 0
         while offset < len(batch):
             kind, count = _RUN.unpack_from(batch, offset)
@@ -65,20 +65,20 @@ class PrefixIndex:
             offset = end
 
     def expect(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """A request was sent to the replica, which will cache its prompt."""
+        """Expect the blocks of a request that was sent to the replica."""
         expected = list(islice(hashes, self.num_hits(hashes) + MAX_EXPECTED))
         self._hashes[request_id] = expected
         self._expected.update(expected)
 
     def settle(self, request_id: str) -> None:
-        """A request has its first token, or has ended: from here on events alone say what is cached."""
+        """Drop the expected blocks of a request with a first token, or an ended one: events now report its blocks."""
         for block_hash in self._hashes.pop(request_id, ()):
             self._expected[block_hash] -= 1
             if not self._expected[block_hash]:
                 del self._expected[block_hash]
 
     def clear(self) -> None:
-        """The replica was restarted: it holds nothing, and computes nothing that it was sent."""
+        """Forget all blocks of a restarted replica."""
         self.held.clear()
         self._expected.clear()
         self._hashes.clear()

@@ -1,4 +1,4 @@
-"""One replica as the front sees it: its process, its channel, its queues, its past."""
+"""A replica in the front: its process, channel, queue and restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.replicas.replica_queue import ReplicaQueue
 
 logger = logging.getLogger("nanovllm")
 
-# Seconds until a replica that died is started again; after the last it is given up, unless it served in between.
+# Seconds until a dead replica is restarted, by number of deaths; after the last one it has failed for good.
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0)
 # Seconds of service after which earlier deaths no longer count.
 STABLE_SECONDS = 60.0
@@ -29,10 +29,10 @@ EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What of the host one replica has.
+class ReplicaResources:
+    """Cores and devices of one replica.
 
-    cores: that its process runs on.
+    cores: cores of its process.
     environment: variables of its process, such as CUDA_VISIBLE_DEVICES.
     """
 
@@ -41,27 +41,33 @@ class Share:
 
 
 class Replica(ReplicaQueue):
-    """An engine process and what is known of it.
+    """An engine process and its state.
 
     Args:
         setup: options of the engine, see `opening`.
-        sends_records, sends_block_events: as in `Start`.
+        sends_records, sends_block_events: see `Start`.
     """
 
     def __init__(
-        self, index: int, share: Share, setup: dict[str, Any], *, sends_records: bool, sends_block_events: bool
+        self,
+        index: int,
+        resources: ReplicaResources,
+        setup: dict[str, Any],
+        *,
+        sends_records: bool,
+        sends_block_events: bool,
     ) -> None:
         super().__init__(index)
-        self._share = share
+        self._resources = resources
         self._start = Start(pickle.dumps(setup | {"index": index}), sends_records, sends_block_events)
         self.channel: Channel | None = None
         self.num_restarts = 0
-        self.silence = 0.0  # seconds that the front has listened in vain, while the replica had work
-        self.start_time: float | None = None  # when a restart is due
+        self.silence = 0.0  # seconds without a message, while the replica had work and the front listened
+        self.start_time: float | None = None  # time of the next restart
         self._num_deaths = 0  # in a row
         self._up_since = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._workers: tuple[ForeignProcess, ...] = ()  # its other ranks, until it is launched again
+        self._workers: tuple[ForeignProcess, ...] = ()  # its other ranks, until the next launch
         self._died_at = 0.0
 
     @property
@@ -78,11 +84,11 @@ class Replica(ReplicaQueue):
     def launch(self) -> Channel:
         """Start its process; returns the channel to it."""
         channel, other = Channel.pair()
-        share, descriptor = self._share, other.fileno()
-        paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over others
-        # Not by multiprocessing, which would import the caller's main module again.
+        resources, descriptor = self._resources, other.fileno()
+        paths = [path for path in sys.path if isinstance(path, str)]  # Python skips other entries
+        # Not multiprocessing: it would import the caller's main module again.
         program = (
-            f"import os, sys; os.sched_setaffinity(0, {set(share.cores)}); sys.path[:] = {paths}\n"
+            f"import os, sys; os.sched_setaffinity(0, {set(resources.cores)}); sys.path[:] = {paths}\n"
             "from nanovllm.process.gc_control import collector_paused\n"
             "from nanovllm.process.import_index import keep_import_index\n"
             "keep_import_index()\n"
@@ -94,7 +100,7 @@ class Replica(ReplicaQueue):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | share.environment,
+                env=os.environ | resources.environment,
                 pass_fds=(descriptor,),
                 start_new_session=True,
             )
@@ -112,12 +118,12 @@ class Replica(ReplicaQueue):
         self._workers = tuple(map(ForeignProcess, worker_ids))
 
     def kill(self) -> None:
-        """End its process, the workers of its compiler and its other ranks, whatever they do."""
-        # Until it is waited for, no other process can get its number.
+        """Kill its process group, which includes compiler workers, and its other ranks."""
+        # Its process id cannot be reused before the process is waited for.
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        for worker in self._workers:  # one that is stopped does not end by itself
+        for worker in self._workers:  # a stopped worker would not notice the end
             worker.kill()
 
     def _forget_workers(self) -> None:
@@ -126,7 +132,7 @@ class Replica(ReplicaQueue):
         self._workers = ()
 
     def bury(self, now: float) -> list[PoolRequest]:
-        """Note that its process has died, and when the next is due."""
+        """Record the death of its process, and schedule a restart; returns its requests."""
         self.kill()
         if self.channel is not None:
             self.channel.close()
@@ -144,7 +150,7 @@ class Replica(ReplicaQueue):
         return requests
 
     def is_due(self, now: float) -> bool:
-        """Whether to start it again: the backoff is over, and the system has freed what its processes held."""
+        """Whether to restart it: the backoff is over, and its old processes have freed their memory."""
         if self.start_time is None or now < self.start_time:
             return False
         if now < self._died_at + EXIT_SECONDS and any(worker.is_alive for worker in self._workers):

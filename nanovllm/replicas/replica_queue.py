@@ -1,4 +1,4 @@
-"""A replica's queue as the front keeps it, and what a pool asks of its replicas together, wherever they run."""
+"""Queue of a replica in the front, and the interface of a fleet: a pool's replicas on this host or on Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanovllm.replicas.prefix_index import PrefixIndex
 
 
 class ReplicaQueue:
-    """The requests of one replica. It is a `ReplicaView` for the routing policies.
+    """Requests of one replica; a `ReplicaView` for the routing policies.
 
-    requests: those it runs, by their placement.
-    stats: of its engine, as last reported.
+    requests: its running and queued requests, by placement.
+    stats: last reported statistics of its engine.
     """
 
     def __init__(self, index: int) -> None:
@@ -23,7 +23,7 @@ class ReplicaQueue:
         self.prefixes = PrefixIndex()
         self.state = "starting"
         self.requests: dict[int, PoolRequest] = {}
-        self.num_samples = 0  # of these requests
+        self.num_samples = 0  # total over requests
         self.max_num_seqs = 1
         self.stats: EngineStats | None = None
 
@@ -39,7 +39,7 @@ class ReplicaQueue:
         return self.prefixes.num_hits(hashes)
 
     def place(self, request: PoolRequest, placement: int) -> None:
-        """Note a request that is about to be sent."""
+        """Assign a request, which is about to be sent."""
         request.replica, request.placement = self.index, placement
         self.requests[placement] = request
         self.num_samples += request.new.params.n
@@ -51,7 +51,7 @@ class ReplicaQueue:
         request.replica = None
 
     def bury(self, now: float) -> list[PoolRequest]:
-        """Note that its engine has died; returns the requests that it had."""
+        """Record the death of its engine; returns its requests."""
         self.stats = None
         self.prefixes.clear()
         requests, self.requests, self.num_samples = list(self.requests.values()), {}, 0
@@ -60,8 +60,8 @@ class ReplicaQueue:
         return requests
 
 
-class Replicas(Protocol):
-    """The replicas of a pool; `Fleet` says what its methods do. Each `Any` is one of `replicas`."""
+class FleetInterface(Protocol):
+    """Interface of a fleet, documented in `Fleet`. Each `Any` is one of `replicas`."""
 
     @property
     def replicas(self) -> Sequence[Any]: ...

@@ -1,7 +1,6 @@
 """Routing policies: assign each request to a replica, by its queue and prefix cache.
 
-The front of a server and the simulator route by the same code: each shows its replicas as `ReplicaView`. Nothing here
-imports torch.
+Shared by the front and the simulator, which pass their replicas as `ReplicaView`. No torch.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ WAITING_WEIGHT = 4  # weight of a waiting request, in running ones
 # A replica is overloaded above OVERLOAD_FACTOR x the least load + OVERLOAD_MARGIN.
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_MARGIN = 16
-# Of `prefix_aware`, in blocks: for each block by which what a replica was given to compute exceeds the least, and for
-# each running request. docs/guide/simulator.md has hit rates of other values.
+# Costs of `prefix_aware`, in blocks: per block of work above the replica with the least work, and per running request.
+# docs/guide/simulator.md has hit rates of other values.
 BALANCE = 0.1
 LOAD_COST = 1.0
 MAX_IMBALANCE = 256.0
 
 
 class ReplicaView(Protocol):
-    """What a policy knows of a replica; it may be old, which costs prefix hits and never an answer."""
+    """State of a replica for a policy; stale values cost prefix hits, never an answer."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -33,7 +32,7 @@ class ReplicaView(Protocol):
     def num_running(self) -> int: ...
 
     def num_hits(self, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from the first on, are in the prefix cache; hashes: a `PromptHashes`."""
+        """Number of a prompt's leading blocks in the prefix cache; hashes: a `PromptHashes`."""
 
 
 # (block hashes of the prompt, replicas) -> index of a replica.
@@ -65,22 +64,21 @@ def least_loaded() -> Route:
 
 
 def prefix_aware() -> Route:
-    """The replica where a prompt costs least, among those that are not overloaded; ties in turn.
+    """The replica with the least cost for a prompt, overloaded ones excluded; ties in turn.
 
-    Its cost is the blocks that must be computed there, + `BALANCE` x those that the replica was given to compute beyond
-    the one with fewest, + `LOAD_COST` x its load. So conversations return to their blocks, and what is new, or shares
-    no more than a system prompt, goes where least was computed: caches turn over alike, and evict what was used longest
-    ago of all of them together. A replica is overloaded above `OVERLOAD_FACTOR` x the least load + `OVERLOAD_MARGIN`;
-    the least loaded one never is.
+    cost = the prompt's missing blocks there + `BALANCE` x (blocks given to the replica - the least of any) +
+    `LOAD_COST` x its load. So conversations return to their blocks, and new prompts, or ones that share only a system
+    prompt, go to the replica that computed least: all caches turn over at one rate, like one large LRU cache. A
+    replica is overloaded above `OVERLOAD_FACTOR` x the least load + `OVERLOAD_MARGIN`; the least loaded one never is.
     """
     turns = count()
-    computed: WeakKeyDictionary[ReplicaView, float] = WeakKeyDictionary()  # blocks that each was given
+    computed: WeakKeyDictionary[ReplicaView, float] = WeakKeyDictionary()  # blocks given to each replica
 
     def route(hashes: Sequence[bytes], replicas: Sequence[ReplicaView]) -> int:
         first = next(turns) % len(replicas)
         loads = [replica_load(replica) for replica in replicas]
         limit = OVERLOAD_FACTOR * min(loads) + OVERLOAD_MARGIN
-        # One that comes up again, or is new, has no more to make up for than this.
+        # Bounds how much work a new or restarted replica catches up on.
         floor = max((computed.get(replica, 0.0) for replica in replicas), default=0.0) - MAX_IMBALANCE
         work = [max(computed.get(replica, floor), floor) for replica in replicas]
         least = min(work)

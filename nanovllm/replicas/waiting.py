@@ -1,4 +1,4 @@
-"""Requests of a pool without a replica: all while none is up, and those that may be what kills replicas."""
+"""Requests of a pool without a replica: all of them while none is up, and suspects, which may kill replicas."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nanovllm.replicas.pool_request import PoolRequest
 
 
 def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bool) -> list[PoolRequest]:
-    """Those of a replica's requests that its scheduler may have run; the others waited behind them.
+    """Requests of a dead replica that its scheduler may have run; it had not reached the rest of its queue.
 
     Args:
-        ages: requests that wait overtake others, so that their order is not known here.
+        ages: whether priorities age, so that the order of the queue is unknown here.
     """
     ordered = sorted(requests, key=lambda request: (request.new.priority, request.placement))
     if ages:
@@ -27,10 +27,10 @@ def may_have_run(requests: Iterable[PoolRequest], max_num_seqs: int, *, ages: bo
 
 
 class WaitingRequests:
-    """Admits requests to replicas, suspects one after the other.
+    """Admits requests to replicas, suspects one at a time.
 
-    A request that kills its replica takes along what runs beside it, and all of these move together. Before its last
-    death each is tried alone, without the other suspects, so that a harmless one never ends for another's fault.
+    A request that kills its replica makes all requests that ran with it suspects. Before its last permitted death each
+    is tried without the other suspects, so that a harmless one never fails for another's fault.
     """
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class WaitingRequests:
         self._on_trial: PoolRequest | None = None
 
     def admit(self, requests: Iterable[PoolRequest], *, has_replica: bool) -> list[PoolRequest]:
-        """Those of the waiting and these requests that may be placed now; the others wait."""
+        """Select the waiting and given requests that may be placed now; the rest wait."""
         candidates = list(requests)
-        if self._on_trial in candidates:  # its replica has died, of something else
+        if self._on_trial in candidates:  # its replica has died for another reason
             self._on_trial = None
         if has_replica and self._is_trial_over:
             candidates[:0] = self._requests

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from nanovllm.core.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
 from nanovllm.core.outputs import ReplicaStatus, RequestOutput
 from nanovllm.process.gc_control import OldObjectsFrozen
-from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.engines import EngineInterface
 from nanovllm.streaming.heartbeat import Heartbeat
 
 logger = logging.getLogger("nanovllm")
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 # Consecutive failed steps after which their requests end with an error. Earlier ones are retried: memory may have been
 # short for a moment.
 MAX_FAILED_STEPS = 3
-# Interval of the search for clients whose event loop was closed, in seconds.
+# Seconds between searches for streams with a closed event loop.
 CLIENT_CHECK_SECONDS = 1.0
 # Seconds after the last request at which idle work begins.
 IDLE_SECONDS = 0.5
@@ -33,8 +33,8 @@ IDLE_SECONDS = 0.5
 EXIT_SECONDS = 30.0
 
 
-class AnyRouter(Protocol):
-    """An `OutputRouter`, or what takes outputs like it."""
+class OutputSink(Protocol):
+    """Destination of an engine's outputs; `OutputRouter` documents the methods."""
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]: ...
 
@@ -50,10 +50,10 @@ class EngineThread:
     stopped or when anything except a step fails; later calls are refused, and all streams are ended.
     """
 
-    def __init__(self, engine: AnyEngine, router: AnyRouter, *, prepares_when_idle: bool = False) -> None:
+    def __init__(self, engine: EngineInterface, router: OutputSink, *, prepares_when_idle: bool = False) -> None:
         self._engine = engine
         self._router = router
-        self._calls: deque[tuple[Future[Any], Callable[[AnyEngine], Any]]] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[EngineInterface], Any]]] = deque()
         self._changes = threading.Condition()  # guards _calls, _is_stopping and _has_ended
         self._is_stopping = False
         self._has_ended = False
@@ -73,7 +73,7 @@ class EngineThread:
 
     # ---------------------------------------------------------------------------------------------- from any thread
 
-    def submit(self, call: Callable[[AnyEngine], Result]) -> Future[Result]:
+    def submit(self, call: Callable[[EngineInterface], Result]) -> Future[Result]:
         """Run `call(engine)` before the next step; raises EngineDeadError or EngineClosedError after the last one."""
         if self.is_elsewhere:
             raise self.refusal()
@@ -92,7 +92,7 @@ class EngineThread:
     def heartbeat(self) -> Heartbeat:
         """Return the statistics of the last step; never waits for the running one.
 
-        With replicas the age is that of the one that reported last: while one serves, the engine does.
+        With replicas the age is the least of any replica: while one of them reports, the engine is alive.
         """
         if silences := [replica.silence for replica in self._engine.statuses if replica.state == "up"]:
             return Heartbeat(self._stats, min(silences))
@@ -100,7 +100,7 @@ class EngineThread:
         return Heartbeat(stats, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def statuses(self) -> list[ReplicaStatus]:
-        """The state of each replica, as of now; never waits."""
+        """Return the current state of each replica; never waits."""
         return list(self._engine.statuses)
 
     @property
@@ -140,12 +140,12 @@ class EngineThread:
         self.join(EXIT_SECONDS)
 
     def _fail(self, error: DeviceError) -> None:
-        """Die of an error that no step met."""
+        """Let the engine die of an error between two steps."""
 
-        def fail(_: AnyEngine) -> None:
+        def fail(_: EngineInterface) -> None:
             raise error
 
-        with suppress(RuntimeError):  # a step met it too, or the engine was closed
+        with suppress(RuntimeError):  # a step has raised it, or the engine was closed
             self.submit(fail)
 
     # -------------------------------------------------------------------------------------------------- its thread
@@ -178,7 +178,7 @@ class EngineThread:
             return not self._is_stopping
 
     def _use_idle_time(self) -> None:
-        """Take a CPU's KV memory, or capture further CUDA graphs, a piece at a time, while there is no work.
+        """Touch a CPU's KV memory, or capture further CUDA graphs, in small pieces, while there is no work.
 
         Starts after IDLE_SECONDS: a client that sends one request after another would wait for a capture each time.
         """

@@ -1,4 +1,4 @@
-"""What the front doors ask of an engine, be it in this process or several in others."""
+"""Interface of engines for `LLM` and `AsyncLLM`: an `Engine` in this process, or a `ReplicaPool`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nanovllm.observability.step_records import StepObservers
 from nanovllm.requests.input_processor import InputProcessor
 
 
-class AnyEngine(Protocol):
-    """`Engine`, or what is used like it; `Engine` says what its methods do and raise."""
+class EngineInterface(Protocol):
+    """Interface of an engine; `Engine` documents the methods and their errors."""
 
     config: EngineConfig
     input_processor: InputProcessor
@@ -26,11 +26,11 @@ class AnyEngine(Protocol):
 
     @property
     def wake(self) -> Callable[[], None] | None:
-        """Makes a step that waits for messages return, from any thread; None if no step does."""
+        """Function that ends a step's wait for messages, callable from any thread; None if steps never wait."""
 
     @property
     def when_failed(self) -> Callable[[Callable[[DeviceError], None]], None] | None:
-        """Takes a method to call, from any thread, when the engine fails between two steps; None if it cannot."""
+        """Function that registers a callback for failures between steps, called in any thread; None if unsupported."""
 
     @property
     def statuses(self) -> Sequence[ReplicaStatus]: ...

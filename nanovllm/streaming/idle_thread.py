@@ -1,4 +1,4 @@
-"""Takes a CPU's KV memory in a thread of its own, for an engine that its callers' threads step."""
+"""Idle thread: touches a CPU's KV memory for an engine that its callers' threads step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import atexit
 import threading
 import weakref
 
-from nanovllm.streaming.engines import AnyEngine
+from nanovllm.streaming.engines import EngineInterface
 
-# Seconds without a request before it goes on.
+# Seconds without a request before the thread continues.
 IDLE_SECONDS = 0.5
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -17,19 +17,19 @@ _ends = threading.Event()
 
 @atexit.register
 def _end_all() -> None:
-    """An engine that a daemon thread lets go of while the interpreter ends would abort the process."""
+    """Join all threads: a daemon thread that frees an engine during interpreter shutdown would abort the process."""
     _ends.set()
     for thread in list(_threads):
         thread.join()
 
 
-def take_memory_when_idle(engine: AnyEngine) -> threading.Thread | None:
-    """Start the thread, which ends when all memory is taken or the engine is closed; None if there is none to take.
+def take_memory_when_idle(engine: EngineInterface) -> threading.Thread | None:
+    """Start the thread, which ends when all memory is touched or the engine is closed; None if it has nothing to do.
 
-    It takes memory from the start on, and while no request runs. It needs no lock: what it does changes no content. A
-    forked child has no such thread.
+    It works from the start on, while no request runs. It needs no lock: touching memory changes no content. A forked
+    child has no such thread.
     """
-    if engine.wake is not None or not engine.use_idle_time(captures=False):  # replicas have their own
+    if engine.wake is not None or not engine.use_idle_time(captures=False):  # each replica has such a thread
         return None
     thread = threading.Thread(target=_run, args=(weakref.ref(engine),), name="nanovllm-idle", daemon=True)
     _threads.add(thread)
@@ -37,11 +37,11 @@ def take_memory_when_idle(engine: AnyEngine) -> threading.Thread | None:
     return thread
 
 
-def _run(reference: weakref.ref[AnyEngine]) -> None:
+def _run(reference: weakref.ref[EngineInterface]) -> None:
     num_tokens = 0
     while (
         not _ends.is_set() and (engine := reference()) is not None
-    ):  # not held while asleep, nor longer than its owner holds it
+    ):  # a weak reference: the engine is freed with its owner
         has_worked, num_tokens = engine.num_output_tokens() > num_tokens, engine.num_output_tokens()
         if not (has_worked or engine.has_unfinished):
             if not engine.use_idle_time(captures=False):

@@ -25,7 +25,7 @@ OnEnd = Callable[[NewRequest, RequestOutput | None], None]
 class Stream:
     """Pending outputs of one or several requests, for one reader in the event loop that built it.
 
-    is_abandoned: its reader wants no more; what is not queued yet needs no place.
+    is_abandoned: its reader has left, so its requests need not be queued any more.
     aborted: ids of requests that end as soon as they are queued.
     """
 
@@ -60,7 +60,7 @@ class Stream:
             self._reader.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """Return the next pending output; raises the exception that the stream was ended with."""
+        """Return the next pending output; raises the exception that ended the stream."""
         while True:
             with self._lock:
                 if self._waiting:
@@ -116,7 +116,7 @@ class OutputRouter:
 
     def __init__(self) -> None:
         self.on_end: list[OnEnd] = []
-        self._requests: dict[str, NewRequest] = {}  # those that have not ended; used in the engine thread alone
+        self._requests: dict[str, NewRequest] = {}  # unfinished requests; used in the engine thread only
         self._lock = threading.Lock()  # guards the two below
         self._streams: dict[str, Stream] = {}
         self._due: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
@@ -135,7 +135,7 @@ class OutputRouter:
             return True
 
     def record_end(self, request_id: str, output: RequestOutput | None) -> None:
-        """Tell `on_end` of a request's end, once; called in the engine thread."""
+        """Call `on_end` once per ended request; called in the engine thread."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -147,7 +147,7 @@ class OutputRouter:
                 logger.exception("%s raised at the end of a request; it is not called again", tell)
 
     def deliver(self, outputs: list[RequestOutput]) -> list[str]:
-        """Put outputs into their streams; returns the ids of streams whose event loop is closed."""
+        """Put outputs into their streams; returns the request ids of streams with a closed event loop."""
         streams = []
         for output in outputs:
             if output.finished:
@@ -164,7 +164,7 @@ class OutputRouter:
         return self._wake(streams)
 
     def without_loop(self) -> list[str]:
-        """Return the ids of streams whose event loop is closed."""
+        """Return the request ids of streams with a closed event loop."""
         with self._lock:
             return [request_id for request_id, stream in self._streams.items() if stream.loop.is_closed()]
 

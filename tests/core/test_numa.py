@@ -83,7 +83,7 @@ def test_replicas_take_nodes_of_those_cores_alone_that_the_process_may_use(monke
     monkeypatch.setattr(opening.os, "sched_getaffinity", lambda _: {0, 1, 4, 5, 6, 7})
     monkeypatch.setattr(opening, "read_nodes", two_nodes)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    shares = opening.shares_of_host(EngineConfig(data_parallel_size=2, device="cpu"))
+    shares = opening.split_host(EngineConfig(data_parallel_size=2, device="cpu"))
     assert [share.cores for share in shares] == [{0, 1}, {4, 5, 6, 7}]
     assert [share.environment["OMP_NUM_THREADS"] for share in shares] == ["2", "4"]
 
@@ -104,7 +104,7 @@ def test_the_number_of_threads_is_read_as_openmp_does(monkeypatch, value, thread
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(opening, "read_nodes", list)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    shares = opening.shares_of_host(EngineConfig(data_parallel_size=2, device="cpu"))
+    shares = opening.split_host(EngineConfig(data_parallel_size=2, device="cpu"))
     expected = str(min(threads or 4, 4))
     assert [share.environment["OMP_NUM_THREADS"] for share in shares] == [expected, expected]
 

@@ -392,7 +392,7 @@ def test_a_forgotten_pool_is_looked_after_no_longer():
             return True
 
     before, forgotten = set(threading.enumerate()), Pool()
-    opening.keep(forgotten)
+    opening.start_keeper(forgotten)
     (thread,) = set(threading.enumerate()) - before
     wait_until(lambda: Pool.num_looks > 0)
     del forgotten

@@ -13,7 +13,7 @@ from nanovllm.cli.main import main
 from nanovllm.core.config import ROUTING_POLICIES
 from nanovllm.core.features import RAY, REFUSALS, REPLICAS, check_options
 from nanovllm.replicas import opening, replica
-from nanovllm.replicas.engine_process import options_of
+from nanovllm.replicas.engine_process import replica_options
 from nanovllm.replicas.messages import check_params
 from nanovllm.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
@@ -163,27 +163,27 @@ def test_an_error_of_a_replica_is_raised_as_one_engine_raises_it():
 def test_a_gpu_that_is_not_there_is_refused_as_one_engine_refuses_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="but PyTorch sees no GPU"):
-        opening.shares_of_host(EngineConfig(device="cuda", data_parallel_size=2))
+        opening.split_host(EngineConfig(device="cuda", data_parallel_size=2))
 
 
 def test_gpus_are_shared_one_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7f")
-    shares = opening.shares_of_host(EngineConfig(data_parallel_size=3))
+    shares = opening.split_host(EngineConfig(data_parallel_size=3))
     assert [share.environment for share in shares] == [{"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "GPU-7f")]
-    (share,) = opening.shares_of_host(EngineConfig(data_parallel_size=1), gpus_each=3)
+    (share,) = opening.split_host(EngineConfig(data_parallel_size=1), gpus_each=3)
     assert share.environment == {"CUDA_VISIBLE_DEVICES": "4,5,GPU-7f"}
     with pytest.raises(ValueError, match=r"there are 3 GPUs for replicas of 2 each. Set it to at most 1"):
-        opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=2)
+        opening.split_host(EngineConfig(data_parallel_size=2), gpus_each=2)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 4, and there are 3 GPUs"):
-        opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=4)
+        opening.split_host(EngineConfig(data_parallel_size=2), gpus_each=4)
 
 
 def test_replicas_of_several_ranks_take_gpus_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    shares = opening.shares_of_host(EngineConfig(data_parallel_size=2), gpus_each=2)
+    shares = opening.split_host(EngineConfig(data_parallel_size=2), gpus_each=2)
     assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,1", "2,3"]
 
 
@@ -198,7 +198,7 @@ def test_what_does_not_work_on_ray_is_refused_by_name(options):
 def test_cores_are_shared_without_overlap(monkeypatch):
     monkeypatch.setattr(opening.os, "sched_getaffinity", lambda _: set(range(7)))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    shares = opening.shares_of_host(EngineConfig(data_parallel_size=3, device="cpu"))
+    shares = opening.split_host(EngineConfig(data_parallel_size=3, device="cpu"))
     assert sorted(core for share in shares for core in share.cores) == list(range(7))
     assert [len(share.cores) for share in shares] == [2, 2, 3]
     assert {share.environment["OMP_NUM_THREADS"] for share in shares} == {"2"}
@@ -206,8 +206,8 @@ def test_cores_are_shared_without_overlap(monkeypatch):
 
 def test_each_replica_publishes_kv_events_with_a_rank_of_its_own():
     given = {"kv_events": "tcp://*:5557", "kv_events_rank": 2}
-    assert [options_of({"options": given, "index": index})["kv_events_rank"] for index in (0, 1)] == [2, 3]
-    assert options_of({"options": {"seed": 1}, "index": 1}) == {"seed": 1}
+    assert [replica_options({"options": given, "index": index})["kv_events_rank"] for index in (0, 1)] == [2, 3]
+    assert replica_options({"options": {"seed": 1}, "index": 1}) == {"seed": 1}
 
 
 def test_the_policies_are_those_of_the_option():

@@ -95,12 +95,12 @@ def test_a_form_that_is_compiled_in_an_engine_process_is_overtaken_and_can_be_ab
         SamplingParams(max_tokens=9, structured_output=one) for one in (None, form("regex"), form("choice"))
     )
     try:
-        intake.take(Add([sent("kept", 0, forms[0]), sent("aborted", 1, forms[1]), sent("beside", 2, plain)]))
-        intake.take(Add([sent("behind", 3, plain)]))
+        intake.handle(Add([sent("kept", 0, forms[0]), sent("aborted", 1, forms[1]), sent("beside", 2, plain)]))
+        intake.handle(Add([sent("behind", 3, plain)]))
         assert {finished.get(timeout=60.0), finished.get(timeout=60.0)} == {"beside", "behind"}
         for _ in forms:
             assert is_compiling.acquire(timeout=60.0)
-        intake.take(Abort("aborted", 1))
+        intake.handle(Abort("aborted", 1))
         may_go_on.set()
         assert finished.get(timeout=60.0) == "kept"
         intake._forms.shutdown()

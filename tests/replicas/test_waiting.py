@@ -20,7 +20,7 @@ def pool_request(name, *, num_deaths=0, placement=0, priority=0, **params):
 
 def report(request, token_ids):
     completions = [SentCompletion(0, "", token_ids, None, None, None)] if token_ids else []
-    request.take(SentOutput(0, request.new.request_id, completions, False, 0, metric_values(request.metrics)))
+    request.record(SentOutput(0, request.new.request_id, completions, False, 0, metric_values(request.metrics)))
 
 
 def suspects(count):
