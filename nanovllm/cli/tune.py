@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.cli.flags import add_model_flags
 from nanovllm.cli.tune_question import Question, build_question, with_rates
-from nanovllm.cli.tune_station import Station, measuring
+from nanovllm.cli.tune_session import TuningSession, tuning_session
 from nanovllm.cli.workload_flags import (
     about_workloads,
     add_arrival_flags,
@@ -29,7 +29,7 @@ from nanovllm.tools.tune.forecast import MOST_SIMULATED, Forecast, forecast
 from nanovllm.tools.tune.goals import add_goal_flags
 from nanovllm.tools.tune.halving import Sweep, num_measurements, rounds_for
 from nanovllm.tools.tune.journal import Journal
-from nanovllm.tools.tune.ranking import build_standing
+from nanovllm.tools.tune.ranking import summarise
 from nanovllm.tools.tune.settings import SWEPT, sample
 from nanovllm.tools.tune.shares import smallest_share
 
@@ -98,11 +98,11 @@ def _tune(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / "measurements.jsonl", question.identity, retry=options.retry)
     journal.check_environment(environment())
-    for name in OUTPUTS:  # of an earlier sweep, possibly with other goals
+    for name in OUTPUTS:  # from an earlier sweep, possibly with other goals
         (folder / name).unlink(missing_ok=True)
-    with measuring(question, journal) as station:
+    with tuning_session(question, journal) as session:
         try:
-            outcome, is_complete = _measure(question, station)
+            outcome, is_complete = _measure(question, session)
         except KeyboardInterrupt:
             print(f"interrupted; the measurements are in {journal.path}, and the same command resumes.")
             return 130
@@ -117,13 +117,13 @@ def _tune(options: argparse.Namespace) -> int:
     return 0 if keeps_goals or (outcome.found is not None and outcome.found.rate is not None) else 1
 
 
-def _measure(question: Question, station: Station) -> tuple[report.Outcome, bool]:
+def _measure(question: Question, session: TuningSession) -> tuple[report.Outcome, bool]:
     """Measure until the recommendation; returns the outcome so far, and whether it is complete.
 
-    Raises KeyboardInterrupt before anything can be shown.
+    Raises KeyboardInterrupt if there is no result yet.
     """
     if question.options.find_rate:
-        capacity = station.capacity(question.candidates.settings[0])
+        capacity = session.capacity(question.candidates.settings[0])
         question = replace(question, workloads=with_rates(question.options, question.workload, rates_around(capacity)))
     predicted = _forecast(question) if question.calibration else Forecast()
     sweep = _sweep(question, predicted)
@@ -131,16 +131,16 @@ def _measure(question: Question, station: Station) -> tuple[report.Outcome, bool
         print(f"note: {note}", file=sys.stderr)
     is_complete, found = True, None
     try:
-        station.run(sweep, question)
+        session.run(sweep, question)
         if question.options.find_rate and (finalists := sweep.finalists()):
-            found = station.find_rate(question, finalists[0])
+            found = session.find_rate(question, finalists[0])
     except KeyboardInterrupt:
         is_complete = False
-    standings = {setting: build_standing(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
+    summaries = {setting: summarise(setting, [runs], question.goals) for setting, runs in predicted.runs.items()}
     refused = question.candidates.refused + [(setting.options, why) for setting, why in predicted.refused.items()]
     fit_error = question.calibration.residuals.get("p90") if question.calibration else None
     outcome = report.Outcome(
-        sweep, question.resolver, question.identity, station.measurer.journal.environment, refused, standings,
+        sweep, question.resolver, question.identity, session.measurer.journal.environment, refused, summaries,
         fit_error, found,
     )  # fmt: skip
     return outcome, is_complete

@@ -1,1 +1,1 @@
-"""Benchmark, tuning, simulation and workloads, behind the commands of the same names."""
+"""Benchmark, tuning, simulation, workloads and evaluation, for the commands of these names."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanovllm.tools.tune import report
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Round, Sweep, num_measurements, rounds_for
-from nanovllm.tools.tune.ranking import build_standing, ranked
+from nanovllm.tools.tune.ranking import ranked, summarise
 from nanovllm.tools.tune.settings import Resolver
 from tests.support.sweeps import ITL_40, TTFT_500, Machine, build_sweep, run, setting
 
@@ -21,33 +21,33 @@ from tests.support.sweeps import ITL_40, TTFT_500, Machine, build_sweep, run, se
 
 def test_the_most_tokens_among_those_that_keep_the_goals_come_first():
     runs = {256: run(500, itl=0.03), 512: run(600, itl=0.039), 1024: run(700, itl=0.041), 2048: run(800, itl=0.08)}
-    order = ranked(build_standing(setting(budget), [[of]], [ITL_40]) for budget, of in runs.items())
-    assert [standing.setting.values[0] for standing in order] == [512, 256, 1024, 2048]
-    assert [standing.keeps_goals for standing in order] == [True, True, False, False]
+    order = ranked(summarise(setting(budget), [[of]], [ITL_40]) for budget, of in runs.items())
+    assert [summary.setting.values[0] for summary in order] == [512, 256, 1024, 2048]
+    assert [summary.keeps_goals for summary in order] == [True, True, False, False]
     assert order[-1].excess == pytest.approx(1.0)
 
 
 def test_with_as_many_tokens_the_one_furthest_from_the_limits_comes_first():
     runs = {256: run(595, itl=0.02), 512: run(600, itl=0.03), 1024: run(580, itl=0.001)}
-    order = ranked(build_standing(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
-    assert [standing.setting.values[0] for standing in order] == [256, 512, 1024]  # 580 is 3.3 % below
-    without = ranked(build_standing(setting(budget), [[of]], []) for budget, of in runs.items())
-    assert [standing.setting.values[0] for standing in without] == [256, 512, 1024]
+    order = ranked(summarise(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
+    assert [summary.setting.values[0] for summary in order] == [256, 512, 1024]  # 580 is 3.3 % below
+    without = ranked(summarise(setting(budget), [[of]], []) for budget, of in runs.items())
+    assert [summary.setting.values[0] for summary in without] == [256, 512, 1024]
 
 
 def test_of_several_rates_the_fastest_that_keeps_the_goals_counts():
     points = [run(201, arrivals=1.0), run(200, arrivals=2.0, itl=0.039), run(300, arrivals=4.0, itl=0.05)]
-    standing = build_standing(setting(256), [points], [ITL_40])
-    assert (standing.best["rate"], standing.tokens_per_second, standing.keeps_goals) == (2.0, 200, True)
-    missed = build_standing(setting(256), [points], [Goal("itl", "p99", 0.005)])
+    summary = summarise(setting(256), [points], [ITL_40])
+    assert (summary.best["rate"], summary.tokens_per_second, summary.keeps_goals) == (2.0, 200, True)
+    missed = summarise(setting(256), [points], [Goal("itl", "p99", 0.005)])
     assert (missed.best["rate"], missed.keeps_goals) == (1.0, False)
     assert missed.excess == pytest.approx(1.0)
 
 
 def test_repeats_count_by_their_median():
     repeats = [[run(100, itl=0.5)], [run(300, itl=0.01)], [run(200, itl=0.02)]]
-    standing = build_standing(setting(256), repeats, [ITL_40])
-    assert standing.tokens_per_second == 200 and standing.best["itl"]["p99"] == 0.02 and standing.keeps_goals
+    summary = summarise(setting(256), repeats, [ITL_40])
+    assert summary.tokens_per_second == 200 and summary.best["itl"]["p99"] == 0.02 and summary.keeps_goals
 
 
 # -------------------------------------------------------------------------------------------------------------- halving
@@ -119,7 +119,7 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
     )  # fmt: skip
     # The finalists' medians are 300, 270 and 200; 103 was eliminated with 400.
     assert len(outcome.sweep.results[setting(103)][1.0]) == 1
-    assert [standing.setting.values[0] for standing in outcome.sweep.finalists()] == [101, 102, 100]
+    assert [summary.setting.values[0] for summary in outcome.sweep.finalists()] == [101, 102, 100]
     rows = [line.split() for line in report.table(outcome).splitlines()]
     assert [row[1] for row in rows if row[0] == "->"] == ["101"]
 

@@ -10,7 +10,7 @@ from nanovllm.tools.tune import plot, report, result
 from nanovllm.tools.tune.forecast import forecast
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import Sweep, rounds_for
-from nanovllm.tools.tune.ranking import build_standing
+from nanovllm.tools.tune.ranking import summarise
 from nanovllm.tools.tune.settings import Resolver, Setting, values_to_try
 from nanovllm.tools.workloads.workloads import poisson, random_requests
 from tests.support.sweeps import CALIBRATION, ITL_40, TTFT_500, Machine, as_played, build_sweep, run, setting
@@ -93,7 +93,7 @@ def test_the_table_has_a_row_for_each_setting_those_that_failed_included():
 def test_predictions_stand_beside_what_was_measured():
     runs = {setting(1024): run(500), setting(256): run(400)}
     goals = [ITL_40]
-    predicted = {of: build_standing(of, [[run(550, itl=0.012)]], goals) for of in runs}
+    predicted = {of: summarise(of, [[run(550, itl=0.012)]], goals) for of in runs}
     outcome = build_outcome(runs, *goals, predicted=predicted)
     lines = report.table(outcome).splitlines()
     assert [line.count("550") for line in lines[2:]] == [1, 1] and "12 / 12" in lines[2]

@@ -51,7 +51,7 @@ class NanoVLLM:
 
         self._engine.reset_prefix_cache()
         while workload.is_timed and self._engine.model_runner.capture_ahead():
-            pass  # as an engine thread does while idle
+            pass  # like an idle engine thread
         for request in workload.requests:  # min_tokens: prompt and output must fit into max_model_len
             check_prompt(
                 request.prompt_token_ids,
@@ -109,14 +109,14 @@ def check_arrivals(engine: str, workload: Workload) -> None:
         )
 
 
-# Options that mean the same to every engine that takes any.
+# Options with the same meaning in every engine that takes sampling options.
 SHARED_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
 )  # fmt: skip
 
 
 def check_sampling(engine: str, sampling: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if requests of an engine cannot be sampled so."""
+    """Raise TypeError or ValueError if an engine does not support the sampling options."""
     from nanovllm.core.sampling_params import FILTERS, SamplingParams
 
     if unknown := sampling.keys() - set(SHARED_SAMPLING):
@@ -142,7 +142,7 @@ def load_engine(
 
     Args:
         longest: length of the longest sequence, in tokens.
-        sampling: options of all requests, over those of greedy ones; see `check_sampling`.
+        sampling: options of all requests, which are greedy without; see `check_sampling`.
         trace: trace writer; for this engine only.
     """
     adapter: Callable[..., BenchEngine] = ENGINES[engine][0]

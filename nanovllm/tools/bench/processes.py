@@ -73,7 +73,7 @@ class Settings:
     profile: measure the parts of this engine's steps.
     record: file for a trace of this engine's measured run.
     verbose: pass the engines' standard error through.
-    sampling: options of all requests, over those of greedy ones; see `engines.check_sampling`.
+    sampling: options of all requests, which are greedy without; see `engines.check_sampling`.
     """
 
     model: str
@@ -97,7 +97,7 @@ def run_all(
 
     Args:
         after_run: called with the result so far after each process, to save it if a long run is interrupted.
-        after_workload: called with the figures of each workload as soon as it is played.
+        after_workload: called with the figures of each workload after its replay.
 
     Raises RuntimeError if an engine failed, or cannot run a workload (see `check_arrivals`).
     """
@@ -149,7 +149,7 @@ def run_in_subprocess(
     """Run all workloads on one engine in a new process; returns a run for each.
 
     Args:
-        after_workload: called with its index and figures as soon as a workload is played.
+        after_workload: called with index and figures of each workload after its replay.
     """
     answer, progress = folder / "answer.json", folder / "progress.jsonl"
     for path in (answer, progress):
@@ -183,7 +183,7 @@ def run_in_subprocess(
 
 
 def _follow(process: subprocess.Popen[bytes], progress: Path, after_workload: Callable[[int, Run], None]) -> None:
-    """Wait for a worker's end, and pass on each workload's figures when they are there."""
+    """Wait for a worker's end, and pass on each workload's figures as they arrive."""
     num_told, has_ended = 0, False
     while not has_ended:
         try:
@@ -198,7 +198,7 @@ def _follow(process: subprocess.Popen[bytes], progress: Path, after_workload: Ca
 
 
 def _environment(engine: EngineSpec, folder: Path) -> dict[str, str]:
-    """Environment of the worker: it imports this package, and in another environment nothing else from ours."""
+    """Environment variables of the worker: another interpreter can import this package, but no other one of ours."""
     home = PACKAGE.parent
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     if engine.python != sys.executable:

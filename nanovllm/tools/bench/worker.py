@@ -19,7 +19,7 @@ from nanovllm.tools.bench.replay import BenchEngine, figures, replay
 from nanovllm.tools.workloads.files import read_trace
 from nanovllm.tools.workloads.workloads import Workload
 
-TIMED_WARM_UP = 64  # requests of a workload with arrivals of its own: all of them at once would be another workload
+TIMED_WARM_UP = 64  # requests of a timed workload: all of them at once would be another workload
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "llama-cpp-python")
 
 

@@ -1,6 +1,6 @@
-"""`python -m nanovllm.tools.evaluation`: the command of lm-eval, which then knows the model type `nanovllm`.
+"""`python -m nanovllm.tools.evaluation`: lm-eval's command with the model type `nanovllm`.
 
-For releases of lm-eval that do not look for model types among the entry points of installed packages.
+For releases of lm-eval that do not load model types from entry points.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The model type `nanovllm` of lm-eval: all requests of a task in one batch, what they share computed once.
+"""Model type `nanovllm` of lm-eval: all requests of a task in one batch, shared prefixes computed once.
 
 ::
 
     few-shot examples | question | answer A        prompt of a log-likelihood request
     [ prefix cache ............. ][ computed ]     prompt_logprobs from the answer's first token on
 
-Answers equal those of lm-eval's `hf` type with the same `max_length`, which counts as there: the tokens that the model
-reads. The engine reads an answer's last token too and needs room for one more, hence two less than its max_model_len.
+Answers equal the `hf` type's with the same `max_length`, the maximum number of tokens that the model reads. The engine
+reads an answer's last token too and samples one more, so max_length is its max_model_len - 2.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 logger = logging.getLogger("nanovllm")
 
 NAME = "nanovllm"
-UNREAD_TOKENS = 2  # of max_model_len: an answer's last token, and the one that every request draws
-MAX_NEW_TOKENS = 256  # of an answer whose task sets no limit; lm-eval's own default
-# Options of generation that tasks set, under the names of `SamplingParams`.
+UNREAD_TOKENS = 2  # of max_model_len: an answer's last token, and the sampled one
+MAX_NEW_TOKENS = 256  # default of a task; equal to lm-eval's
+# Generation options of tasks, by their names in `SamplingParams`.
 GENERATION = (*MODEL_OPTIONS, "seed")
-COMMAND_DEVICE = "cuda:0"  # what lm-eval's command passes where nobody chose a device
-BLOCK_SIZE = 16  # small, since the end of a context behind its last whole block is computed for each answer
+COMMAND_DEVICE = "cuda:0"  # default of lm-eval's command
+BLOCK_SIZE = 16  # small: the partial last block of a context is computed for each answer
 
 TokenizedRequest = tuple[Any, list[int], list[int]]  # key of lm-eval's cache, context, continuation
 
@@ -44,17 +44,17 @@ class NanoVLLM(TemplateLM):
     """Log-likelihoods and texts by an `LLM`.
 
     Args:
-        pretrained: the model, as `LLM` takes it; `model` is the same.
-        tokenizer: as of `LLM`.
-        max_length: tokens that the model reads at most, None for its own limit; longer contexts lose their beginning.
-        max_gen_toks: new tokens of an answer whose task sets no limit.
-        add_bos_token: whether texts get what the tokenizer puts around them; None leaves it to the tokenizer.
-        prefix_token_id: stands in for an empty context; None takes the tokenizer's token for beginning or end of text.
-        device: as of `LLM`; a GPU that is not there is the CPU, since lm-eval's command asks for one by default.
-        batch_size, max_batch_size: of lm-eval's command; the engine makes batches of its own by its options.
-        **options: of the engine, see `EngineConfig`.
+        pretrained: the model, see `LLM`; `model` is an alias.
+        tokenizer: see `LLM`.
+        max_length: maximum number of tokens read by the model, None: its limit; longer contexts are cut at the start.
+        max_gen_toks: default number of new tokens of an answer.
+        add_bos_token: whether to add special tokens around texts; None: the tokenizer's default.
+        prefix_token_id: replaces an empty context; None: the tokenizer's token for beginning or end of text.
+        device: see `LLM`; a missing GPU becomes the CPU, since lm-eval's command asks for a GPU by default.
+        batch_size, max_batch_size: ignored options of lm-eval's command; the engine batches by its options.
+        **options: engine options, see `EngineConfig`.
 
-    Raises what `LLM` raises.
+    Raises the errors of `LLM`.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class NanoVLLM(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
 
-    # ------------------------------------------------------------------------------------------------ what tasks ask
+    # ---------------------------------------------------------------------------------------------- lm-eval's queries
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
+        """Maximum number of tokens read by the model."""
         return self.llm.config.max_model_len - UNREAD_TOKENS
 
     @property
@@ -127,7 +127,7 @@ class NanoVLLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; one that begins with its prefix token already, from a chat template, gets no other."""
+        """Encode a text; adds no prefix token to a text that begins with one, from a chat template."""
         adds = self._add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             adds = False
@@ -140,18 +140,18 @@ class NanoVLLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[TokenizedRequest], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """The continuations' log-likelihoods, and whether each is what greedy decoding would give."""
+        """Log-likelihood of each continuation, and whether greedy decoding would produce it."""
         prompts, params = [], []
         for _key, context, continuation in requests:
             if not continuation or len(continuation) > self.max_length:
                 raise ValueError(
                     f"a continuation has {len(continuation)} tokens; it needs 1 to max_length ({self.max_length})."
                 )
-            context = context or [self.prefix_token_id]  # of spaces alone, which lm-eval moves to the continuation
+            context = context or [self.prefix_token_id]  # empty: lm-eval moves spaces to the continuation
             prompts.append((context + continuation)[-(self.max_length + 1) :])
             start = len(prompts[-1]) - len(continuation)
             params.append(SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start))
-        # Side by side, prompts of one beginning find it in the cache however small the cache is.
+        # Adjacent prompts with a common prefix hit even a small cache.
         order = sorted(range(len(prompts)), key=prompts.__getitem__)
         outputs = self._generate([prompts[n] for n in order], [params[n] for n in order], disable_tqdm)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(prompts)
@@ -203,12 +203,12 @@ class NanoVLLM(TemplateLM):
 
     @staticmethod
     def _sampling_params(given: dict[str, Any], max_tokens: int) -> SamplingParams:
-        """Of a task's options; raises ValueError for one that the engine does not have."""
+        """Sampling parameters from a task's options; raises ValueError for an option unknown to the engine."""
         is_sampled, stops = given.pop("do_sample", False), given.pop("until")
         unknown = sorted(given.keys() - set(GENERATION))
         if unknown:
             raise ValueError(f"generation_kwargs has {unknown[0]}; the engine takes {', '.join(GENERATION)}.")
-        if not is_sampled:  # filters change nothing then
+        if not is_sampled:  # filters have no effect then
             given = {"temperature": 0.0} | {k: v for k, v in given.items() if k == "repetition_penalty"}
         return SamplingParams(max_tokens=max_tokens, stop=tuple(stops), **given)
 
@@ -221,6 +221,6 @@ class NanoVLLM(TemplateLM):
 
 
 def register() -> None:
-    """Make the name known to lm-eval in this process."""
+    """Register the model type with lm-eval in this process."""
     if NAME not in model_registry:
         model_registry.register(NAME)(NanoVLLM)

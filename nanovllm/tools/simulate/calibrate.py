@@ -42,8 +42,8 @@ logger = logging.getLogger("nanovllm")
 
 # Maximum number of tokens in a scenario; keeps it within seconds.
 MAX_SCENARIO_TOKENS = {"cpu": 16_384, "cuda": 524_288}
-NUM_DECODES = 6  # steps of a scenario in which all its requests decode
-MIN_WAIT = 1e-4  # seconds for tokens, from which on the device and not the host sets the pace
+NUM_DECODES = 6  # steps of a scenario with all its requests decoding
+MIN_WAIT = 1e-4  # seconds of waiting for tokens, above which the device, not the host, limits the pace
 
 
 class Group(NamedTuple):
@@ -82,9 +82,9 @@ def calibrate(
     Args:
         repeats: rounds over all scenarios.
         clock: time in seconds.
-        options: engine options as for `LLM`, except `overlap`: steps are measured one by one, without.
+        options: engine options as for `LLM`, except `overlap`: steps are measured without it.
 
-    On a GPU the decodes run once more with overlap behind that.
+    On a GPU the decodes then run once more with overlap.
 
     Raises ValueError for options that cannot be measured, and the errors of `LLM`.
     """
@@ -112,9 +112,9 @@ def calibrate(
 
 
 def _prepare(engine: Engine, plan: list[Scenario]) -> None:
-    """Warm up, and on a GPU capture what a server captures while idle, the scenarios' own shapes first.
+    """Warm up, and on a GPU capture the CUDA graphs of an idle server, the scenarios' shapes first.
 
-    A step whose shape is not captured runs as a larger one, so that its time is not that of its own work.
+    A step without a graph of its shape runs as a larger one, and its time would be too long for its work.
     """
     engine.model_runner.binding.caches.take_memory()
     for scenario in plan[:1] if _launch_blocks(engine) else plan:
@@ -143,7 +143,7 @@ def _measure(
 
 
 def _measure_head_start(engine: Engine, log: _StepLog, plan: list[Scenario], samples: list[StepSample]) -> float:
-    """Run the decodes once more with overlap; returns the `CostModel.head_start` that their steps show."""
+    """Run the decodes once more with overlap; returns the measured `CostModel.head_start`."""
     device_times = {sample.work: sample.device_time for sample in samples}
     found: list[float] = []
     config, engine.config = engine.config, replace(engine.config, overlap=True)
@@ -163,12 +163,12 @@ def _measure_head_start(engine: Engine, log: _StepLog, plan: list[Scenario], sam
 def head_starts(
     records: list[StepRecord], works: list[StepWork], device_times: Mapping[StepWork, float]
 ) -> Iterator[float]:
-    """Yield by how much more two reads are apart than a step takes that the device was waiting for.
+    """Yield the interval between two reads - the device time of the same step without overlap, in seconds.
 
-    Only decodes that waited for the device, as did those before them, show it.
+    Only for decodes that waited for the device, after a step that did too.
 
     Args:
-        device_times: of steps without overlap, from the end of their launch.
+        device_times: device times of steps without overlap, from the end of their launch.
     """
     for (before, record), work in zip(pairwise(records), works[1:], strict=True):
         if min(r.execute_time - r.launch_time for r in (before, record)) < MIN_WAIT or work.num_chunks:
@@ -194,7 +194,7 @@ def scenarios(config: EngineConfig) -> list[Scenario]:
     counts = sorted({*(2**power for power in range(config.max_num_seqs.bit_length())), config.max_num_seqs})
 
     def decoded(count: int, length: int) -> Group:
-        """Requests of which the first decode until the last do, in a budget that decodes take from."""
+        """Requests long enough that all of them decode together, although decodes reduce the budget for prefills."""
         free, block_size = max(1, config.max_num_batched_tokens - count), config.block_size
         if length > block_size:  # chunks end with a block
             free = max(block_size, free // block_size * block_size)
@@ -276,7 +276,7 @@ def _medians(rounds: list[list[StepSample]]) -> Iterator[StepSample]:
 
 
 def residuals(samples: Iterable[StepSample], cost_model: CostModel) -> dict[str, float]:
-    """Return median, p90 and maximum of the errors of the device time, relative to the execution of each step."""
+    """Return median, p90 and maximum of the device time's errors, relative to each step's execution time."""
     known = [s for s in samples if s.execute_time > 0.0]
     errors = sorted(abs(cost_model.device.seconds(s.work) - s.device_time) / s.execute_time for s in known)
     return {"median": median(errors), "p90": errors[int(0.9 * (len(errors) - 1))], "max": errors[-1]}
@@ -321,7 +321,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
 
 
 def groups_of(engine: Engine) -> tuple[CacheGroup, ...]:
-    """Of the engine's model; none for full attention alone."""
+    """Cache groups of the engine's model; none for full attention only."""
     pools = engine.model_runner.pools
     return () if pools.is_one_full else pools.groups
 

@@ -55,7 +55,7 @@ class Calibration:
         Args:
             model: expected model; None for the calibration's.
 
-        Raises ValueError for options that were not measured, or that contradict one another.
+        Raises ValueError for options that were not measured, and for contradictory ones.
         """
         wants = {
             "model": model,

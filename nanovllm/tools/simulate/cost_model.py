@@ -19,7 +19,7 @@ FULL = CacheGroup()
 # Candidate numbers of tokens at which dense layers turn from memory-bound to compute-bound.
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 NUM_REWEIGHTINGS = 5
-SMALL_MISS = 0.02  # relative; up to it errors count squared, as noise, and beyond it as they are (Huber 1964)
+SMALL_MISS = 0.02  # relative error; below it the loss is quadratic, above it linear (Huber 1964)
 
 
 class StepWork(NamedTuple):
@@ -104,7 +104,7 @@ def _num_shared_blocks(tables: Sequence[list[int]]) -> int:
         groups.setdefault(table[0], []).append(table)
     num_blocks = 0
     for group in groups.values():
-        first, last = min(group), max(group)  # the common prefix of these two is that of the group
+        first, last = min(group), max(group)  # their common prefix is the group's
         pairs = enumerate(zip(first, last, strict=False))
         common = next((number for number, (a, b) in pairs if a != b), min(len(first), len(last)))
         num_blocks += (len(group) - 1) * common
@@ -196,12 +196,12 @@ class CostModel:
     update: from the arrival of its tokens to the start of the next step or the next added request.
     launch: building the batch layout and launching the step on a GPU.
     launch_blocks: launching computes the step, as on a CPU; overlap then hides nothing, and `device` is all of execute.
-    head_start: the last part of a launch, in which an idle device computes already; a step that waits for the one
-        before takes so much longer than `device`.
+    head_start: last part of a launch, during which an idle device already computes; a step queued on a busy device
+        takes this much longer than `device`.
     intake: validating and queueing a request between two steps; a server validates in another thread, which shares the
         interpreter.
-    front_delay: from a request's arrival until its engine has it: of a server's threads, and of the front of several
-        replicas. No engine measures it: `RequestMetrics.queue_time` on an idle server does, less the intake.
+    front_delay: from a request's arrival to its engine: delay of a server's threads and of the front of several
+        replicas. Engines cannot measure it: it is `RequestMetrics.queue_time` on an idle server, less the intake.
     """
 
     schedule: HostCost
@@ -228,7 +228,7 @@ class StepSample(NamedTuple):
 
     @property
     def execute_time(self) -> float:
-        """From the begin of the launch to its tokens."""
+        """Seconds from the begin of the launch to its tokens."""
         return self.launch_time + self.device_time
 
 
@@ -263,9 +263,9 @@ def fit(
 def fit_device(samples: Sequence[StepSample]) -> DeviceCost:
     """Fit coefficients and knee by least absolute deviations, relative to the execution of each step.
 
-    A step that is not of its kind, launched without a CUDA graph for one, draws the fit no further than another. The
-    deviations are minimised by least squares, reweighted (Holland and Welsch 1977). Without a step that shares context,
-    shared tokens cost as much as others.
+    Least absolute deviations bound the effect of outliers, such as steps without their CUDA graph; they are minimised
+    by reweighted least squares (Holland and Welsch 1977). Without a step that shares context, shared tokens cost as
+    much as unshared ones.
     """
     samples = [sample for sample in samples if sample.execute_time > 0.0]
     works = [sample.work for sample in samples]

@@ -1,4 +1,4 @@
-"""Replica that a router knows from its block events alone, as the front of several engine processes does."""
+"""Replica with a prefix index built from block events, as in the front of several engine processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.tools.simulate.replica import ONE_POOL, Replica
 
 
 class IndexedReplica(Replica):
-    """Its events, and the first tokens of its requests, reach the index `delay` steps after the step that made them."""
+    """Replica with a stale prefix index: block events and first tokens reach it `delay` steps late."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class IndexedReplica(Replica):
         super().__init__(config, cost_model, draw_token, on_step=on_step, pools=pools)
         self._index = PrefixIndex()
         late = _Late(self._index, delay)
-        BlockEvents.follow(self.scheduler.block_manager, self.observers, late.take)
+        BlockEvents.follow(self.scheduler.block_manager, self.observers, late.add_events)
         self.observers.append(late)
 
     def num_hits(self, hashes: AnySequence[bytes]) -> int:
@@ -50,14 +50,14 @@ class IndexedReplica(Replica):
 
 
 class _Late(Observer):
-    """Events of the last steps, which the index has not received."""
+    """Events of the last steps, on their way to the index."""
 
     def __init__(self, index: PrefixIndex, delay: int) -> None:
         self._index, self._delay = index, delay
         self._events: list[BlockEvent] = []  # since the last step
-        self._reports: deque[tuple[bytes, list[str]]] = deque()  # a step's events, and whom it gave tokens
+        self._reports: deque[tuple[bytes, list[str]]] = deque()  # events and sampled request ids of each step
 
-    def take(self, events: list[BlockEvent]) -> None:
+    def add_events(self, events: list[BlockEvent]) -> None:
         self._events += events
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:

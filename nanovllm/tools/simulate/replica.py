@@ -1,6 +1,6 @@
 """Replica: one engine in virtual time, its scheduler and block manager with a cost model as model runner.
 
-The host's and the device's clocks advance as in `Engine.step`. With overlap on a device of its own::
+The host's and the device's clocks advance as in `Engine.step`. With overlap on a GPU::
 
     host     schedule 1  launch 1  schedule 2  launch 2  waits ..  update 1  schedule 3  launch 3  waits ..  update 2
     device               [====== step 1 ==================][======= step 2 =====================][= step 3 ...
@@ -72,7 +72,7 @@ class Replica:
         config: fully resolved options (limits and pool).
         draw_token: iterator of unique token ids, so that outputs share no prefixes.
         on_step: called with the `StepRecord` of each step.
-        pools: of the model's cache groups; by default it has full attention alone.
+        pools: KV pools of the model's cache groups; by default one for full attention.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Replica:
         return len(self.scheduler.running)
 
     def num_hits(self, hashes: AnySequence[bytes]) -> int:
-        """Blocks of a prompt in the prefix cache; with the queues this makes it a `ReplicaView`."""
+        """Number of a prompt's leading blocks in the prefix cache, see `ReplicaView`."""
         return num_leading_hits(hashes, known_prefixes(self.scheduler.block_manager))
 
     @property
@@ -113,7 +113,7 @@ class Replica:
         return bool(self._requests)
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Take a request in that is there at the time `now`."""
+        """Add a request that arrives at the time `now`."""
         if not self._requests:
             self.now = max(self.now, now)
         self.now += self._cost_model.intake.seconds(sequence.num_prompt_tokens)

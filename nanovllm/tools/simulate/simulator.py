@@ -72,9 +72,9 @@ def simulate(
         config: fully resolved options, the same for every replica.
         route: assigns a replica to each arriving request; None: round robin.
         keep_steps: keep a `StepRecord` of every step.
-        index_delay: steps after which a router learns of a replica's prefix cache, see `IndexedReplica`; None: it sees
-            the cache itself.
-        pools: of the model's cache groups, see `Calibration.pools`; by default it has full attention alone.
+        index_delay: steps until a router sees a change of a replica's prefix cache, see `IndexedReplica`; None: at
+            once.
+        pools: KV pools of the model's cache groups, see `Calibration.pools`; by default one for full attention.
 
     A router sees the queues of a replica as of the end of its current step.
 

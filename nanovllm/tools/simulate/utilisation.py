@@ -1,4 +1,4 @@
-"""Utilisation of a simulated engine, and how far a forecast may be off."""
+"""Utilisation of a simulated engine, and the uncertainty of a forecast."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import Workload
 
-# Above it waiting times grow faster than the load, and so does what a small error of the step times does to them.
+# Above it waiting times grow faster than the load, and so does the effect of a small error of the step times.
 MOST_PREDICTABLE = 0.8
 
 
 def seconds_at_once(
     workload: Workload, config: EngineConfig, calibration: Calibration, *, num_replicas: int = 1, route: Any = None
 ) -> float:
-    """Virtual seconds that the requests take if all of them arrive at the start: the work in them."""
-    cost_model = replace(calibration.cost_model, front_delay=0.0)  # no work of an engine's
+    """Virtual seconds of a run with all arrivals at 0: the work of the requests."""
+    cost_model = replace(calibration.cost_model, front_delay=0.0)  # a delay outside of the engine
     simulation = simulate(
         workload.hurried(), config, cost_model, pools=calibration.pools(config), num_replicas=num_replicas,
         route=route,
@@ -40,7 +40,7 @@ def interval(figures: dict[str, Any], calibration: Calibration) -> dict[str, flo
 
 
 def warning(utilisation: float | None) -> str | None:
-    """What to say of a forecast at a utilisation; None where it says nothing."""
+    """Warning about a forecast at a utilisation; None up to MOST_PREDICTABLE."""
     if utilisation is None or utilisation <= MOST_PREDICTABLE:
         return None
     return (

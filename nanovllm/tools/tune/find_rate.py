@@ -1,4 +1,4 @@
-"""The highest arrival rate that keeps the goals: bisection between a rate that does and one that does not."""
+"""Highest arrival rate that keeps the goals, by bisection."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.ranking import Run, worst_excess
 
-SHARES_OF_CAPACITY = (0.4, 0.6, 0.8, 1.0)  # rates at which settings are compared first
-TOLERANCE = 0.05  # of the rate that is found
-MOST_HALVINGS = 5  # below the lowest of those rates
+SHARES_OF_CAPACITY = (0.4, 0.6, 0.8, 1.0)  # rates of the first comparison of settings
+TOLERANCE = 0.05  # relative, of the found rate
+MOST_HALVINGS = 5  # below the lowest of these rates
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRate:
     """Result of `find_rate`, in requests a second.
 
-    rate: the highest that was measured to keep all goals; None if none did.
-    fails_at: the lowest that was measured not to; None if even the capacity keeps them.
-    capacity: requests a second if all of them are there from the start. No higher rate can be sustained.
+    rate: highest measured rate that keeps all goals; None without one.
+    fails_at: lowest measured rate that misses a goal; None if even the capacity keeps them.
+    capacity: requests a second if all arrive at the start; no higher rate can be sustained.
     """
 
     rate: float | None
@@ -53,7 +53,7 @@ def find_rate(play: Callable[[float], Run], goals: Sequence[Goal], points: Seque
 
     Args:
         play: measures the setting at a rate.
-        points: what was measured already, in order of the rates.
+        points: earlier measurements, in order of the rates.
         capacity: requests a second of this setting with all requests at once.
     """
 

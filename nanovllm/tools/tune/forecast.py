@@ -11,12 +11,12 @@ from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.simulate.utilisation import seconds_at_once
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, Standing, build_standing, ranked
+from nanovllm.tools.tune.ranking import Run, SettingSummary, ranked, summarise
 from nanovllm.tools.tune.settings import Setting
 from nanovllm.tools.workloads.workloads import Workload
 
 MOST_SIMULATED = 256
-DIGITS = 4  # settings whose forecasts agree to this many digits share one measurement
+DIGITS = 4  # settings with forecasts equal to this many digits share one measurement
 
 
 @dataclass(slots=True)
@@ -29,9 +29,9 @@ class Forecast:
     def best(self, count: int, goals: Sequence[Goal], first: Setting) -> list[Setting]:
         """Return `first` and the best other settings by forecast; of equal forecasts the one closest to `first`."""
         by_likeness = sorted(self.runs, key=lambda setting: _distance(setting, first))
-        order = ranked(build_standing(setting, [self.runs[setting]], goals) for setting in by_likeness)
-        distinct = {_rounded(standing): standing.setting for standing in reversed(order)}
-        rest = [standing.setting for standing in order if distinct[_rounded(standing)] == standing.setting != first]
+        order = ranked(summarise(setting, [self.runs[setting]], goals) for setting in by_likeness)
+        distinct = {_rounded(summary): summary.setting for summary in reversed(order)}
+        rest = [summary.setting for summary in order if distinct[_rounded(summary)] == summary.setting != first]
         return [first, *rest[: count - 1]]
 
 
@@ -78,8 +78,8 @@ def _distance(setting: Setting, other: Setting) -> int:
     return sum(a != b for a, b in zip(setting.values, other.values, strict=True))
 
 
-def _rounded(standing: Standing) -> tuple[str, ...]:
-    latencies = [point[time] for point in standing.points for time in ("ttft", "itl") if point[time]]
-    numbers = [point["output_tokens_per_second"] for point in standing.points]
+def _rounded(summary: SettingSummary) -> tuple[str, ...]:
+    latencies = [point[time] for point in summary.points for time in ("ttft", "itl") if point[time]]
+    numbers = [point["output_tokens_per_second"] for point in summary.points]
     numbers += [latency["p99"] for latency in latencies]
     return tuple(f"{number:.{DIGITS}g}" for number in numbers)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.tools.tune.goals import Goal
-from nanovllm.tools.tune.ranking import Run, Standing, build_standing, ranked
+from nanovllm.tools.tune.ranking import Run, SettingSummary, ranked, summarise
 from nanovllm.tools.tune.settings import Setting
 
-MOST_FINALISTS = 3  # beside the first setting
+MOST_FINALISTS = 3  # in addition to the first setting
 
 
 class MeasurementError(Exception):
@@ -71,18 +71,18 @@ class Sweep:
     failures: dict[Setting, str] = field(default_factory=dict)
 
     def run(self, measure: Measure) -> None:
-        """Run all rounds; after an interrupt, results and failures keep what was measured."""
+        """Run all rounds; after an interrupt, results and failures hold the measurements so far."""
         first, rivals = self.settings[0], list(self.settings[1:])
         for share, num_rivals in self.rounds:
             rivals = rivals[:num_rivals]
             self._measure(measure, [first, *rivals], share, 0)
-            rivals = [s.setting for s in self.standings(share, rivals)]
+            rivals = [s.setting for s in self.summaries(share, rivals)]
         for repeat in range(1, self.repeats):
             self._measure(measure, [first, *rivals], 1.0, repeat)
         if finalists := self.finalists():
             self._measure(measure, [finalists[0].setting], 1.0, self.repeats)
 
-    def finalists(self) -> list[Standing]:
+    def finalists(self) -> list[SettingSummary]:
         """Return the settings with most repeats on the whole workload, best first; the final run does not count.
 
         Eliminated settings may have one run on the whole workload, where no smaller share is meaningful; a lucky single
@@ -94,14 +94,14 @@ class Sweep:
             if setting not in self.failures
         }
         most = min(self.repeats, max(counts.values(), default=0))
-        return self.standings(1.0, [setting for setting, count in counts.items() if count >= most])
+        return self.summaries(1.0, [setting for setting, count in counts.items() if count >= most])
 
-    def standings(self, share: float, among: Iterable[Setting]) -> list[Standing]:
-        """Return the standings of settings measured on a share, best first."""
+    def summaries(self, share: float, among: Iterable[Setting]) -> list[SettingSummary]:
+        """Return the summaries of settings measured on a share, best first."""
         repeats = {
             setting: self.results.get(setting, {}).get(share) for setting in among if setting not in self.failures
         }
-        return ranked(build_standing(setting, runs, self.goals) for setting, runs in repeats.items() if runs)
+        return ranked(summarise(setting, runs, self.goals) for setting, runs in repeats.items() if runs)
 
     def _measure(self, measure: Measure, settings: Iterable[Setting], share: float, repeat: int) -> None:
         for setting in settings:

@@ -27,14 +27,14 @@ def draw(outcome: Outcome) -> Any:
     axes = figure.subplots()
     latest = outcome.latest()
     varying = outcome.resolver.varying(outcome.sweep.settings)
-    for share, standing in reversed(latest):
-        points = [point for point in standing.points if point["itl"]]
+    for share, summary in reversed(latest):
+        points = [point for point in summary.points if point["itl"]]
         x = [1e3 * point["itl"]["p99"] for point in points]
         y = [point["output_tokens_per_second"] for point in points]
         is_final = share == 1.0
         axes.plot(
             x, y, marker="o", markersize=5 if is_final else 3, color=None if is_final else "#b9bec7",
-            label=_name(standing.setting, varying, outcome) if is_final else None, zorder=2 if is_final else 1,
+            label=_name(summary.setting, varying, outcome) if is_final else None, zorder=2 if is_final else 1,
         )  # fmt: skip
     _mark_chosen(axes, outcome)
     for goal in outcome.goals:

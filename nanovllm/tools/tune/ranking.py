@@ -17,7 +17,7 @@ EQUAL = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SettingSummary:
     """Result of a setting: medians over repeats at its best arrival rate.
 
     points: medians at each rate, in order of the rates.
@@ -39,8 +39,8 @@ class Standing:
         return float(self.best["output_tokens_per_second"])
 
 
-def build_standing(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequence[Goal]) -> Standing:
-    """Return the standing of a setting.
+def summarise(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Sequence[Goal]) -> SettingSummary:
+    """Summarise the measurements of a setting.
 
     Args:
         repeats: for each repeat a run per rate, in the same order.
@@ -51,7 +51,7 @@ def build_standing(setting: Setting, repeats: Iterable[Sequence[Run]], goals: Se
         best = max(keeping, key=lambda point: point["rate"] or 0.0)
     else:
         best = min(points, key=lambda point: worst_excess(point, goals))
-    return Standing(setting, points, best, worst_excess(best, goals))
+    return SettingSummary(setting, points, best, worst_excess(best, goals))
 
 
 def worst_excess(run: Run, goals: Sequence[Goal]) -> float:
@@ -59,25 +59,25 @@ def worst_excess(run: Run, goals: Sequence[Goal]) -> float:
     return max((goal.excess(run) for goal in goals), default=0.0)
 
 
-def ranked(standings: Iterable[Standing]) -> list[Standing]:
-    """Sort standings, best first: those that keep the goals by output tokens/s, then the others by excess.
+def ranked(summaries: Iterable[SettingSummary]) -> list[SettingSummary]:
+    """Sort results, best first: first the ones that keep the goals, by output tokens/s, then the rest by excess.
 
-    Ties within EQUAL go to the standing furthest below its limits; without goals, to the lowest ITL p99, then TTFT p99.
+    Ties within EQUAL go to the result furthest below its limits; without goals, to the lowest ITL p99, then TTFT p99.
     """
-    standings = list(standings)
-    keeping = sorted((s for s in standings if s.keeps_goals), key=lambda s: -s.tokens_per_second)
-    ordered: list[Standing] = []
+    summaries = list(summaries)
+    keeping = sorted((s for s in summaries if s.keeps_goals), key=lambda s: -s.tokens_per_second)
+    ordered: list[SettingSummary] = []
     while keeping:
         least = (1.0 - EQUAL) * keeping[0].tokens_per_second
-        equal = [standing for standing in keeping if standing.tokens_per_second >= least]
+        equal = [summary for summary in keeping if summary.tokens_per_second >= least]
         ordered += sorted(equal, key=_latency_key)
         keeping = keeping[len(equal) :]
-    return ordered + sorted((s for s in standings if not s.keeps_goals), key=lambda s: s.excess)
+    return ordered + sorted((s for s in summaries if not s.keeps_goals), key=lambda s: s.excess)
 
 
-def _latency_key(standing: Standing) -> tuple[float, ...]:
-    tails = tuple(latency["p99"] if (latency := standing.best[time]) else 0.0 for time in reversed(TIMES))
-    return (standing.excess, *tails)
+def _latency_key(summary: SettingSummary) -> tuple[float, ...]:
+    tails = tuple(latency["p99"] if (latency := summary.best[time]) else 0.0 for time in reversed(TIMES))
+    return (summary.excess, *tails)
 
 
 def _median(runs: Sequence[Run]) -> Run:

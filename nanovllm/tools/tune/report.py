@@ -11,7 +11,7 @@ from nanovllm.tools.simulate.utilisation import warning
 from nanovllm.tools.tune.find_rate import FoundRate
 from nanovllm.tools.tune.goals import TIMES, Goal
 from nanovllm.tools.tune.halving import Sweep
-from nanovllm.tools.tune.ranking import EQUAL, Run, Standing
+from nanovllm.tools.tune.ranking import EQUAL, Run, SettingSummary
 from nanovllm.tools.tune.settings import Resolver, Setting
 
 MOST_REFUSED = 5  # rows for combinations that the engine refuses
@@ -39,7 +39,7 @@ class Outcome:
     question: dict[str, Any]
     environment: dict[str, Any] | None
     refused: list[tuple[dict[str, int], str]]
-    predicted: dict[Setting, Standing] = field(default_factory=dict)
+    predicted: dict[Setting, SettingSummary] = field(default_factory=dict)
     fit_error: float | None = None
     found: FoundRate | None = None
 
@@ -47,16 +47,16 @@ class Outcome:
     def goals(self) -> list[Goal]:
         return list(self.sweep.goals)
 
-    def latest(self) -> list[tuple[float, Standing]]:
+    def latest(self) -> list[tuple[float, SettingSummary]]:
         """Return each measured setting on its largest share.
 
         Finalists come first, then larger shares; within a share the best first.
         """
         shares = sorted({share for repeats in self.sweep.results.values() for share in repeats}, reverse=True)
-        rows = {standing.setting: (1.0, standing) for standing in self.sweep.finalists()}
+        rows = {summary.setting: (1.0, summary) for summary in self.sweep.finalists()}
         for share in shares:
-            for standing in self.sweep.standings(share, self.sweep.settings):
-                rows.setdefault(standing.setting, (share, standing))
+            for summary in self.sweep.summaries(share, self.sweep.settings):
+                rows.setdefault(summary.setting, (share, summary))
         return list(rows.values())
 
 
@@ -66,7 +66,7 @@ class Outcome:
 def table(outcome: Outcome) -> str:
     """Format a line per setting, below the options common to all settings."""
     latest, sweep = outcome.latest(), outcome.sweep
-    measured = [standing.setting for _, standing in latest]
+    measured = [summary.setting for _, summary in latest]
     tried = [*measured, *sweep.failures]
     if not tried:
         return "nothing was measured"
@@ -78,11 +78,11 @@ def table(outcome: Outcome) -> str:
         columns[3:3] = ["predicted"]
         columns[-1:-1] = ["predicted"]
     rows = [["", *(SHORT[name] for name in varying), *columns]]
-    for row, (share, standing) in enumerate(latest):
+    for row, (share, summary) in enumerate(latest):
         mark = "->" if row == 0 and share == 1.0 else "  "
-        own = [str(standing.setting.options[name]) for name in varying]
-        note = "  (the defaults)" if standing.setting == sweep.settings[0] else ""
-        rows.append([mark, *own, *_figures(outcome, share, standing), _kept(outcome.goals, standing) + note])
+        own = [str(summary.setting.options[name]) for name in varying]
+        note = "  (the defaults)" if summary.setting == sweep.settings[0] else ""
+        rows.append([mark, *own, *_figures(outcome, share, summary), _kept(outcome.goals, summary) + note])
     lines = [format_rows(rows)]
     lines += [
         f"   {format_options(setting.options, varying)}: failed: {_short(why)}"
@@ -97,12 +97,12 @@ def table(outcome: Outcome) -> str:
     return "\n".join([f"all: {common}" if common else "", *lines]).lstrip("\n")
 
 
-def _figures(outcome: Outcome, share: float, standing: Standing) -> Iterator[str]:
-    best, predicted = standing.best, outcome.predicted.get(standing.setting)
+def _figures(outcome: Outcome, share: float, summary: SettingSummary) -> Iterator[str]:
+    best, predicted = summary.best, outcome.predicted.get(summary.setting)
     expected = next((p for p in predicted.points if p["rate"] == best["rate"]), None) if predicted else None
     yield "all" if share == 1.0 else f"{share:.3g}"
     yield "-" if best["rate"] is None else f"{best['rate']:g}"
-    yield f"{standing.tokens_per_second:.0f}"
+    yield f"{summary.tokens_per_second:.0f}"
     if outcome.predicted:
         yield f"{expected['output_tokens_per_second']:.0f}" if expected else "-"
     yield _tails(best["ttft"])
@@ -129,10 +129,10 @@ def _tails(latency: dict[str, float] | None) -> str:
     return "-" if latency is None else f"{1e3 * latency['p50']:.0f} / {1e3 * latency['p99']:.0f}"
 
 
-def _kept(goals: list[Goal], standing: Standing) -> str:
+def _kept(goals: list[Goal], summary: SettingSummary) -> str:
     if not goals:
         return "-"
-    missed = [f"{goal.name} +{goal.excess(standing.best):.0%}" for goal in goals if goal.excess(standing.best) > 0.0]
+    missed = [f"{goal.name} +{goal.excess(summary.best):.0%}" for goal in goals if goal.excess(summary.best) > 0.0]
     return ", ".join(missed) or "kept"
 
 
@@ -167,7 +167,7 @@ def advice(outcome: Outcome) -> str:
     return "\n".join([*lines, *_remarks(outcome, finalists)])
 
 
-def reason(outcome: Outcome, finalists: list[Standing]) -> str:
+def reason(outcome: Outcome, finalists: list[SettingSummary]) -> str:
     """Return the reason for the first finalist, in one sentence of figures."""
     best, goals = finalists[0], outcome.goals
     achieved = _throughput(best)
@@ -179,7 +179,7 @@ def reason(outcome: Outcome, finalists: list[Standing]) -> str:
             f"{worst.name} is {_milliseconds(worst, best)}, {best.excess:.0%} above the goal of "
             f"{1e3 * worst.limit:g} ms"
         )
-    keeping = [standing for standing in finalists if standing.keeps_goals]
+    keeping = [summary for summary in finalists if summary.keeps_goals]
     equal = [s for s in keeping if s.tokens_per_second >= (1.0 - EQUAL) * max(k.tokens_per_second for k in keeping)]
     kept = f" that keep {limits}" if goals else ""
     if len(keeping) == 1 < len(finalists):
@@ -195,7 +195,7 @@ def reason(outcome: Outcome, finalists: list[Standing]) -> str:
     return why + _against_defaults(outcome, best)
 
 
-def _against_defaults(outcome: Outcome, best: Standing) -> str:
+def _against_defaults(outcome: Outcome, best: SettingSummary) -> str:
     first = outcome.sweep.settings[0]
     if best.setting == first:
         return "; these are the defaults"
@@ -208,16 +208,16 @@ def _against_defaults(outcome: Outcome, best: Standing) -> str:
     return f"; {than}{missed}"
 
 
-def _throughput(standing: Standing) -> str:
-    arrivals = "" if standing.best["rate"] is None else f" at {standing.best['rate']:g} requests/s"
-    return f"{standing.tokens_per_second:.0f} tokens/s{arrivals}"
+def _throughput(summary: SettingSummary) -> str:
+    arrivals = "" if summary.best["rate"] is None else f" at {summary.best['rate']:g} requests/s"
+    return f"{summary.tokens_per_second:.0f} tokens/s{arrivals}"
 
 
-def _milliseconds(goal: Goal, standing: Standing) -> str:
-    return f"{1e3 * goal.value(standing.best):.3g} ms"
+def _milliseconds(goal: Goal, summary: SettingSummary) -> str:
+    return f"{1e3 * goal.value(summary.best):.3g} ms"
 
 
-def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
+def _remarks(outcome: Outcome, finalists: list[SettingSummary]) -> Iterator[str]:
     best = finalists[0]
     rates = rates_of_repeats(outcome, best)
     if len(rates) > 1:
@@ -225,7 +225,7 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
         repeated = f"measured {len(rates)} times: {bounds}, {_difference(rates):.1%} apart"
         is_last = len(rates) > outcome.sweep.repeats  # else the final run was of another setting, then the best
         yield repeated + (f"; first {rates[0]:.0f}, last, after all others, {rates[-1]:.0f}" if is_last else "")
-    if (apart := max(_apart(outcome, standing) for standing in finalists)) > DISTURBED:
+    if (apart := max(_apart(outcome, summary) for summary in finalists)) > DISTURBED:
         yield (
             f"repeated measurements of a setting differ by up to {apart:.0%}: the machine was not idle, and smaller "
             "differences mean nothing; measure again on an idle machine, with another --output"
@@ -241,9 +241,9 @@ def _remarks(outcome: Outcome, finalists: list[Standing]) -> Iterator[str]:
         yield _accuracy(outcome, finalists)
 
 
-def _apart(outcome: Outcome, standing: Standing) -> float:
+def _apart(outcome: Outcome, summary: SettingSummary) -> float:
     """Return the largest relative difference between repeats of a setting, over its arrival rates."""
-    repeats = outcome.sweep.results[standing.setting][1.0]
+    repeats = outcome.sweep.results[summary.setting][1.0]
     return max(_difference([run["output_tokens_per_second"] for run in runs]) for runs in zip(*repeats, strict=True))
 
 
@@ -251,13 +251,13 @@ def _difference(rates: list[float]) -> float:
     return (max(rates) - min(rates)) / min(rates)
 
 
-def rates_of_repeats(outcome: Outcome, standing: Standing) -> list[float]:
+def rates_of_repeats(outcome: Outcome, summary: SettingSummary) -> list[float]:
     """Return tokens/s of each repeat at the best arrival rate, in order of measurement."""
-    repeats = outcome.sweep.results[standing.setting][1.0]
-    return [run["output_tokens_per_second"] for runs in repeats for run in runs if run["rate"] == standing.best["rate"]]
+    repeats = outcome.sweep.results[summary.setting][1.0]
+    return [run["output_tokens_per_second"] for runs in repeats for run in runs if run["rate"] == summary.best["rate"]]
 
 
-def _certainty(outcome: Outcome, best: Standing) -> Iterator[str]:
+def _certainty(outcome: Outcome, best: SettingSummary) -> Iterator[str]:
     """Yield how far the forecasts may be off, of the recommended setting."""
     if outcome.fit_error is not None:
         yield f"forecasts are within {outcome.fit_error:.0%} if the steps are (p90 of the calibration's fit)"
@@ -267,11 +267,11 @@ def _certainty(outcome: Outcome, best: Standing) -> Iterator[str]:
         yield note
 
 
-def _accuracy(outcome: Outcome, finalists: list[Standing]) -> str:
+def _accuracy(outcome: Outcome, finalists: list[SettingSummary]) -> str:
     rates, tails = [], []
-    for standing in finalists:
-        predicted = outcome.predicted.get(standing.setting)
-        for expected, point in zip(predicted.points if predicted else (), standing.points, strict=False):
+    for summary in finalists:
+        predicted = outcome.predicted.get(summary.setting)
+        for expected, point in zip(predicted.points if predicted else (), summary.points, strict=False):
             rates.append(abs(expected["output_tokens_per_second"] / point["output_tokens_per_second"] - 1.0))
             if point["itl"]:
                 tails.append(abs(expected["itl"]["p99"] / point["itl"]["p99"] - 1.0))

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.core.config import EngineConfig
 from nanovllm.core.option_fields import fields_by_flag
-from nanovllm.tools.tune.ranking import Standing
+from nanovllm.tools.tune.ranking import SettingSummary
 from nanovllm.tools.tune.report import Outcome, rates_of_repeats, reason
 from nanovllm.tools.tune.settings import Setting
 
@@ -27,7 +27,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "recommended": _recommended(outcome, finalists) if finalists else None,
         "settings": [_setting(outcome, setting) for setting in sweep.settings],
         "predicted": [
-            {"options": setting.options, "runs": standing.points} for setting, standing in outcome.predicted.items()
+            {"options": setting.options, "runs": summary.points} for setting, summary in outcome.predicted.items()
         ],
         "fit_error": outcome.fit_error,
         "found_rate": outcome.found.as_json() if outcome.found else None,
@@ -35,7 +35,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _recommended(outcome: Outcome, finalists: list[Standing]) -> dict[str, Any]:
+def _recommended(outcome: Outcome, finalists: list[SettingSummary]) -> dict[str, Any]:
     best = finalists[0]
     return {
         "options": best.setting.options,
@@ -84,5 +84,5 @@ def serve_file(outcome: Outcome) -> str:
 
 
 def _value(value: Any) -> str:
-    """Format a number, text, truth value or list as TOML, whose texts are JSON's."""
+    """Format a number, text, boolean or list as TOML, which reads JSON strings."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)  # TOML has no surrogates

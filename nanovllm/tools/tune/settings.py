@@ -62,7 +62,7 @@ class Resolver:
         self._block_size = FLASH_BLOCK_SIZE if takes_flash else None
 
     def resolve(self, options: dict[str, int]) -> Setting:
-        """Resolve options to a setting; raises ValueError if they contradict one another."""
+        """Resolve options to a setting; raises ValueError for contradictory ones."""
         config = EngineConfig(**(self._fixed | options)).resolve_limits(
             self._device, UNLIMITED, block_size=self._block_size
         )
@@ -153,7 +153,7 @@ def values_to_try(
 def sample(settings: Sequence[Setting], count: int, *, seed: int = 0) -> list[Setting]:
     """Sample settings, the first included, with a balanced number of uses per value.
 
-    Each draw takes the setting whose values were used least so far; ties are random.
+    Each draw takes the setting with the least used values so far; ties are random.
     """
     rest = list(settings[1:])
     random.Random(seed).shuffle(rest)

@@ -42,7 +42,7 @@ def read_trace(path: str | Path, *, tokenize: Tokenize | None = None, first: int
 
     Args:
         tokenize: maps text prompts to token ids; without it they are refused.
-        first: keep so many of the first requests.
+        first: number of requests to keep, from the first on; None: all.
 
     Raises ValueError naming file and line for invalid input.
     """

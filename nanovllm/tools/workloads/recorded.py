@@ -1,4 +1,4 @@
-"""Recorded traffic as workloads: a server's own record, Mooncake's traces, and Azure's. None of them holds text.
+"""Recorded traffic as workloads: a server's record, Mooncake's traces, and Azure's. None of them holds text.
 
 Prompts are drawn: a block's tokens follow from its hash alone, so that prompts share prefixes where the recorded ones
 did. Times are counted from the first arrival. A request that ended without an output token is played with one.
@@ -21,20 +21,20 @@ from nanovllm.tools.workloads.workloads import LOWEST_ID, TimedRequest, Workload
 
 logger = logging.getLogger("nanovllm")
 
-MOONCAKE_BLOCK = 512  # tokens behind each of its hashes
+MOONCAKE_BLOCK = 512  # tokens per hash
 RECORD, MOONCAKE, AZURE = "nanovllm serve --record", "Mooncake", "Azure"
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 DRAWN = 256 - LOWEST_ID  # token ids from LOWEST_ID on: in the vocabulary of every model, bytes included
-UNIQUE = 2**54  # above every recorded hash: hashes of prompts that share nothing
+UNIQUE = 2**54  # above every recorded hash: hashes of prompts without a shared prefix
 
 
 class Recorded(NamedTuple):
     """A recorded request.
 
     arrival: seconds since any point in time.
-    hash_ids: one for each block of the prompt, the last one perhaps short.
-    ended: how, for the summary; None if the format does not say.
+    hash_ids: one per block of the prompt, a partial last one included.
+    ended: finish reason, for the summary; None if the format has none.
     """
 
     arrival: float
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 
 
 def format_of(first_line: str) -> str | None:
-    """The format of a file by its first line; None if it is none of these."""
+    """Detect the format of a file by its first line; None if unknown."""
     if first_line.lstrip("\ufeff").startswith("TIMESTAMP,"):
         return AZURE
     try:
@@ -64,8 +64,8 @@ def read_recorded(path: Path, kind: str, *, first: int | None = None) -> Workloa
     """Read a file as a workload.
 
     Args:
-        kind: what `format_of` said.
-        first: keep so many of the first arrivals; the whole of a large trace may not fit into memory.
+        kind: format from `format_of`.
+        first: number of arrivals to keep, from the first on; None: all, which may not fit into memory.
 
     Raises ValueError naming file and line for invalid input.
     """
@@ -75,8 +75,8 @@ def read_recorded(path: Path, kind: str, *, first: int | None = None) -> Workloa
     begin = found[0].arrival
     requests = [timed for request in found for timed in _as_timed(request, begin)]
     ends = Counter(request.ended for request in found if request.ended is not None)
-    if others := {reason: count for reason, count in sorted(ends.items()) if reason not in ("stop", "length")}:
-        told = ", ".join(f"{count} {reason}" for reason, count in others.items())
+    if unusual := {reason: count for reason, count in sorted(ends.items()) if reason not in ("stop", "length")}:
+        told = ", ".join(f"{count} {reason}" for reason, count in unusual.items())
         logger.warning("%s: of %d requests did not end by themselves: %s", path, len(found), told)
     parameters: dict[str, Any] = {"trace": str(path), "format": kind, "ended": dict(ends), "first": first}
     return Workload(path.stem if first is None else f"{path.stem}[:{first}]", requests, parameters)
@@ -127,7 +127,7 @@ def _azure(line: str, number: int) -> Recorded:
     if len(cells) != 3:
         raise ValueError(f"{len(cells)} columns, where {AZURE_HEADER} are 3.")
     day, _, clock = cells[0].strip().partition(" ")
-    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # which has up to seven digits
+    clock, _, fraction = clock.removesuffix("+00:00").partition(".")  # up to seven digits
     whole = datetime.fromisoformat(f"{day} {clock}+00:00").timestamp()
     length, output = int(cells[1]), int(cells[2])
     length = _count("ContextTokens", length, 1)
@@ -170,7 +170,7 @@ def _hashes(value: Any, length: int, block_tokens: int) -> list[int]:
 
 
 def _as_timed(request: Recorded, begin: float) -> Iterable[TimedRequest]:
-    """The samples of a request, each a request with the same prompt."""
+    """One request per sample, with the same prompt."""
     prompt = draw_prompt(request.hash_ids, request.num_prompt_tokens, request.block_tokens)
     count = request.num_samples
     for sample in range(count):
@@ -179,10 +179,10 @@ def _as_timed(request: Recorded, begin: float) -> Iterable[TimedRequest]:
 
 
 def draw_prompt(hash_ids: list[int], length: int, block_tokens: int) -> list[int]:
-    """Token ids of a prompt: those of a block are drawn by its hash."""
+    """Draw the token ids of a prompt, block by block from the hashes."""
     ids: Numbers = np.asarray(hash_ids, np.uint64)[:, None]  # [num_blocks, 1]
-    places: Numbers = np.arange(block_tokens, dtype=np.uint64)
-    mixed = _mix(np.add(_mix(ids), places, dtype=np.uint64))  # [num_blocks, block_tokens]
+    offsets: Numbers = np.arange(block_tokens, dtype=np.uint64)
+    mixed = _mix(np.add(_mix(ids), offsets, dtype=np.uint64))  # [num_blocks, block_tokens]
     token_ids: list[int] = (mixed.ravel()[:length] % np.uint64(DRAWN) + np.uint64(LOWEST_ID)).tolist()
     return token_ids
 

@@ -1,8 +1,8 @@
 """Workloads: requests with token ids, output lengths and arrival times, drawn from seeds.
 
-W, P, W1, W2 and single are fixed, token for token, so results stay comparable over time. The others take parameters
-and are drawn by NumPy's generators: a seed gives the same tokens in every process. Their `scale` multiplies numbers of
-requests and lengths, for small machines. `specs.build` parses texts such as "chat:turns=6".
+W, P, W1, W2 and single are fixed, token for token, so results stay comparable over time. All other workloads take
+parameters and are drawn by NumPy's generators: a seed gives the same tokens in every process. Their `scale` multiplies
+numbers of requests and lengths, for small machines. `specs.build` parses texts such as "chat:turns=6".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TimedRequest:
     prompt_token_ids: the prompt.
     num_output_tokens: exact output length; end-of-sequence tokens are ignored.
     after: index of a request that must end first, such as the previous turn of a conversation.
-    priority, cache_salt: as for `LLM.generate`.
+    priority, cache_salt: see `LLM.generate`.
     """
 
     arrival: float
@@ -76,7 +76,7 @@ class Workload:
 
 
 def at_once(name: str, prompts: list[list[int]], output_lengths: list[int], **parameters: Any) -> Workload:
-    """Build a workload whose requests all arrive at the start."""
+    """Build a workload with all arrivals at 0."""
     pairs = zip(prompts, output_lengths, strict=True)
     return Workload(name, [TimedRequest(0.0, prompt, length) for prompt, length in pairs], parameters)
 
@@ -220,7 +220,7 @@ def whales(
 
     Args:
         decoding, prompt, output: number, prompt and output tokens of requests that arrive at the start.
-        whales, whale_prompt, whale_output: the same of the long ones.
+        whales, whale_prompt, whale_output: number, prompt and output tokens of the long requests.
         delay: seconds until the long ones arrive, all at once; not scaled.
     """
     decoding, prompt, output = (_scaled(size, scale) for size in (decoding, prompt, output))
@@ -235,7 +235,7 @@ def whales(
 
 
 def poisson(workload: Workload, rate: float, *, seed: int = 0) -> Workload:
-    """Poisson arrivals: the same requests, `rate` a second on average, independent of one another.
+    """Poisson arrivals: the same requests, independently, `rate` a second on average.
 
     Requests with `after` keep their delay.
     """
@@ -253,7 +253,7 @@ def _arriving(workload: Workload, rate: float, burst: int, seed: int, parameters
     if burst < 1:
         raise ValueError(f"the burst is {burst}; it must be at least 1 request.")
     free = [index for index, request in enumerate(workload.requests) if request.after is None]
-    generator = np.random.default_rng([seed, 1])  # a stream apart from that of the tokens
+    generator = np.random.default_rng([seed, 1])  # a random stream separate from the tokens'
     groups = np.cumsum(generator.exponential(burst / rate, -(-len(free) // burst)))
     times = np.repeat(groups, burst)[: len(free)].tolist()
     requests = list(workload.requests)

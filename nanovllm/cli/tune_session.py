@@ -1,4 +1,4 @@
-"""Where `nanovllm tune` measures: temporary files, progress, and Ctrl-C around the engines' processes."""
+"""Measurements of `nanovllm tune`: progress bar, temporary files, and handling of signals."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from nanovllm.tools.tune.find_rate import FoundRate, find_rate
 from nanovllm.tools.tune.halving import MeasurementError, Sweep, num_measurements
 from nanovllm.tools.tune.journal import Journal
 from nanovllm.tools.tune.measuring import Measurer
-from nanovllm.tools.tune.ranking import Run, Standing
+from nanovllm.tools.tune.ranking import Run, SettingSummary
 from nanovllm.tools.tune.settings import Setting
 
 
 @dataclass(slots=True)
-class Station:
-    """Measures settings of a question, and shows each measurement.
+class TuningSession:
+    """Measures settings of a question, and prints each measurement.
 
-    measurer: of the question's workloads.
+    measurer: measures the question's workloads.
+    bar: progress bar of tqdm.
     """
 
     measurer: Measurer
@@ -41,7 +42,7 @@ class Station:
         self.bar.write(report.line(setting, self.names, share, runs), file=sys.stderr)
 
     def capacity(self, setting: Setting) -> float:
-        """Requests a second with all of them at the start; raises ValueError if the setting cannot run."""
+        """Requests a second if all arrive at the start; raises ValueError if the setting cannot run."""
         (workload,) = list(self.measurer.workloads.values())[:1]
         try:
             (run,) = replace(self.measurer, workloads={None: workload.hurried()})(setting, 1.0, 0)
@@ -57,8 +58,8 @@ class Station:
         sweep.run(self.measurer)
         self.bar.total = self.bar.n  # failed settings were not measured further
 
-    def find_rate(self, question: Question, best: Standing) -> FoundRate:
-        """The highest rate of the best setting."""
+    def find_rate(self, question: Question, best: SettingSummary) -> FoundRate:
+        """Find the highest rate of the best setting that keeps the goals."""
 
         def play(rate: float) -> Run:
             workloads = with_rates(question.options, question.workload, [rate])
@@ -73,8 +74,8 @@ class Station:
 
 
 @contextmanager
-def measuring(question: Question, journal: Journal) -> Iterator[Station]:
-    """A station within its temporary folder; SIGTERM becomes KeyboardInterrupt, which ends the worker process too."""
+def tuning_session(question: Question, journal: Journal) -> Iterator[TuningSession]:
+    """Measure in a temporary folder; SIGTERM becomes KeyboardInterrupt, which ends the worker process too."""
     options = question.options
     settings = Settings(model_source(options.model), warm_ups=options.warm_ups, verbose=options.verbose)
     fixed = question.fixed | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
@@ -86,9 +87,9 @@ def measuring(question: Question, journal: Journal) -> Iterator[Station]:
         ):
 
             def progress(setting: Setting, share: float, runs: list[Run] | None) -> None:
-                station.show(setting, share, runs)
+                session.show(setting, share, runs)
 
-            station = Station(Measurer(question.workloads, fixed, settings, journal, Path(name), progress), bar)
-            yield station
+            session = TuningSession(Measurer(question.workloads, fixed, settings, journal, Path(name), progress), bar)
+            yield session
     finally:
         signal.signal(signal.SIGTERM, before)
