@@ -16,10 +16,10 @@ MAX_HEADING = 100  # characters of a prompt above its answer
 
 
 class AnswerWriter:
-    """Writes each answer once, as soon as its turn comes, and flushes it.
+    """Writes each answer once and flushes it.
 
     Args:
-        is_ordered: an answer waits for those of the prompts before it.
+        is_ordered: write in order of the prompts: an answer waits for the answers of earlier prompts.
     """
 
     def __init__(self, requests: list[Request], *, as_json: bool, is_ordered: bool) -> None:
@@ -29,7 +29,7 @@ class AnswerWriter:
         self.num_written = 0
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """The final output of a prompt."""
+        """Add the final output of a prompt."""
         if not self._is_ordered:
             self._write(index, output)
             return
@@ -39,7 +39,7 @@ class AnswerWriter:
             self._next += 1
 
     def write_waiting(self) -> None:
-        """Write what waits for its turn: the prompts before it will not be answered."""
+        """Write the waiting answers, after an interrupt: earlier prompts will not be answered."""
         for index in sorted(self._waiting):
             self._write(index, self._waiting.pop(index))
 
@@ -63,10 +63,10 @@ def _heading(index: int, request: Request, output: RequestOutput, completion: Co
 
 
 def as_json(index: int, request: Request, output: RequestOutput, completion: CompletionOutput) -> str:
-    """One sample of an answer as a JSON object.
+    """Encode one sample of an answer as a JSON object.
 
     Args:
-        index: of the prompt among those of the run.
+        index: index of the prompt in the run.
     """
     metrics = output.metrics
     record: dict[str, Any] = {

@@ -84,13 +84,13 @@ def _bench(options: argparse.Namespace) -> int:
         raise ValueError(
             f"two engines have the same label {max(labels, key=labels.count)}. Give them different options."
         )
-    if is_gguf(options.model) and (others := [e.label for e in engines if e.name not in READ_GGUF]):
+    if is_gguf(options.model) and (unsupported := [e.label for e in engines if e.name not in READ_GGUF]):
         raise ValueError(
-            f"{options.model} is a GGUF file, which {others[0]} does not read; {' and '.join(READ_GGUF)} do. Leave the "
-            "others out."
+            f"{options.model} is a GGUF file, which {unsupported[0]} does not read; {' and '.join(READ_GGUF)} do. "
+            "Leave the others out."
         )
-    if options.profile and (others := [engine.label for engine in engines if engine.name != "nanovllm"]):
-        raise ValueError(f"--profile supports this engine only, not {others[0]}. Leave one of them out.")
+    if options.profile and (unsupported := [engine.label for engine in engines if engine.name != "nanovllm"]):
+        raise ValueError(f"--profile supports this engine only, not {unsupported[0]}. Leave one of them out.")
     if options.record and (labels[1:] or engines[0].name != "nanovllm" or options.repeats > 1):
         raise ValueError("--record supports one run of this engine. Leave other engines and --repeats out.")
     workloads = several_workloads(options)
@@ -131,7 +131,7 @@ def _export(options: argparse.Namespace, workloads: list[Workload], sampling: di
 
 
 def _check_early(options: argparse.Namespace, engines: list[EngineSpec]) -> None:
-    """Raise for files that cannot be written, and for what this engine's processes would refuse."""
+    """Raise for files that cannot be written, and for options that this engine's processes would refuse."""
     check_output("--record", options.record)
     if options.json != "-":
         check_output("--json", options.json)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.conversation import QUOTES, Conversation, Left
+from nanovllm.cli.conversation import QUOTES, ChatEnded, Conversation
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
@@ -67,7 +67,7 @@ def _chat(options: argparse.Namespace) -> int:
         for line in _piped_messages():
             try:
                 question = conversation.read(line)
-            except Left:
+            except ChatEnded:
                 break
             if question is not None:
                 _answer(llm, conversation, question, options.timeout)
@@ -79,7 +79,7 @@ def _show(text: str) -> None:
 
 
 def _piped_messages() -> Iterator[str]:
-    """The messages of standard input, each a line, or several between quotes."""
+    """Read messages from standard input: one per line, or several lines between quotes."""
     lines = standard_input_lines()
     for line in lines:
         if line.strip().startswith(QUOTES):
@@ -92,7 +92,7 @@ def _piped_messages() -> Iterator[str]:
 
 
 class _Loading:
-    """Loads the model in a thread that begins when the prompt is there, and ends the prompt if it fails."""
+    """Loads the model in a thread, once the prompt is drawn; a failure ends the prompt."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from nanovllm.cli.terminal import Terminal
@@ -100,13 +100,13 @@ class _Loading:
         self._model, self._started = options.model, time.monotonic()
         self._llm: Future[LLM] = Future()
         self.terminal = Terminal(self.status, keeps_history=options.history)
-        # The import of torch holds the interpreter for seconds: before it nothing would be drawn.
+        # The import of torch holds the GIL for seconds: the prompt must be drawn before.
         self.terminal.call_when_shown(threading.Thread(target=self._load, args=(options,), daemon=True).start)
 
     def _load(self, options: argparse.Namespace) -> None:
         try:
             llm = load_llm(options)
-            llm.apply_chat_template([{"role": "user", "content": "hello"}])  # which a model may not have
+            llm.apply_chat_template([{"role": "user", "content": "hello"}])  # raises if the model has no chat template
             self._llm.set_result(llm)
         except BaseException as error:
             self._llm.set_exception(error)
@@ -132,8 +132,8 @@ class _Loading:
 
 def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -> int:
     if options.model == DEFAULT_MODEL:
-        ensure_default_model()  # whose download draws a bar of its own, once
-    if not options.verbose:  # lines about the load would come between those of the conversation
+        ensure_default_model()  # its first download draws a progress bar
+    if not options.verbose:  # log lines of the load would interrupt the conversation
         logging.getLogger("nanovllm").setLevel(logging.WARNING)
         logging.getLogger("nanovllm.progress").setLevel(logging.ERROR)
     loading = _Loading(options)
@@ -144,7 +144,7 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
                 question = conversation.read(line)
                 if question is not None:
                     _answer(loading.wait(), conversation, question, options.timeout, is_terminal=True)
-            except Left:
+            except ChatEnded:
                 break
             except (ValueError, RuntimeError, OSError) as error:  # such as too long a conversation: the user can /reset
                 if loading.has_failed:
@@ -155,7 +155,7 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
                 conversation.restore()
                 print(flush=True)
     finally:
-        if not loading.is_done:  # nothing can end a load that has begun, and nobody wants to wait for it
+        if not loading.is_done:  # a load cannot be interrupted, so do not wait for it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0 if sys.exception() is None else 130)
@@ -164,7 +164,7 @@ def _talk_at_terminal(conversation: Conversation, options: argparse.Namespace) -
 
 
 def _read_typed(terminal: Terminal) -> str | None:
-    """The next message or command; None to leave. Raises the error of a model that could not be loaded."""
+    """Read the next message or command; None to leave. Raises the error of a failed load."""
     while True:
         try:
             return terminal.read()

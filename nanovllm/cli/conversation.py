@@ -1,4 +1,4 @@
-"""One conversation of `nanovllm chat`: what was said, how the next answer is sampled, and the commands on it."""
+"""One conversation of `nanovllm chat`: messages, sampling options, and the /commands that change them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HELP = '''\
 Alt-Enter, or """ before and after the message, breaks a line. Ctrl-C ends an answer and keeps its text so far.
 A message that begins with / has a space before it.'''
 QUOTES = '"""'
-NOT_TO_SET = {  # one answer a turn, no numbers; and what takes more than a word
+NOT_TO_SET = {  # several answers, log-probabilities, and options of more than one word
     "n", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "structured_output", "logits_processors", "logit_bias",
 }  # fmt: skip
 TRUTHS = {"true": True, "on": True, "false": False, "off": False}
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
 
-class Left(Exception):
+class ChatEnded(Exception):
     """The user asked to leave."""
 
 
@@ -50,15 +50,15 @@ class Conversation:
     show: Callable[[str], None]
     messages: list[dict[str, str]] = field(default_factory=list)
     given: dict[str, Any] = field(init=False)  # the options at the start
-    _replaced: list[dict[str, str]] = field(init=False, default_factory=list)  # what a /retry answers again
+    _replaced: list[dict[str, str]] = field(init=False, default_factory=list)  # last exchange, during a /retry
 
     def __post_init__(self) -> None:
         self.given = dict(self.sampling)
 
     def read(self, line: str) -> str | None:
-        """The message to answer; None if there is none, or the line was a command, which then has been done.
+        """Return the message to answer; None for an empty line, and for a command, which it runs.
 
-        Raises Left for /exit, ValueError for a command that is unknown or cannot be done.
+        Raises ChatEnded for /exit, ValueError for an unknown command or invalid arguments.
         """
         match = _COMMAND.fullmatch(line.rstrip())
         if match is None:
@@ -70,7 +70,7 @@ class Conversation:
             return text if text.strip() else None
         name, rest = match[1], (match[2] or "").strip()
         if name in ("exit", "quit", "bye"):
-            raise Left
+            raise ChatEnded
         if name == "retry":
             return self._retry()
         commands = {
@@ -84,12 +84,12 @@ class Conversation:
         return None
 
     def with_question(self, question: str) -> list[dict[str, str]]:
-        """The messages for the chat template."""
+        """Return the messages for the chat template."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages, {"role": "user", "content": question}]
 
     def restore(self) -> None:
-        """Take back a /retry that got no answer."""
+        """Restore the exchange that a failed /retry removed."""
         self.messages += self._replaced
         self._replaced = []
 
@@ -153,7 +153,7 @@ class Conversation:
 
 
 def _value(name: str, word: str, kind: str) -> Any:
-    """A word as the type of its option; raises ValueError."""
+    """Convert a word to the type of its option; raises ValueError."""
     if kind.startswith("bool"):
         if word.lower() not in TRUTHS:
             raise ValueError(f"{name} is {word!r}; it must be one of {', '.join(TRUTHS)}.")

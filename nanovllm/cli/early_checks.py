@@ -1,4 +1,4 @@
-"""What a command refuses before torch is imported: a model that is not there, limits beyond it, files, endpoints."""
+"""Checks of a command before the import of torch: missing model, limits above the model's, files, endpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nanovllm.model.source import find, find_tokenizer
 
 
 def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
-    """Check a command's model, tokenizer and engine options, as far as files and packages tell.
+    """Check a command's model, tokenizer and engine options by files and packages, without loading the model.
 
-    Raises ModelLoadError, UnsupportedModelError, ValueError for options that the model or each other contradict, and
+    Raises ModelLoadError, UnsupportedModelError, ValueError for options that contradict the model or each other, and
     RuntimeError for missing packages.
     """
     config = EngineConfig.from_options(**engine_options)
@@ -26,7 +26,7 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
     if options.model != DEFAULT_MODEL:
         source = find(options.model, needs_tokenizer=options.tokenizer is None, revision=config.revision)
         check_stored_limits(source, config)
-    elif default_folder().is_dir():  # else it is made when it is loaded
+    elif default_folder().is_dir():  # else the load creates it
         check_stored_limits(str(default_folder()), config)
     if config.kv_events is not None:
         from nanovllm.observability.kv_events import KvEventPublisher
@@ -35,7 +35,7 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Raise ValueError for a file that cannot be written; it is not changed, and not left behind if it is new."""
+    """Raise ValueError for a file that cannot be written; it stays unchanged, and a new one is removed again."""
     if path is None:
         return
     folder = Path(path).parent
@@ -53,7 +53,7 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def check_output_folder(flag: str, path: str) -> None:
-    """Raise ValueError for a folder that cannot be written, or made."""
+    """Raise ValueError for a folder that cannot be written or created."""
     there = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
     if not there.is_dir():
         raise ValueError(f"{flag} is {path!r}, but {there} is a file. Name another folder.")

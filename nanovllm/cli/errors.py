@@ -6,7 +6,7 @@ import os
 
 
 def in_words(error: Exception) -> str:
-    """What the command prints of an error: that of a file without its number, with what the file is to the user."""
+    """Message of an error for the terminal; a file error without errno, in terms of files and folders."""
     path = getattr(error, "filename", None)
     if not isinstance(error, OSError) or path is None:
         return str(error)

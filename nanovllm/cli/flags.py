@@ -34,7 +34,7 @@ def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[s
 
 
 class _ModelFlag(argparse.Action):
-    """Sets `names_model` too: a flag may name the default, against an argument or a file that names another model."""
+    """Sets `names_model` too, to tell a flag with the default from no flag when an argument or a file names a model."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -48,7 +48,7 @@ def add_model_argument(command: argparse.ArgumentParser) -> None:
 
 
 def take_model_argument(options: argparse.Namespace) -> None:
-    """Make the argument the model; raises ValueError if --model names another."""
+    """Set the model to the argument; raises ValueError if --model names another."""
     given = options.model_argument
     if given is None:
         return
@@ -124,7 +124,7 @@ _METAVARS = {"int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "M
 
 
 def add_flags(group: Any, options: type, defaults: dict[str, Any], leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of a dataclass of `option`s, whose help it shows.
+    """Add a flag for each field of a dataclass of `option`s, with the field's help.
 
     Args:
         defaults: defaults of this command that differ from the dataclass.

@@ -1,4 +1,4 @@
-"""The command `nanovllm generate`: prompts in, answers out as text or JSON lines, each when it is done."""
+"""The command `nanovllm generate`: prompts in, answers out as text or JSON lines, each when it finishes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _generate(options: argparse.Namespace) -> int:
     requests = read_requests(options.prompts, options.file, options.format)
     _check_templates(requests, options)
     own = [_own_options(number, request, sampling, options) for number, request in enumerate(requests, 1)]
-    check_start(options, engine_options(options))  # before the file of an earlier trace is emptied
+    check_start(options, engine_options(options))  # before it truncates an earlier trace
     writer = AnswerWriter(requests, as_json=options.json, is_ordered=not options.as_completed)
     with _tracing(options.trace) as trace, load_llm(options, trace) as llm:
         prompts = [_as_prompt(llm, request, options) for request in requests]
@@ -124,7 +124,7 @@ def _own_options(
 
 
 def _check_templates(requests: Sequence[Request], options: argparse.Namespace) -> None:
-    """Raise ValueError for flags of the chat template that say nothing about a request."""
+    """Raise ValueError for chat template flags without effect on a request."""
     for number, request in enumerate(requests, 1):
         if isinstance(request.prompt, str):
             continue
@@ -144,7 +144,7 @@ def _tracing(path: str | None) -> AbstractContextManager[TraceWriter | None]:
 
 
 def _as_prompt(llm: LLM, request: Request, options: argparse.Namespace) -> Any:
-    """Token ids unchanged; messages, and without --raw texts, through the chat template if the model has one."""
+    """Apply the model's chat template, if any, to messages, and without --raw to texts; token ids stay unchanged."""
     given = request.prompt
     if request.is_conversation:
         return llm.apply_chat_template(given)[0]
@@ -164,7 +164,7 @@ def _shows_progress(options: argparse.Namespace, num_prompts: int) -> bool:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> int:
-    """Print the text of one prompt while it comes; an interrupt leaves what has been printed."""
+    """Stream the text of one prompt to the terminal; an interrupt keeps the printed text."""
     shown = ""
     with closing(llm.stream(prompt, params, **options)) as outputs:  # type: ignore[type-var]
         try:
@@ -186,12 +186,12 @@ def _answer_all(
     progress: bool,
     **options: Any,
 ) -> int:
-    """Write the answers as they end; an interrupt writes those that had ended and waited for their turn."""
+    """Write the answers as they finish; an interrupt writes the finished ones that still wait for their turn."""
     status = 0
     outputs = llm.as_completed(prompts, params, **options)
     try:
         for index, output in tqdm(outputs, total=len(prompts), desc="Requests", disable=not progress):
-            with InterruptsHeld():  # which would leave half an answer
+            with InterruptsHeld():  # an interrupt would truncate an answer
                 writer.add(index, output)
             status |= _report_error(output.error)
     except BaseException:

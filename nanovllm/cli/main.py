@@ -16,7 +16,7 @@ from nanovllm.cli.errors import in_words
 from nanovllm.cli.suggestions import SuggestingParser
 from nanovllm.process.import_index import keep_import_index
 
-# The file of each command, imported where it is given, or all for the list of commands.
+# Module of each command, imported when the command is given; the list of commands imports all.
 COMMANDS = {
     "generate": "generate",
     "chat": "chat",
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     options = _parser(given).parse_args(given)
-    atexit.register(gc.freeze)  # else Python's last collection goes through all of torch: a second
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
+    atexit.register(gc.freeze)  # else Python's last collection scans all of torch for a second
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
     logging.basicConfig(format="nanovllm: %(message)s", handlers=[_CurrentStderr()])
     is_verbose = options.verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_verbose else logging.WARNING)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is now: above the prompt of a chat while that is shown."""
+    """Writes to the current sys.stderr, which a chat replaces to print above its prompt."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -70,7 +70,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 def _parser(arguments: Sequence[str] = ()) -> SuggestingParser:
-    """The parser of the command that the first argument names, of all commands if it names none."""
+    """Build the parser of the command in the first argument, or of all commands without one."""
     parser = SuggestingParser(prog="nanovllm", description="Inference for the language models of transformers.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

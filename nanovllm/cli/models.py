@@ -1,4 +1,4 @@
-"""The command `nanovllm models`: what this machine has, and what may be fetched."""
+"""The command `nanovllm models`: lists models on this machine, and models to download."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """name: for --model, of a GGUF file its path. size: bytes on disk. context: longest sequence in tokens.
+    """Model of the list.
 
+    name: value for --model; the path of a GGUF file. size: bytes on disk. context: longest sequence in tokens.
     state: ready, or not.
     """
 
@@ -90,7 +91,7 @@ def _cached_models() -> Iterator[ListedModel]:
 
 
 def _listed_gguf(path: Path) -> ListedModel:
-    """A GGUF file, named by its path; of a split one all parts, by the first."""
+    """Describe a GGUF file, by its path; a split one by its first part, with the size of all parts."""
     size = path.stat().st_size
     try:
         file = GGUFFile(path)
@@ -125,7 +126,7 @@ def _listed(name: str, folder: Path, size: int, state: str = READY) -> ListedMod
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files of weights that the snapshot needs."""
+    """Weight files of a snapshot."""
     for index in folder.glob("*.index.json"):
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()

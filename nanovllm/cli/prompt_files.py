@@ -15,14 +15,14 @@ from nanovllm.cli.standard_input import read_standard_input
 from nanovllm.core.sampling_params import SamplingParams
 from nanovllm.core.validation import text, utf8
 
-PATIENCE_S = 2.0  # with standard input that is silent
-NAMES = ("id", "custom_id")  # of a request, carried through to its answer
+PATIENCE_S = 2.0  # seconds of silent standard input before a notice
+NAMES = ("id", "custom_id")  # fields of a request that its answer repeats
 OPTIONS = {field.name for field in dataclasses.fields(SamplingParams)} | {"priority", "timeout"}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: text, token ids or messages; `options` as in the file, `names` under which its answer is written."""
+    """One prompt: text, token ids or messages, with its options, and the `names` that its answer repeats."""
 
     prompt: Any
     options: dict[str, Any] = field(default_factory=dict)
@@ -37,10 +37,10 @@ def read_requests(prompts: list[str], file: str | None, form: str | None) -> lis
     """Read the prompts.
 
     Args:
-        prompts: positional arguments; what standard input holds is appended to each.
+        prompts: positional arguments; the text of standard input is appended to each.
         file: file to read instead; "-" for standard input.
-        form: "text" for one prompt, "lines", "jsonl", or None for the default: text of standard input, and of a file
-            jsonl by its suffix, else lines.
+        form: "text" for one prompt, "lines", "jsonl", or None for the default: text for standard input, jsonl for
+            files with that suffix, lines for other files.
 
     Raises ValueError for contradictory arguments, and with the line number for an invalid prompt.
     """
@@ -80,10 +80,10 @@ def _read_standard_input() -> str:
 
 
 def _tell_if_silent() -> None:
-    """Say what the command waits for: a pipe that nobody closes, as a service may have one, looks like a slow model."""
+    """Print a notice if standard input is silent: an open pipe, as services have, looks like a slow model."""
     try:
         is_ready = bool(select.select([sys.stdin], [], [], PATIENCE_S)[0])
-    except (OSError, ValueError):  # no file of the system
+    except (OSError, ValueError):  # not a real file
         return
     if not is_ready:
         print("nanovllm: waiting for standard input; if it holds no prompt, add < /dev/null", file=sys.stderr)
@@ -133,7 +133,7 @@ def _parse_json(line: str, number: int) -> Request:
 
 
 def _checked(prompt: Any) -> Any:
-    """The prompt; raises ValueError for what cannot be one, as far as that shows without a tokenizer."""
+    """Check a prompt without a tokenizer; raises ValueError if it is invalid."""
     if prompt in ("", []):
         raise ValueError("the prompt is empty; it needs at least one token.")
     if isinstance(prompt, str):

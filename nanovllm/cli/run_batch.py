@@ -79,7 +79,7 @@ def _read(name: str) -> list[BatchRequest]:
 def _answer(
     requests: Sequence[BatchRequest], files: Sequence[TextIO], options: argparse.Namespace, engine_given: dict[str, Any]
 ) -> int:
-    """Answer the requests; the first file takes responses, the last one those that failed."""
+    """Answer the requests; responses go to the first file, failed ones to the last."""
     place_engine(engine_given)
     from nanovllm.async_llm import AsyncLLM  # imports torch
     from nanovllm.server.batch import BatchAnswer, batch_settings, run_batch

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.observability.trace_writer import TraceWriter
 
-CLI_DEFAULTS = {"max_tokens": 256}  # a command must end by itself
+CLI_DEFAULTS = {"max_tokens": 256}  # so that a command ends
 TEMPERATURE = "temperature"
 OF_SAMPLING = {TEMPERATURE, *FILTERS}  # without effect on greedy requests
-HELP = {  # where the default is not a value
+HELP = {  # help of options without a constant default
     TEMPERATURE: "the model's generation_config.json, if that sets a sampling option, else 0; 1 for several samples "
     f"or with {', '.join(FILTERS[:-1])} or {FILTERS[-1]}"
 }
@@ -76,10 +76,10 @@ def check_sampling(options: dict[str, Any]) -> None:
 
 
 def sampling_params(options: dict[str, Any], llm: LLM) -> SamplingParams:
-    """The parameters of a request: its options, else the model's defaults, else those of the command.
+    """Sampling parameters of a request: its options, else the model's defaults, else the command's.
 
-    A model that sets none is greedy here: small ones answer best so. Options that are of sampling alone ask for it, and
-    so does a model that sets any, be it a temperature of 1.
+    A model without defaults is greedy here, since small models answer best so. Options that affect only sampling turn
+    it on, and so do any sampling defaults of the model, even a temperature of 1.
     """
     if not OF_SAMPLING & options.keys() and not llm.sampling_defaults and options.get("n", 1) == 1:
         options = options | {TEMPERATURE: 0.0}

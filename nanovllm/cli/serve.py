@@ -27,7 +27,7 @@ from nanovllm.process.numa import place_engine
 from nanovllm.server.preparing import check_packages, prepared
 from nanovllm.server.settings import ENGINE_DEFAULTS, ServerSettings
 
-NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that always have a value, beside --model
+NOT_GIVEN = {"tokenizer": None, "verbose": False}  # defaults of flags that are always set, except --model
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 

@@ -1,4 +1,4 @@
-"""Standard input as UTF-8, whatever the locale: Python's own reader makes lone surrogates of other bytes in some."""
+"""Standard input as UTF-8, in any locale: in some, Python's own reader decodes invalid bytes to lone surrogates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NAME = "standard input"
 
 
 def read_standard_input() -> str:
-    """All of it; raises ValueError for bytes that are not UTF-8."""
-    buffer = getattr(sys.stdin, "buffer", None)  # what a program puts in its place may have text alone
+    """Read all of standard input; raises ValueError for bytes that are not UTF-8."""
+    buffer = getattr(sys.stdin, "buffer", None)  # a program may have replaced it by a text stream
     return sys.stdin.read() if buffer is None else utf8(NAME, buffer.read())
 
 
 def standard_input_lines() -> Iterator[str]:
-    """Its lines as they come, with their ends; raises ValueError as `read_standard_input`."""
+    """Yield the lines with their ends, as they arrive; raises ValueError like `read_standard_input`."""
     if sys.stdin is None:  # closed by the caller
         return
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), 1):

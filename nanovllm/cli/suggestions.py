@@ -18,7 +18,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """An `ArgumentParser`; so are the parsers of its subcommands."""
+    """`ArgumentParser` with suggestions, for the command and its subcommands."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self._refuse_one_dash(sys.argv[1:] if args is None else args)
@@ -36,7 +36,7 @@ class SuggestingParser(argparse.ArgumentParser):
         super().error(message)
 
     def _refuse_one_dash(self, given: Sequence[str]) -> None:
-        """Refuse words behind one dash, which argparse would take for -h or -m with a value: -hf, -model."""
+        """Refuse long flags with one dash: argparse would read -hf and -model as -h and -m with values."""
         parser = self._parser_of(given[0] if given else None)
         flags = [flag for action in parser._actions for flag in action.option_strings]
         for word in itertools.takewhile(lambda word: word != "--", given):
@@ -55,6 +55,6 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 def hint(typed: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for what is near, else nothing."""
+    """Return "; did you mean ...?" with the nearest names, or "" if none is near."""
     near = difflib.get_close_matches(typed, list(known), n=2, cutoff=0.6) if typed else []
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""The prompt of `nanovllm chat` at a terminal: line editing, history, several lines, the progress of loading."""
+"""Prompt of `nanovllm chat` at a terminal: line editing, history, multi-line messages, progress of the load."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nanovllm.cli.conversation import QUOTES
 from nanovllm.core.paths import cache_root
 
 HISTORY_FILE = "chat_history"
-REFRESH_S = 0.25  # of the status
+REFRESH_S = 0.25  # seconds between updates of the status
 
 
 class Terminal:
-    """Reads messages.
+    """Prompt that reads messages.
 
     Args:
-        status: what is shown at the right of the prompt, or None.
-        keeps_history: read and append to a file that only this user may read.
+        status: returns the text at the right of the prompt, or None.
+        keeps_history: keep the history in a file that only this user may read.
     """
 
     def __init__(self, status: Callable[[], str | None], *, keeps_history: bool) -> None:
@@ -36,12 +36,12 @@ class Terminal:
             key_bindings=_key_bindings(),
             rprompt=status,
             prompt_continuation="  ",
-            multiline=True,  # Enter sends all the same; see the bindings
+            multiline=True,  # Enter still sends; see the bindings
             enable_open_in_editor=True,  # Ctrl-X Ctrl-E
         )
 
     def call_when_shown(self, callback: Callable[[], None]) -> None:
-        """Call it when the first prompt has been drawn."""
+        """Call `callback` once, when the first prompt has been drawn."""
 
         def call_once(_: Application[str]) -> None:
             self._session.app.after_render -= call_once
@@ -50,18 +50,18 @@ class Terminal:
         self._session.app.after_render += call_once
 
     def read(self) -> str:
-        """The next message; raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C on an empty line."""
+        """Read the next message; raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C on an empty line."""
         while True:
             self._session.refresh_interval = 0.0 if self._status() is None else REFRESH_S
             try:
-                with patch_stdout(raw=True):  # what is printed meanwhile goes above the prompt
+                with patch_stdout(raw=True):  # prints appear above the prompt
                     return self._session.prompt("> ", pre_run=self._check)
             except KeyboardInterrupt:
                 if not self._session.default_buffer.text:
                     raise
 
     def leave(self, error: BaseException) -> None:
-        """Make `read` raise, now and from now on; from any thread."""
+        """Make the current and later `read` calls raise; any thread may call it."""
         self._error = error
         if (loop := self._session.app.loop) is not None:
             loop.call_soon_threadsafe(self._check)
@@ -77,14 +77,14 @@ def _history() -> History:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    except OSError:  # a folder that cannot be written costs the history, not the conversation
+    except OSError:  # without a writable folder only the history is lost
         return InMemoryHistory()
     return FileHistory(str(path))
 
 
 @Condition
 def _is_open() -> bool:
-    """Whether the text begins with quotes that are not closed."""
+    """Whether the text begins with unclosed quotes."""
     text = get_app().current_buffer.text.strip()
     return text.startswith(QUOTES) and not (len(text) >= 6 and text.endswith(QUOTES))
 

@@ -57,7 +57,7 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _titles(paths: list[str]) -> list[str]:
-    """The files' names; of two with the same name, their paths, with a number if these are the same too."""
+    """Names of the files; their paths if two names are equal, numbered if the paths are equal too."""
     names = [Path(path).name for path in paths]
     if len(set(names)) == len(names):
         return names

@@ -105,7 +105,7 @@ def build_question(options: argparse.Namespace) -> Question:
 
 
 def with_rates(options: argparse.Namespace, workload: Workload, rates: Sequence[float]) -> Workloads:
-    """The workload at each rate; without one, with its own arrivals."""
+    """The workload at each rate; without rates, with its own arrivals."""
     return {rate: with_arrivals(options, workload, rate) for rate in rates} or {None: workload}
 
 

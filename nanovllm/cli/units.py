@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# As vLLM reads them: small letters count by 1000, capitals by 1024; KB, MB, GB and TB are bytes by 1000.
+# Like vLLM: lower case means powers of 1000, upper case powers of 1024; KB, MB, GB and TB are powers of 1000.
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 UNITS = (
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"([+-]?[\d_]+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
 def whole_number(text: str) -> int:
-    """The number that a text such as "512", "4k" or "512MiB" spells; raises ValueError for any other text."""
+    """Parse a number such as "512", "4k" or "512MiB"; raises ValueError for other text."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2] not in UNITS or not match[1].strip("_+-"):
         raise ValueError(f"{text!r} is not a whole number; units are written as in {FORMS}.")

@@ -108,7 +108,7 @@ def _rates(text: str) -> list[float]:
 def several_workloads(options: argparse.Namespace) -> list[Workload]:
     """Build the workloads of the flags, with arrivals; `random` by default.
 
-    Raises ValueError for flags that contradict one another or have no effect.
+    Raises ValueError for contradictory flags and flags without effect.
     """
     check_arrival_flags(options)
     workloads = with_own_arrivals(options)

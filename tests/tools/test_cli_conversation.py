@@ -18,7 +18,7 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from nanovllm import SamplingParams
-from nanovllm.cli.conversation import Conversation, Left
+from nanovllm.cli.conversation import ChatEnded, Conversation
 from nanovllm.cli.terminal import Terminal
 from tests.support.command_line import ENGINE, SHORT, assert_refused
 
@@ -127,7 +127,7 @@ def test_save_writes_the_conversation(talk, shown, tmp_path):
 
 @pytest.mark.parametrize("line", ["/exit", "/quit", "/bye "])
 def test_exit_leaves(talk, line):
-    with pytest.raises(Left):
+    with pytest.raises(ChatEnded):
         talk.read(line)
 
 
