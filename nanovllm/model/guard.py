@@ -1,8 +1,8 @@
 """Checks at load that a model computes each row of a flat batch from its token and its position alone.
 
-A probe replaces attention, so that nothing may connect the rows. The checks compare q, k and v of every layer, and the
-logits, of batches of one length: products of equal shapes round alike, so that independent rows differ by nothing or
-next to it, in half precision and with routed experts too.
+A probe replaces attention, so nothing may connect the rows. The checks compare q, k and v of every layer and the
+logits, between batches of equal length: matrix products of equal shapes round alike, so independent rows agree almost
+bit for bit, also in half precision and with routed experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanovllm.model.limits import positions_of
 from nanovllm.model.probe import Batch, Probe, Probing, StateProbe
 from nanovllm.model.unsupported import unsupported
 
-NUM_ROWS = 16  # of a pass, whose time is that of reading the weights
+NUM_ROWS = 16  # of a pass; so few that it takes as long as reading the weights
 
 
 class _Observation(NamedTuple):
@@ -32,23 +32,23 @@ class _Observation(NamedTuple):
 
 
 class _Tolerance(NamedTuple):
-    """Differences that rounding explains: relative to the size of a row, in more than a share of the rows."""
+    """Accepted difference relative to a row's norm, and the share of rows that may exceed it."""
 
     difference: float
     share_of_rows: float
 
 
 FULL = _Tolerance(1e-3, 0.0)
-_HALF = _Tolerance(1e-2, 0.25)  # a router may have taken the next best expert for some rows
+_HALF = _Tolerance(1e-2, 0.25)  # a router may pick the second-best expert for some rows
 _NONE = _Tolerance(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class RowBatches(Batch):
-    """The batch that `probe_model` runs at the first positions, and what others have of it."""
+    """The batch of `probe_model`, at the first positions, and the parts of a second batch that reorders it."""
 
-    others: list[int]  # tokens that precede most of these in another batch
-    last: list[int]  # positions that the model has
+    preceding_ids: list[int]  # tokens that precede most of these in the second batch
+    last: list[int]  # the model's last positions
 
     @classmethod
     def for_model(cls, model: Any) -> RowBatches:
@@ -61,11 +61,11 @@ class RowBatches(Batch):
 
 
 def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = nullcontext) -> int:
-    """Refuse a model whose rows depend on each other, on their order or on other positions than the given ones.
+    """Refuse a model if its rows depend on each other, on their order or on positions other than the given ones.
 
     Args:
-        probe: that has run `RowBatches`.
-        hiding: in force in a pass as steps make it, which is compared with the probe's.
+        probe: has run `RowBatches`.
+        hiding: context manager around the reordered pass (hides weights that the engine would free).
 
     Returns the number of tokens that can be sampled: those with a row in the head and a row in the embedding. Raises
     UnsupportedModelError with the difference seen.
@@ -75,17 +75,17 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
     assert isinstance(batches, RowBatches)
     assert probe.logits is not None
     token_ids, sampled, far = batches.token_ids, batches.sample_rows, batches.last
-    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.others)))
+    near, kept = list(range(len(token_ids))), list(range(len(token_ids) - len(batches.preceding_ids)))
     is_half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     tolerance = _HALF if is_half else FULL
 
-    # The same by us; the model by itself; and most of these rows backwards, behind others at the last positions.
+    # Three passes: the probe's; without position_ids; most rows reversed, after other tokens at the last positions.
     ours = _Observation(probe.states, probe.logits)
     own = run(token_ids, None, None)
     moved_to = near[::-1]
-    others = batches.others + token_ids[: len(kept)][::-1], far[len(kept) :] + kept[::-1]
+    moved_ids = batches.preceding_ids + token_ids[: len(kept)][::-1]
     with hiding():
-        moved = run(*others, [moved_to[row] for row in sampled])
+        moved = run(moved_ids, far[len(kept) :] + kept[::-1], [moved_to[row] for row in sampled])
 
     seen = first_difference(own.states, ours.states, tolerance)
     if seen is not None:
@@ -114,7 +114,7 @@ def check_rows(model: Any, probing: Probing, probe: Probe, hiding: Hiding = null
 def _run(
     model: Any, probing: Probing, token_ids: list[int], positions: list[int] | None, sample_rows: list[int] | None
 ) -> _Observation:
-    """A forward pass in which each token attends to itself alone; positions and sample_rows None: the model's own."""
+    """Forward pass with each token attending only to itself; positions, sample_rows: None leaves them to the model."""
     device, probe = next(model.parameters()).device, StateProbe()
     given: dict[str, Any] = {
         "input_ids": [token_ids],
@@ -140,7 +140,7 @@ def _check_sampled_rows(
     returned = None
     if len(ours.logits) != len(rows):
         returned = str(len(ours.logits))
-    elif len(own.logits) > rows[0]:  # else the forward by itself keeps fewer rows
+    elif len(own.logits) > rows[0]:  # else the model's own forward keeps fewer rows
         seen = first_difference({"logits": own.logits[rows]}, {"logits": ours.logits}, tolerance)
         returned = seen and "the logits of other rows"
     if returned is not None:
@@ -149,13 +149,13 @@ def _check_sampled_rows(
 
 
 def plain_tokens(model: Any, count: int) -> list[int]:
-    """Ids spread over the vocabulary, without special ones, which a model may treat differently."""
+    """Token ids spread over the vocabulary, without special tokens, which a model may treat differently."""
     special: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True)):
         for name, value in config.to_dict().items():
             if name.endswith(("token_id", "token_index", "token_ids")):
                 special.update(value if isinstance(value, (list, tuple)) else [value])
-    # A model of several embeddings is refused later, for what its pass says.
+    # A model with several embeddings is refused later, with its own error.
     vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
     plain = [token_id for token_id in range(vocab_size) if token_id not in special] or [0]
     step = max(1, len(plain) // count)
@@ -167,21 +167,21 @@ def _rows_of(states: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
 
 
 def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: _Tolerance) -> str | None:
-    """Where rows differ by more than a tolerance, relative to the mean size of a row, in words; None if nowhere."""
+    """The first tensor with differences beyond the tolerance, relative to the mean norm of a row, as text; or None."""
     for name, states in one.items():
         # Overflows of a broken model say nothing about its rows.
-        rows, others = (t.float().flatten(1).nan_to_num(0.0, 0.0, 0.0) for t in (states, other[name]))
-        size = torch.linalg.vector_norm(others, dim=1).mean().clamp(min=torch.finfo(torch.float32).tiny)
-        differences = torch.linalg.vector_norm(rows - others, dim=1) / size  # [num_rows]
+        rows, expected = (t.float().flatten(1).nan_to_num(0.0, 0.0, 0.0) for t in (states, other[name]))
+        size = torch.linalg.vector_norm(expected, dim=1).mean().clamp(min=torch.finfo(torch.float32).tiny)
+        differences = torch.linalg.vector_norm(rows - expected, dim=1) / size  # [num_rows]
         if int((differences > tolerance.difference).sum()) > tolerance.share_of_rows * len(differences):
             return f"{name} differ by up to {100 * float(differences.max()):.2g} % of their size"
     return None
 
 
 def check_row_counted_scales(model: Any, *, max_num_batched_tokens: int, max_model_len: int) -> None:
-    """Refuse queries scaled by a position that is counted along the row (Llama 4).
+    """Refuse queries scaled by a position counted along the flat batch (Llama 4).
 
-    Raises UnsupportedModelError unless the scale is 1 in every row of every batch and at every position.
+    Raises UnsupportedModelError unless the scale is 1 for every row and position within the limits.
     """
     longest = max(max_num_batched_tokens, max_model_len)
     for module in model.modules():

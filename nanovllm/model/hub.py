@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: asked for once, in one request, before anything is loaded; without torch."""
+"""Checks by one request, before anything is loaded, whether the Hugging Face hub has a model; without torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import lru_cache
 from nanovllm.core.errors import ModelLoadError
 from nanovllm.model.default_model import DEFAULT_MODEL
 
-KNOWN_SECONDS = 60.0  # that an answer of the hub is used for
+KNOWN_SECONDS = 60.0  # lifetime of a cached answer of the hub
 
 
 def is_reachable(name: str, revision: str | None = None, *, file: str = "config.json") -> bool:
-    """Whether the hub answers for a model; if not, its files are in the hub's cache, and must be taken from there.
+    """Whether the hub is reachable for a model; False means that its files must come from the hub's local cache.
 
-    The libraries would try each file six times, half a minute each, be it in the cache or not.
+    The libraries would retry each file six times, half a minute each, even if it is in the cache.
 
     Args:
-        file: that tells whether the cache has the model.
+        file: its presence in the cache means that the model is cached.
 
-    Raises ModelLoadError for a name that no model can have, a model or revision that the hub does not know, and one
-    that the cache lacks while the hub cannot be reached.
+    Raises ModelLoadError for an invalid name, a model or revision unknown to the hub, and a model that is not cached
+    while the hub is unreachable.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -42,7 +42,7 @@ def is_reachable(name: str, revision: str | None = None, *, file: str = "config.
 
 @lru_cache(maxsize=32)
 def _ask(name: str, revision: str | None, file: str, period: int) -> tuple[str | None, str | None]:
-    """What the hub refuses, and why it cannot be asked; in a `period` it is asked once."""
+    """(refusal of the hub, reason why it is unreachable), each or None; asked once a `period`."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -54,14 +54,14 @@ def _ask(name: str, revision: str | None, file: str, period: int) -> tuple[str |
     try:
         get_hf_file_metadata(hf_hub_url(name, file, revision=revision))
     except EntryNotFoundError:
-        pass  # a model without this file: what reads it says so
+        pass  # a model without this file: its reader reports that
     except GatedRepoError:
         return f"its owner grants access by request; ask for it at https://hf.co/{name}, and set HF_TOKEN", None
     except RepositoryNotFoundError:
         return "there is none of this name, or it is private and needs HF_TOKEN", None
     except RevisionNotFoundError:
         return f"it has no revision {revision!r}", None
-    except Exception as error:  # of whichever HTTP client this release of the library uses
+    except Exception as error:  # depends on the HTTP client that this release of the library uses
         return None, str(error).partition("\n")[0]
     return None, None
 
@@ -75,7 +75,7 @@ def _unreachable(failure: str | None) -> str:
 
 
 def _near(name: str) -> str:
-    """The models of this machine with a similar name."""
+    """A hint that names local models with a similar name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -1,4 +1,4 @@
-"""Options that a model's config contradicts, refused before its weights are read; without torch."""
+"""Refuses options that contradict a model's config, before its weights are read; without torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nanovllm.model.source import is_gguf
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a text model has; None if its config does not say."""
+    """Number of positions of a text model; None if its config has no such field."""
     return _first(config, "max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 def check_limits(config: Any, options: EngineConfig) -> None:
-    """Check the options against a text model's config, as far as it says what they depend on.
+    """Check the options against a text model's config; fields that it lacks are not checked.
 
-    Raises ValueError for a limit beyond the model's or one that contradicts another, UnsupportedModelError for heads
-    that the ranks do not divide.
+    Raises ValueError for a limit that exceeds the model's or contradicts another, UnsupportedModelError if the number
+    of heads is not divisible among the ranks.
     """
     positions = positions_of(config)
     if positions is not None:  # no contradiction depends on the device
@@ -37,7 +37,7 @@ def check_limits(config: Any, options: EngineConfig) -> None:
 
 
 def check_stored_limits(source: str, options: EngineConfig) -> None:
-    """As `check_limits`, for the config of a folder, a GGUF file or a hub model in the cache; none is no error here."""
+    """As `check_limits`, for a config on disk: of a folder, GGUF file or cached hub model; skipped if there is none."""
     if is_gguf(source):
         from nanovllm.model.gguf.config import read_config
         from nanovllm.model.gguf.file import open_gguf

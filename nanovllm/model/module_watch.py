@@ -1,4 +1,4 @@
-"""Detects what the owner of a live module changed between two steps: weights, submodules, functions, flags."""
+"""Detects changes that the owner of a live module makes between steps: weights, submodules, functions, flags."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanovllm.attention.operator import LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES
 
-# What training sets and takes back, and what a step itself sets.
+# Attributes that training toggles, and those set by a step itself.
 _NOT_STRUCTURE = {"training", "_compiled_call_impl", LAYER_CACHE, LAYER_ENGINE, LAYER_KIND, LAYER_SHARES}
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All submodules, each once, in no particular order: `model.modules()` without its nested generators.
+    """All submodules, each once, unordered: `model.modules()` without its nested generators.
 
-    A live module is walked in every step, so this is a good part of a step's host time.
+    A live module is walked in every step, which is a good part of a step's host time.
     """
     found: dict[int, nn.Module] = {}
     pending = [model]
@@ -32,7 +32,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The parameters and buffers of these modules themselves."""
+    """Parameters and buffers of these modules, without those of submodules."""
     return [
         tensor
         for module in modules
@@ -43,7 +43,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class ModuleWatch:
-    """Detects writes and replacements of parameters and buffers, by version and storage, and changes of structure."""
+    """Detects writes to and replacements of parameters and buffers, by version and storage, and structural changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -52,10 +52,11 @@ class ModuleWatch:
         self.changes(with_structure=True)
 
     def changes(self, *, with_structure: bool) -> tuple[bool, bool]:
-        """Whether weights, and whether the structure changed since the last call.
+        """(weights changed, structure changed) since the last call.
 
         Args:
-            with_structure: else the structure counts as unchanged; it takes longer than the weights.
+            with_structure: also check the structure, which takes longer than the weights; if False, it counts as
+                unchanged.
         """
         modules = modules_of(self._model)  # walked each time: submodules may be replaced, adapters injected
         tensors = tensors_of(modules)
@@ -77,8 +78,8 @@ class ModuleWatch:
 class _TensorState(NamedTuple):
     """Identity, version and storage of a tensor.
 
-    An address alone is not enough, since the memory of replaced weights is used again for the next ones; but while the
-    storage that was seen there lives, no other can have its address.
+    An address alone is not enough: the allocator reuses the memory of replaced weights. While the recorded storage
+    lives, no other tensor can have its address.
     """
 
     tensor: weakref.ref[Tensor]
@@ -93,7 +94,7 @@ class _TensorState(NamedTuple):
 
 
 def _structure_of(modules: Iterable[nn.Module]) -> int:
-    """A hash of what an owner may set on a module besides weights: submodules, functions, flags."""
+    """Hash of a module's attributes besides weights: submodules, functions, flags."""
     parts: list[Any] = []
     for module in modules:
         parts.append(id(module))

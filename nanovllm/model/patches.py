@@ -1,4 +1,4 @@
-"""Attributes set on a caller's objects for a while, and put back exactly as they were; those of attention modules."""
+"""Temporary changes of attributes of a caller's objects, undone exactly; and the changes for attention modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 
 class AttributePatches:
-    """A stack of patches. An `undo` that an interrupt cut short can be called again."""
+    """A stack of patches. `undo` can be called again after an interrupt cut it short."""
 
     def __init__(self) -> None:
         self._undo: list[Change] = []
@@ -24,13 +24,13 @@ class AttributePatches:
         return len(self._undo)
 
     def apply(self, changes: Iterable[Change]) -> None:
-        # Straight into the attribute dictionaries: nothing that wraps a module's __setattr__ should see this.
+        # Writes to the attribute dictionaries, so that wrappers of a module's __setattr__ do not see it.
         for attributes, name, value in changes:
             self._undo.append((attributes, name, attributes.get(name, _ABSENT)))
             attributes[name] = value
 
     def undo(self, *, down_to: int = 0) -> None:
-        """Put back what was set last, until `down_to` changes are left."""
+        """Undo the latest changes until `down_to` are left."""
         while len(self._undo) > down_to:
             attributes, name, before = self._undo[-1]
             if before is _ABSENT:
@@ -43,11 +43,11 @@ class AttributePatches:
 def layer_changes(
     layers: Sequence[AttentionLayer], caches: Sequence[LayerCache], engine_handle: int | None
 ) -> list[Change]:
-    """What attention modules carry while they are hooked.
+    """Attributes of hooked attention modules.
 
     Args:
         caches: K and V of each layer.
-        engine_handle: for a model that does not pass its keyword arguments on to attention.
+        engine_handle: set if the model does not pass its keyword arguments on to attention.
     """
     changes: list[Change] = []
     kinds = kinds_of(layer.traits for layer in layers)

@@ -1,7 +1,7 @@
-"""Rotary embeddings that follow the longest sequence of a batch, pinned to one choice for an engine's life.
+"""Pins rotary embeddings that depend on the batch's longest sequence to one set of frequencies per engine.
 
-`transformers` looks at the batch's largest position and writes other frequencies into the module. In a flat batch a
-request's result would then depend on its neighbours, and cached keys on whoever computed them.
+`transformers` chooses frequencies by the batch's largest position and writes them into the module. In a flat batch a
+request's result would then depend on its neighbours, and cached keys on the batch that computed them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
 class PinnedRope:
-    """The pinned frequencies of a model, as changes that hold while a step runs.
+    """Pinned frequencies of a model, as patches that are applied while a step runs.
 
     Attributes:
-        changes: to apply to the model's modules; its owner's buffers stay as they are.
-        choice: "long", "short" or "", what cached keys depend on.
+        changes: to apply to the model's modules; the owner's buffers are not written.
+        choice: "long", "short" or "" (no choice); cached keys depend on it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,11 +38,11 @@ class PinnedRope:
         self._pin(None)
 
     def pin(self, max_model_len: int) -> None:
-        """Choose for sequences of up to max_model_len tokens.
+        """Choose the frequencies for sequences of up to max_model_len tokens.
 
-        "longrope" (Phi-3): the short factors if none is longer than the original length, else the long ones, for all
-        sequences, as vLLM does. "dynamic": the plain frequencies; raises UnsupportedModelError beyond the length up
-        to which they are used, since each length further on has its own.
+        "longrope" (Phi-3): as in vLLM, the short factors if max_model_len is within the original length, else the long
+        ones for all sequences. "dynamic": the plain frequencies; raises UnsupportedModelError if max_model_len exceeds
+        the original length, since beyond it each length has other frequencies.
         """
         self._pin(max_model_len)
 
@@ -75,7 +75,7 @@ class PinnedRope:
 
 
 def _batch_dependent_kinds(module: Any) -> dict[str | None, str]:
-    """The batch-dependent kinds of a rotary module, by the type of layer that they are for (None: all)."""
+    """Batch-dependent rope types of a rotary module, by layer type (None: all layers)."""
     kinds = getattr(module, "rope_type", None)
     by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
     return {
@@ -87,7 +87,7 @@ def _batch_dependent_kinds(module: Any) -> dict[str | None, str]:
 
 
 def _plain_kinds(module: Any) -> Any:
-    """The module's `rope_type` with "default" in place of what depends on the batch."""
+    """The module's `rope_type`, with "default" for batch-dependent types."""
     if not isinstance(module.rope_type, dict):
         return "default"
     return module.rope_type | dict.fromkeys(_batch_dependent_kinds(module), "default")
@@ -112,7 +112,7 @@ def _pinned(module: Any, layer_type: str | None, *, is_long: bool, original: int
 
 
 def _pinned_scale(module: Any, *, is_long: bool) -> list[Change]:
-    """For a module that computes frequencies in each pass and scales by the longest sequence (Phi-3.5-MoE)."""
+    """Changes for a module that computes frequencies in each pass, scaled by the longest sequence (Phi-3.5-MoE)."""
     compute = vars(module).get("rope_init_fn")
     if compute is None:
         return []

@@ -1,8 +1,8 @@
-"""Linear layers and embeddings whose weights stay quantised, in the block formats of GGUF files.
+"""Linear layers and embeddings with quantised weights, in the block formats of GGUF files.
 
-A row of a weight is a run of blocks, each of some elements with a scale (and a minimum) of their own. What stands here
-is the reference: it dequantises, then computes as the plain layers do, on any device. A CPU's kernels repack the blocks
-and take the place of `forward` (`model/fast/packed_linears.py`).
+A weight's row is a run of blocks; each block holds some elements, a scale and maybe a minimum. This is the reference,
+for any device: it dequantises, then computes as the plain layers do. CPU kernels repack the blocks and replace
+`forward` (`model/fast/packed_linears.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from nanovllm.core.errors import UnsupportedModelError
 
-# That are converted at a time, 4 MiB of float32: of more the system clears the memory, page by page, each time.
+# Elements dequantised at a time, 4 MiB of float32: larger buffers are returned to the system and cleared page by page.
 _ELEMENTS_AT_ONCE = 1 << 20
 
 
 class BlockFormat(NamedTuple):
-    """How a kind stores a row.
+    """Storage format of a row.
 
     Attributes:
-        elements, num_bytes: of a block; 0 elements: a block is a whole row, of `num_bytes` and one byte an element.
+        elements, num_bytes: of a block; 0 elements: a block is a whole row, `num_bytes` plus one byte an element.
         dequantise: blocks [num_blocks, bytes] uint8 -> [num_blocks, elements] float32.
     """
 
@@ -33,7 +33,7 @@ class BlockFormat(NamedTuple):
     dequantise: Callable[[Tensor], Tensor]
 
     def row_bytes(self, in_features: int) -> int:
-        """Bytes of a row; raises ValueError for a row that is not of whole blocks."""
+        """Bytes of a row; raises ValueError if it is not a whole number of blocks."""
         if self.elements == 0:
             return self.num_bytes + in_features
         if in_features % self.elements:
@@ -50,7 +50,7 @@ class BlockFormat(NamedTuple):
 
 
 def _float(blocks: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """One number of each block, [num_blocks, 1] float32."""
+    """[num_blocks, 2 or 4] bytes of one number each -> [num_blocks, 1] float32."""
     return blocks.contiguous().view(dtype).float()
 
 
@@ -76,8 +76,8 @@ def _dequantise_q4_1(blocks: Tensor) -> Tensor:
 
 
 def q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of the eight groups of 32 of each block, [num_blocks, 8] float32."""
-    low, middle, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)  # of 6 bits each, the upper two elsewhere
+    """Scales and minima of the eight groups of 32 of each block, [num_blocks, 8] float32."""
+    low, middle, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)  # 6 bits each; upper 2 bits of the last 4 apart
     scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), dim=1)
     return _float(blocks[:, :2]) * scales.float(), _float(blocks[:, 2:4]) * minima.float()
@@ -89,7 +89,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def q5_values(blocks: Tensor, at: int) -> Tensor:
-    """The integers 0 to 31 of each block of 32 whose highest bits lie at a byte, then the others; uint8."""
+    """Integers 0 to 31 of each block, [num_blocks, 32] uint8; fifth bits are stored from byte `at`, the rest after."""
     return _nibbles(blocks[:, at + 4 :]).flatten(1) | _bits(blocks[:, at : at + 4]).flatten(1) << 4
 
 
@@ -108,7 +108,7 @@ def _dequantise_q4_k(blocks: Tensor) -> Tensor:
 
 
 def q5_k_values(blocks: Tensor) -> Tensor:
-    """The integers 0 to 31 of each block, [num_blocks, 256] uint8."""
+    """Integers 0 to 31 of each block, [num_blocks, 256] uint8."""
     low = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1, 2)  # [num_blocks, 8, 32]
     return (low | _bits(blocks[:, 16:48]).transpose(1, 2) << 4).flatten(1)
 
@@ -120,7 +120,7 @@ def _dequantise_q5_k(blocks: Tensor) -> Tensor:
 
 
 def q6_k_values(blocks: Tensor) -> Tensor:
-    """The integers -32 to 31 of each block, [num_blocks, 256] int8."""
+    """Integers -32 to 31 of each block, [num_blocks, 256] int8."""
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 8, 32)
     high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     return ((low | high.reshape(-1, 8, 32) << 4).view(torch.int8) - 32).flatten(1)
@@ -136,7 +136,7 @@ def _dequantise_q6_k(blocks: Tensor) -> Tensor:
     return (q6_k_scales(blocks)[..., None] * values).flatten(1)
 
 
-# "int8" is this engine's own: one float32 scale an output, then its row. The others are GGUF's.
+# "int8" is this engine's format: a row's float32 scale, then its int8 elements. The other formats are GGUF's.
 FORMATS = {
     "int8": BlockFormat(0, 4, _dequantise_int8),
     "Q8_0": BlockFormat(32, 34, _dequantise_q8_0),
@@ -152,7 +152,7 @@ KIND_OF_OPTION = {"int8": "int8", "int4": "Q4_1"}  # of EngineConfig.quantizatio
 
 
 def dequantise_blocks(kind: str, blocks: Tensor) -> Tensor:
-    """[num_rows, bytes a row] uint8 -> [num_rows, in_features] float32, bit for bit what `gguf` computes."""
+    """[num_rows, bytes a row] uint8 -> [num_rows, in_features] float32, bit for bit as the package `gguf`."""
     form = FORMATS[kind]
     block_bytes = form.num_bytes if form.elements else blocks.shape[1]
     return form.dequantise(blocks.reshape(-1, block_bytes)).view(len(blocks), -1)
@@ -179,14 +179,15 @@ def _quantise_rows(values: Tensor, kind: str) -> Tensor:
 
 
 class QuantisedParts(NamedTuple):
-    """A quantised weight in the form that every kind has in common.
+    """A quantised weight in one layout for all formats.
 
-    Element k of an output is values[k] * scales[run] + minima[run], exact in float32 until the last rounding.
+    Element k of a row is values[k] * scales[run] + minima[run], exact in float32 until the last rounding; a run is
+    in_features / runs neighbouring elements.
 
     Attributes:
-        values: [out_features, in_features], int8, or uint8 of fewer bits.
-        scales, minima: [out_features, runs] float16 or float32, each of so many neighbours; minima: of uint8 alone.
-        num_bits: 8 of int8, else 4 or 5.
+        values: [out_features, in_features] int8, or uint8 with num_bits used.
+        scales, minima: [out_features, runs] float16 or float32; minima only with uint8.
+        num_bits: 8 for int8, else 4 or 5.
     """
 
     values: Tensor
@@ -243,7 +244,7 @@ class _Quantised(nn.Module):
         return dequantise_blocks(self.kind, self.blocks[rows])
 
     def quantised_parts(self) -> QuantisedParts:
-        """The weight for kernels that lay it out otherwise."""
+        """The weight, for kernels that repack it."""
         form = FORMATS[self.kind]
         block_bytes = form.num_bytes if form.elements else self.blocks.shape[1]
         parts = _parts_of(self.kind, self.blocks.reshape(-1, block_bytes))
@@ -265,15 +266,15 @@ class _Quantised(nn.Module):
 
 
 class QuantisedLinear(_Quantised):
-    """A linear layer of quantised weights; its answers have its input's dtype.
+    """A linear layer with quantised weights; outputs have the input's dtype.
 
     Args:
-        kind: of FORMATS.
-        blocks: [out_features, bytes a row] uint8, in the kind's format.
+        kind: a key of FORMATS.
+        blocks: [out_features, bytes a row] uint8, in that format.
         bias: [out_features] or None.
-        dtype: of the plain layer that it stands for.
+        dtype: of the unquantised layer.
 
-    Raises ValueError for blocks that are not whole or of another shape.
+    Raises ValueError for partial blocks or another shape.
     """
 
     bias: nn.Parameter | None
@@ -294,12 +295,12 @@ class QuantisedLinear(_Quantised):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, option: str) -> QuantisedLinear:
-        """Quantise a linear layer; option: "int8" (a scale an output) or "int4" (GGUF's Q4_1)."""
+        """Quantise a linear layer; option: "int8" (one scale per output) or "int4" (GGUF's Q4_1)."""
         kind = KIND_OF_OPTION[option]
         return cls(kind, quantise(linear.weight, kind), linear.bias, dtype=linear.weight.dtype)
 
     def padded(self, multiple: int) -> QuantisedLinear:
-        """The same with outputs that are 0 behind its own, up to a multiple; itself if it has one."""
+        """Pads the output dimension with zeros to a multiple; returns itself if it is one already."""
         missing = -self.out_features % multiple
         if missing == 0:
             return self
@@ -322,7 +323,7 @@ class QuantisedLinear(_Quantised):
 
 
 class QuantisedEmbedding(_Quantised):
-    """An embedding of quantised rows, which are dequantised as they are looked up: to `dtype`.
+    """An embedding with quantised rows, dequantised to `dtype` on lookup.
 
     A tied head is a QuantisedLinear of the same `blocks`.
     """

@@ -1,4 +1,4 @@
-"""Quantises a loaded model's linear layers and its embedding in place, one after another."""
+"""Quantises a loaded model's linear layers and embedding in place, one after another."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from nanovllm.model.quantised import FORMATS, KIND_OF_OPTION, QuantisedEmbedding
 
 logger = logging.getLogger("nanovllm")
 
-_PANEL = 32  # outputs that a CPU's kernels read together; layers of other widths have no fast form
+_PANEL = 32  # outputs that CPU kernels read together; layers of other widths have no kernel
 
 
 def quantise_model(model: Any, option: str) -> None:
-    """Replace linear layers and the embedding by quantised ones; plain weights are freed as this goes on.
+    """Replace linear layers and the embedding by quantised ones; frees each plain weight in turn.
 
-    Weights that are no multiple of the kind's blocks, routed experts and everything that is neither stay as they are,
-    which one log line says.
+    Rows that are no multiple of the format's block, routed experts and all other modules are not quantised; one log
+    line gives their share.
 
     Args:
         option: "int8" or "int4".
 
     Raises UnsupportedModelError for a model without any such layer.
     """
-    kind, blocks_of = KIND_OF_OPTION[option], WeakIdKeyDictionary()  # of tied weights, as long as they are there
+    kind, blocks_of = KIND_OF_OPTION[option], WeakIdKeyDictionary()  # by weight, so that tied modules share blocks
     num_before = sum(parameter.numel() for parameter in model.parameters())
     embedding = id(model.get_input_embeddings())  # a reference would keep its weight
-    # Of what stays as it is: an embedding tied to a head of, say, 32,001 outputs would be there twice.
+    # Weights of modules that are not quantised: an embedding tied to a head of 32,001 outputs would be stored twice.
     plain = {
         id(module.weight)
         for module in model.modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
         and not _suits(module, kind, is_lookup=id(module) == embedding)
     }
-    for parent in [module for module in model.modules() if module._modules]:  # not those that are to be freed
+    for parent in [module for module in model.modules() if module._modules]:  # no reference to modules to be freed
         for name, child in parent._modules.items():
             suits = child is not None and _suits(child, kind, is_lookup=id(child) == embedding)
             if suits and id(child.weight) not in plain:
@@ -72,7 +72,7 @@ def _suits(module: nn.Module, kind: str, *, is_lookup: bool) -> bool:
 
 
 def _quantised(module: Any, kind: str, blocks_of: MutableMapping[Tensor, Tensor]) -> nn.Module:
-    """In a module's place; tied weights share their blocks."""
+    """The quantised module that replaces this one; tied weights share their blocks."""
     weight = module.weight
     if weight not in blocks_of:
         blocks_of[weight] = quantise(weight, kind)

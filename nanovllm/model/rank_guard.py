@@ -1,8 +1,8 @@
-"""Checks at load that ranks together compute what the whole model does, one layer of each kind, in float32.
+"""Checks at load that sharded layers compute the whole model's outputs: one layer of each kind, in float32.
 
-A plan says which products are shared, not what a model does between them: a norm or a statistic over a width of which a
-rank has a part gives other numbers, and no error. Products of float32 round alike to 1e-6, so whatever differs by more
-is wrong. Half precision would hide errors of some percent, and a trial of the whole model would add up roundings.
+A plan covers matrix products only. A norm or statistic over a sharded width gives wrong numbers without an error.
+In float32 both sides agree to 1e-6, so a larger difference is an error. Half precision would hide errors of some
+percent, and a comparison of whole models would accumulate rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN_NUMBER = re.compile(r"layer_?(idx|id|index|number)|idx|index")
 
 
 def dense_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Replaces attention: causal, over the heads that this rank has. Traits of layers are the probe's business."""
+    """Replaces attention: causal, over this rank's heads, without other traits, which the probe checks."""
     states = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return states.transpose(1, 2), None
 
@@ -42,25 +42,25 @@ AttentionInterface.register(DENSE_NAME, dense_function)
 
 
 class _AllReached(Exception):
-    """Ends a forward pass in front of the last layer that is looked at."""
+    """Ends a forward pass before the last layer to be recorded runs."""
 
 
 @dataclass(slots=True)
-class _Sample:
-    """A decoder layer with what it was called with.
+class _LayerCall:
+    """A decoder layer and the arguments of one call.
 
     Attributes:
-        blocks: names of its modules whose outputs are whole on every rank, though parts of them are shared.
+        blocks: names of its submodules with sharded parts and unsharded outputs.
     """
 
     name: str
     layer: nn.Module
     blocks: list[str]
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None  # None until it is called
+    kwargs: dict[str, Any] | None = None  # None before the call
 
     def moved_to(self, device: torch.device) -> list[Any]:
-        """Arguments and keyword arguments, floats in float32. Dictionaries, which layers write to, are the same."""
+        """Arguments and keyword arguments, floats in float32; dictionaries, which layers write to, are not copied."""
 
         def move(value: Any) -> Any:
             return value.to(device, _float32_if_float(value)) if isinstance(value, Tensor) else value
@@ -68,7 +68,7 @@ class _Sample:
         return tree_map(move, [self.args, self.kwargs], is_leaf=_is_inner_dictionary(self.kwargs))
 
     def outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Outputs [num_rows, width] of the blocks and of the layer, computed by a copy in float32."""
+        """Outputs [num_rows, width] of the blocks and the layer, from a float32 copy of the layer."""
         layer, found = copy.deepcopy(self.layer).float(), {}
 
         def keep(name: str) -> Callable[..., None]:
@@ -86,36 +86,36 @@ class _Sample:
 
 
 class RankGuard:
-    """What layers of a model compute whole, made before it is sharded; `check` compares the ranks with it.
+    """Reference outputs of a model's layers, recorded before sharding; `check` compares the ranks with them.
 
-    On a CPU it costs a pass of a few tokens through the layers up to the last kind (of most models: the first layer),
-    and the memory of one layer in float32.
+    Costs on a CPU: a pass of a few tokens up to the last kind of layer (for most models the first layer), and the
+    memory of one layer in float32.
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        self._samples = _samples(model, ranks.size)
+        self._calls = _layers_to_compare(model, ranks.size)
         self._expected: list[dict[str, Tensor]] = []
         with _dense_attention(model):
-            _fill(self._samples, model)
-            self._samples = [sample for sample in self._samples if sample.kwargs is not None]
-            if ranks.rank == 0:  # the others need not have the memory
+            _record_arguments(self._calls, model)
+            self._calls = [call for call in self._calls if call.kwargs is not None]
+            if ranks.rank == 0:  # saves the other ranks the memory
                 cpu = torch.device("cpu")
-                self._expected = [sample.outputs(*sample.moved_to(cpu)) for sample in self._samples]
+                self._expected = [call.outputs(*call.moved_to(cpu)) for call in self._calls]
 
     def check(self) -> None:
-        """Raise UnsupportedModelError, on every rank, for a layer whose parts give other outputs than the whole."""
+        """Raise UnsupportedModelError, on every rank, if a sharded layer's outputs differ from the reference."""
         seen = None
         with _dense_attention(self._model):
-            for index, sample in enumerate(self._samples):
-                args, kwargs = sample.moved_to(self._ranks.device)
-                for leaf in tree_leaves([args, kwargs]):  # computed in half precision, by another number of threads
+            for index, call in enumerate(self._calls):
+                args, kwargs = call.moved_to(self._ranks.device)
+                for leaf in tree_leaves([args, kwargs]):  # ranks may have rounded differently: threads, half precision
                     if isinstance(leaf, Tensor) and leaf.is_floating_point():
                         self._ranks.broadcast(leaf)
                 try:
-                    found = sample.outputs(args, kwargs)
-                except Exception as error:  # whatever a model's own code raises, on each rank alike
-                    seen = seen or f"{sample.name} could not run: {error}"
+                    found = call.outputs(args, kwargs)
+                except Exception as error:  # any error of the model's code, on each rank alike
+                    seen = seen or f"{call.name} could not run: {error}"
                     break
                 if self._expected:
                     seen = seen or first_difference(found, self._expected[index], FULL)
@@ -134,21 +134,21 @@ def _dense_attention(model: nn.Module) -> Iterator[None]:
             patches.undo()
 
 
-def _samples(model: Any, size: int) -> list[_Sample]:
-    """The first layer of each kind with something shared in it, not called yet."""
-    found: dict[Any, _Sample] = {}
-    shared: dict[str, list[str]] = {}  # what the plan names, by layer
+def _layers_to_compare(model: Any, size: int) -> list[_LayerCall]:
+    """The first layer of each kind with sharded parts, without arguments yet."""
+    found: dict[Any, _LayerCall] = {}
+    shared: dict[str, list[str]] = {}  # the plan's names, by layer
     for shard in plan_shards(model, size):
         if match := PART_OF_LAYER.fullmatch(shard.name):
             shared.setdefault(match[1], []).append(match[2])
     for name, parts in shared.items():
         layer = model.get_submodule(name)
-        found.setdefault(_kind(layer), _Sample(name, layer, _blocks(layer, parts)))
+        found.setdefault(_kind(layer), _LayerCall(name, layer, _blocks(layer, parts)))
     return list(found.values())
 
 
 def _kind(layer: nn.Module) -> str:
-    """What tells layers apart, whatever their weights: classes, shapes, and numbers and words among attributes."""
+    """Key of a kind of layer: classes, parameter shapes and plain attributes of its modules, without weights."""
     facts: list[Any] = []
     for name, module in layer.named_modules():
         shapes = [(key, tuple(value.shape), value.dtype) for key, value in module.named_parameters(recurse=False)]
@@ -162,30 +162,30 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _blocks(layer: nn.Module, parts: list[str]) -> list[str]:
-    """The outermost modules within a layer around what is shared."""
+    """The outermost submodules of a layer that contain sharded parts."""
     found: dict[str, None] = {}
     for part in parts:
         names = part.split(".")
         for end in range(1, len(names)):
             block = ".".join(names[:end])
-            if not isinstance(layer.get_submodule(block), (nn.ModuleList, nn.ModuleDict)):  # which are never called
+            if not isinstance(layer.get_submodule(block), (nn.ModuleList, nn.ModuleDict)):  # these are never called
                 found[block] = None
                 break
     return list(found)
 
 
-def _fill(samples: list[_Sample], model: Any) -> None:
-    """Take the arguments of each layer in a pass of a few tokens; layers that text does not reach have none."""
-    missing = {sample.layer: sample for sample in samples}
+def _record_arguments(calls: list[_LayerCall], model: Any) -> None:
+    """Record each layer's arguments in a pass of a few tokens; layers that text does not reach get none."""
+    missing = {call.layer: call for call in calls}
 
-    def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sample = missing.pop(layer, None)
-        if sample is not None:
-            sample.args, sample.kwargs = args, kwargs
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = missing.pop(layer, None)
+        if call is not None:
+            call.args, call.kwargs = args, kwargs
         if not missing:
             raise _AllReached
 
-    hooks = [sample.layer.register_forward_pre_hook(take, with_kwargs=True) for sample in samples]
+    hooks = [call.layer.register_forward_pre_hook(record, with_kwargs=True) for call in calls]
     device = next(model.parameters()).device
     token_ids = torch.tensor([plain_tokens(model, NUM_ROWS)], device=device)
     positions = torch.arange(NUM_ROWS, device=device)[None]

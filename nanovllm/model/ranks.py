@@ -1,7 +1,7 @@
-"""The ranks of one tensor-parallel engine: one process and device each, and the collectives between them.
+"""Ranks of one tensor-parallel engine, one process and device each, and their collectives.
 
-All ranks call the same collectives in the same order. Two are operators, opaque to the compiler, so that a layer with
-an all-reduce in it stays one graph.
+All ranks call the same collectives in the same order. Two are custom operators, opaque to the compiler, so that a
+layer with an all-reduce compiles to one graph.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from nanovllm.process.device import find_kernel
 
-# A rank that died ends its peers' collectives within seconds; this is for one that lives and hangs. It must outlast
-# what one rank may do alone: compile, or load weights.
+# The death of a rank ends its peers' collectives within seconds; this timeout is for a rank that hangs. It must outlast
+# work of a single rank: compiling, loading weights.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _GPU_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a collective that failed ends the process, which is the user's
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a failed collective kills the process, which is the user's
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # nothing here needs it
 }
 _handles = itertools.count()
-_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # by the handle that operators take
+_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()  # by the operators' handle argument
 
 
 class Ranks:
-    """This process among the ranks. Constructing it waits for all of them.
+    """This process's rank and its process group; construction waits for all ranks.
 
-    The default process group of `torch.distributed` is left alone: it is the user's.
+    The default process group of `torch.distributed` is not touched: it is the user's.
 
     Args:
-        rank, size: this one's number, from 0, and how many there are.
-        store: through which they find each other.
+        rank, size: this rank's number, from 0, and the number of ranks.
+        store: for the rendezvous.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
@@ -61,12 +61,12 @@ class Ranks:
             return
         torch.cuda.set_device(device)
         for options in self._options.values():
-            options.asyncOp = False  # in the stream of the caller
+            options.asyncOp = False  # runs in the caller's stream
         with _environment(_GPU_SETTINGS):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = COLLECTIVE_TIMEOUT
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-            self.barrier()  # communicators are made in the first call, which must not be one that is captured
+            self.barrier()  # the first call makes the communicator, which graph capture does not allow
             build: Callable[..., Any] | None = find_kernel("one_shot_reduce", "build_one_shot")
             if build is not None:
                 self._one_shot = build(rank, size, device, dist.PrefixStore("one_shot", store), self._reduce)
@@ -85,17 +85,17 @@ class Ranks:
         return reduced
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """[size, *shape] of every rank's values, all of one shape."""
+        """Gathers [*shape] of every rank, all of one shape, to [size, *shape]."""
         gathered = values.new_empty(self.size * values.numel())
         self._wait(self._group._allgather_base(gathered, values.contiguous().view(-1), self._options["allgather"]))
         return gathered.view(self.size, *values.shape)
 
     def gather_columns(self, states: Tensor) -> Tensor:
-        """[..., size * n] of every rank's [..., n]."""
+        """Gathers [..., n] of every rank to [..., size * n]."""
         return self.all_gather(states).movedim(0, -2).flatten(-2)
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrite values by those of rank 0."""
+        """Overwrite values with rank 0's."""
         self._wait(self._group.broadcast([values], self._options["broadcast"]))
 
     @staticmethod
@@ -104,35 +104,35 @@ class Ranks:
             work.wait()
 
     def barrier(self) -> None:
-        """Wait on the host for every rank."""
+        """Block the host until every rank arrives."""
         self.least(0)
 
     def least(self, value: int) -> int:
-        """The smallest of every rank's numbers."""
+        """Minimum of a number over all ranks."""
         return int(self.all_gather(torch.tensor([value], device=self.device)).min())
 
     def agree(self, holds: bool) -> bool:
-        """Whether it holds on every rank."""
+        """Whether a condition holds on every rank."""
         return bool(self.least(int(holds)))
 
     def abort(self) -> None:
-        """End the collectives in progress, of any thread, and all later ones; may be called again.
+        """End running collectives of any thread, and all later ones; idempotent.
 
-        On a CPU they end by themselves once a peer's process has. On a GPU the kernels end soon after; NCCL frees the
-        communicator once no CUDA graph uses it, and nobody waits for that.
+        On a CPU they end when a peer's process does. On a GPU the kernels end soon after; NCCL frees the communicator
+        once no CUDA graph uses it, and nobody waits for that.
         """
         if self.device.type == "cuda" and not self._is_aborted:
             self._is_aborted = True
             if self._one_shot is not None:
-                with suppress(RuntimeError):  # of a device that has failed: its kernels have ended
+                with suppress(RuntimeError):  # the device has failed: its kernels have ended
                     self._one_shot.abort()
-            with suppress(RuntimeError):  # Python starts no thread while it ends; NCCL's memory goes with the process
+            with suppress(RuntimeError):  # no new threads at interpreter exit; NCCL's memory is freed with the process
                 threading.Thread(target=self._group.abort, name="nanovllm-abort", daemon=True).start()
 
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Environment variables for a while, where the user has set none."""
+    """Set environment variables temporarily; values set by the user win."""
     own = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(own)
     try:
@@ -144,7 +144,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 @torch.library.custom_op("nanovllm::all_reduce", mutates_args=())
 def all_reduce(states: Tensor, handle: int) -> Tensor:
-    """`Ranks.all_reduce` of the ranks with this handle."""
+    """`Ranks.all_reduce` as an operator."""
     return _ranks[handle].all_reduce(states)
 
 
@@ -155,7 +155,7 @@ def _(states: Tensor, handle: int) -> Tensor:
 
 @torch.library.custom_op("nanovllm::gather_columns", mutates_args=())
 def gather_columns(states: Tensor, handle: int) -> Tensor:
-    """`Ranks.gather_columns` of the ranks with this handle."""
+    """`Ranks.gather_columns` as an operator."""
     return _ranks[handle].gather_columns(states).contiguous()
 
 

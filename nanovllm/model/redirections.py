@@ -1,4 +1,4 @@
-"""What every module and configuration of a model carries while an engine, or a probe, computes its forward pass."""
+"""Attributes patched on all modules and configs of a model while an engine or a probe runs its forward pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nanovllm.model.patches import Change
 
 
 def redirected_to(model: nn.Module, attention_name: str) -> list[Change]:
-    """Changes to that attention implementation, our experts, eval mode and uncompiled calls.
+    """Changes that select an attention implementation, our experts, eval mode and uncompiled calls.
 
-    The owner's compiled calls would be compiled again for our passes.
+    The owner's compiled calls would be recompiled for our passes.
     """
     changes: list[Change] = []
     configs: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""One rank's part of a model: what the loader reads, sharded and checked."""
+"""Loads one rank's part of a model: reads, shards and checks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.model.source import is_gguf
 
 
 def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks) -> loader.LoadedModel:
-    """Load this rank's part of a model from its folder, file or hub id; ranks but the first have no tokenizer."""
+    """Load this rank's part of a model from its folder, file or hub id; only rank 0 has a tokenizer."""
     module = loader.load_module(source, config, ranks.device, is_sharded=True)
     guard = RankGuard(module, ranks)
     head = shard_model(module, ranks)
@@ -28,7 +28,7 @@ def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks
 
 
 def check_shards(source: str, config: EngineConfig) -> None:
-    """Raise UnsupportedModelError for a model that cannot be sharded so; nothing but its config is read."""
+    """Raise UnsupportedModelError for a model that cannot be sharded among these ranks; reads only its config."""
     options = loader.lookup_options(source, config, source)
     with loader.load_errors(f"the model {source!r}"), torch.device("meta"):
         if is_gguf(source):

@@ -1,13 +1,13 @@
-"""Shards a model among ranks by transformers' own plan: parameters are sliced, sums hang behind the sliced modules.
+"""Shards a model among ranks by transformers' plan: slices parameters, and hooks all-reduces to the sliced modules.
 
-Nothing else of a module changes. Attention modules take their heads from the shape of q, k and v, so they run with
-fewer heads, and the KV cache holds those alone::
+Nothing else of a module changes. Attention modules derive their heads from the shapes of q, k and v, so they run with
+fewer heads, and the KV cache holds only those::
 
     column-wise   weight [out / size, in]     a rank has some heads, or some of the MLP's channels
     row-wise      weight [out, in / size]     a rank has a part of each sum; an all-reduce follows
     head          weight [vocab / size, in]   a rank has the logits of some tokens
 
-The embedding is not sharded: it is read by a few rows a step, and a lookup needs no sum then.
+The embedding is not sharded: a step reads few of its rows, and an unsharded lookup needs no all-reduce.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _OF_LINEARS = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_inp
 _OF_EXPERTS = {"packed_colwise", "rowwise", "moe_tp_experts"}
 _OF_HEADS = {"colwise_gather_output", "rowwise_split_input"}
 _OF_KEYS_AND_VALUES = ("k_proj", "v_proj")
-PART_OF_LAYER = re.compile(r"(.*?\.\d+)\.(.*)")  # a layer of a list, and the name of a module or parameter in it
+PART_OF_LAYER = re.compile(r"(.*?\.\d+)\.(.*)")  # path of a layer in a ModuleList, and of a module or parameter in it
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One module or parameter of the plan: its name, how it is sharded, and the module (of a parameter: its owner)."""
+    """One module or parameter of the plan: its name, sharding style, and the module (a parameter's owner)."""
 
     name: str
     style: str
@@ -42,10 +42,10 @@ class Shard:
 
 
 class ShardedHead:
-    """The language model head of which each rank has the rows of `width` tokens, the last one maybe less and padding.
+    """Language model head with `width` tokens per rank; the last rank's rows may be padded.
 
     Attributes:
-        is_split: whether the model gives a rank's own logits [n, width]; else they are gathered in the head, whole.
+        is_split: the model returns this rank's logits [n, width]; else the head gathers them to [n, num_tokens].
     """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
@@ -60,12 +60,12 @@ class ShardedHead:
         return logits if self.is_split else self.whole(logits)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [..., num_tokens] of every rank's [..., width]."""
+        """Gathers every rank's logits [..., width] to [..., num_tokens]."""
         return gather_columns(logits, self._ranks.handle)[..., : self.num_tokens]
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
-    """Leave of every parameter of the plan what this rank has; returns the head if it is sharded.
+    """Slice every parameter of the plan to this rank's part; returns the head if it is sharded.
 
     Raises UnsupportedModelError as `plan_shards`.
     """
@@ -84,10 +84,10 @@ def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
 
 
 def plan_shards(model: Any, size: int) -> list[Shard]:
-    """What the plan says about each module and parameter of `model`, which may be on the meta device.
+    """The plan's shards, one per module or parameter of `model`, which may be on the meta device.
 
-    Raises UnsupportedModelError, naming what it is, for a model without a plan, a plan with a style that is not
-    implemented, and sizes that the ranks do not divide.
+    Raises UnsupportedModelError, naming the cause, for a model without a plan, an unimplemented style, and sizes not
+    divisible by the number of ranks.
     """
     name, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
     if not any(_ALIASES.get(style, style) in _OF_LINEARS for style in plan.values()) or not _has_layers(plan):
@@ -98,7 +98,7 @@ def plan_shards(model: Any, size: int) -> list[Shard]:
     shards = [shard for pattern, style in plan.items() for shard in _matches(model, pattern, style)]
     for shard in shards:
         is_checked = PART_OF_LAYER.fullmatch(shard.name) or (shard.module is head and shard.style in _OF_HEADS)
-        if not is_checked or not _is_understood(shard):  # `RankGuard` compares layers; a head has only to be whole
+        if not is_checked or not _is_understood(shard):  # `RankGuard` compares layers; a head is only gathered
             seen = f"{shard.name} sharded as {shard.style!r}, of {type(shard.module).__name__}"
             raise unsupported("part of the plan", name, seen)
     possible = _possible_sizes(model, shards)
@@ -139,7 +139,7 @@ def _is_understood(shard: Shard) -> bool:
 
 
 def _own_parameter(shard: Shard) -> nn.Parameter | None:
-    """The parameter that the plan names, if it names one."""
+    """The parameter, if the plan names a parameter."""
     return shard.module._parameters.get(shard.name.rpartition(".")[2])
 
 
@@ -185,7 +185,7 @@ def _shard_linear(shard: Shard, ranks: Ranks, config: Any) -> None:
     handle = ranks.handle
     if shard.style == "colwise":
         num_heads = _num_kv_heads(config) if _holds_keys_or_values(shard) else ranks.size
-        if num_heads % ranks.size:  # fewer than ranks: several have the same one
+        if num_heads % ranks.size:  # fewer heads than ranks: several ranks hold the same head
             width = linear.out_features // num_heads
             _keep_columns(linear, ranks.rank * num_heads // ranks.size * width, width)
         else:
@@ -199,7 +199,7 @@ def _shard_linear(shard: Shard, ranks: Ranks, config: Any) -> None:
         start = ranks.rank * width
         linear.weight = _parameter(linear.weight[:, start : start + width])
         linear.in_features = width
-        if linear.bias is not None and ranks.rank > 0:  # added once
+        if linear.bias is not None and ranks.rank > 0:  # the all-reduce adds the bias once
             linear.bias = _parameter(torch.zeros_like(linear.bias))
         if shard.style == "rowwise_split_input":
             linear.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., start : start + width],))
@@ -207,7 +207,7 @@ def _shard_linear(shard: Shard, ranks: Ranks, config: Any) -> None:
 
 
 def _slice_columns(linear: Any, ranks: Ranks, width: int) -> None:
-    """Keep this rank's `width` outputs; what lies behind the last one is padded with zeros."""
+    """Keep this rank's `width` outputs, padded with zeros after the last one."""
     _keep_columns(linear, ranks.rank * width, width)
 
 
@@ -226,7 +226,7 @@ def _shard_experts(shard: Shard, ranks: Ranks) -> None:
     if parameter is None:
         shard.module.register_forward_hook(lambda _, inputs, states: all_reduce(states, handle))
         return
-    if shard.style == "packed_colwise":  # [num_experts, gate and up, in]: of each a part
+    if shard.style == "packed_colwise":  # [num_experts, gate and up, in]: a part of gate and a part of up
         halves = parameter.unflatten(1, (2, -1)).chunk(ranks.size, dim=2)
         kept = halves[ranks.rank].flatten(1, 2)
     else:
@@ -235,5 +235,5 @@ def _shard_experts(shard: Shard, ranks: Ranks) -> None:
 
 
 def _parameter(values: Tensor) -> nn.Parameter:
-    """With memory of its own, so that the whole can be freed."""
+    """A parameter with copied memory, so that the whole weight can be freed."""
     return nn.Parameter(values.detach().clone(), requires_grad=False)

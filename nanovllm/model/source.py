@@ -1,4 +1,4 @@
-"""Where a model is, by its name: embedded, a local folder or GGUF file, or an id of the hub; without torch."""
+"""Resolves a model's name to a source: embedded, a local folder, a GGUF file or a hub id; without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def stored_files(source: str) -> dict[str, tuple[int, int]]:
-    """Bytes, and time of the last change in ns, of each file that a local model is read from; none of a hub id."""
+    """(bytes, mtime in ns) of each file of a local model, by name; empty for a hub id."""
     path = Path(source).expanduser()
     if path.is_dir():
         patterns = {*WEIGHT_PATTERNS, *TOKENIZER_FILES, "*.json", "*.jinja", "*.py"}
@@ -25,7 +25,7 @@ def stored_files(source: str) -> dict[str, tuple[int, int]]:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether this is a file, and one that is or claims to be a GGUF file."""
+    """Whether this is a file with the suffix .gguf or the magic of GGUF."""
     path = Path(path).expanduser()
     if not path.is_file():
         return False
@@ -36,7 +36,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def find(name: str, *, needs_tokenizer: bool, revision: str | None = None) -> str:
-    """The folder, GGUF file or hub id behind a model's name; makes the embedded model.
+    """Resolve a model's name to a folder, GGUF file or hub id; builds the embedded model on first use.
 
     Raises ModelLoadError as `find_folder`, and as `hub.is_reachable`.
     """
@@ -49,7 +49,7 @@ def find(name: str, *, needs_tokenizer: bool, revision: str | None = None) -> st
 
 
 def find_tokenizer(name: str) -> str:
-    """The folder, GGUF file or hub id behind a tokenizer's name; makes the embedded model.
+    """Resolve a tokenizer's name to a folder, GGUF file or hub id; builds the embedded model on first use.
 
     Raises ModelLoadError for a path without a tokenizer, and as `hub.is_reachable`.
     """
@@ -70,9 +70,9 @@ def find_tokenizer(name: str) -> str:
 
 
 def find_folder(name: str, *, needs_tokenizer: bool) -> Path | None:
-    """The folder or GGUF file of this name, None for what can only be a hub id.
+    """The folder or GGUF file of this name; None if the name can only be a hub id.
 
-    Raises ModelLoadError for a path to nothing, for a folder that lacks something, and for a damaged file.
+    Raises ModelLoadError for a missing path, an incomplete folder and a damaged file.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -106,7 +106,7 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
-# GGUF files are read by `model.gguf`, which is imported for them alone: other models load without it.
+# `model.gguf` is imported only for GGUF files.
 def _parts_of(path: Path) -> list[Path]:
     from nanovllm.model.gguf.file import parts_of
 

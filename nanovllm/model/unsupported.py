@@ -1,4 +1,4 @@
-"""Why a model is not served, and what would serve it: the one table behind error messages and the page of models."""
+"""Reasons why models are unsupported, with remedies: the table for error messages and the docs page of models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONE_RANK = "Set tensor_parallel_size to 1."
 
 
 class Reason(NamedTuple):
-    """What a layer or a model does, as the rest of a sentence; and what would serve it, as sentences."""
+    """An unsupported trait, as the predicate of a sentence about a layer or model, and its remedy, as sentences."""
 
     trait: str
     remedy: str
@@ -135,11 +135,11 @@ _TYPES_OF_LAYERS = {
 
 
 def unsupported(reason: str, subject: str, detail: str = "") -> UnsupportedModelError:
-    """The error for a reason of the table.
+    """The error for a key of REASONS.
 
     Args:
         subject: the model, or its layer.
-        detail: what was seen, for the parentheses.
+        detail: the observation, put in parentheses.
     """
     trait, remedy = REASONS[reason]
     seen = f" ({detail})" if detail else ""
@@ -147,6 +147,6 @@ def unsupported(reason: str, subject: str, detail: str = "") -> UnsupportedModel
 
 
 def reason_of_layer_type(layer_type: str) -> str:
-    """Why a layer of this type, as configs of `transformers` name it, is not served."""
+    """The key of REASONS for a layer type of a `transformers` config."""
     is_sparse = any(word in layer_type for word in ("sparse", "indexed", "compressed"))
     return _TYPES_OF_LAYERS.get(layer_type, "sparse attention" if is_sparse else "layer type")

@@ -1,4 +1,4 @@
-"""Compiles a model's decoder layers: one function serves all of them, at any number of rows."""
+"""Compiles a model's decoder layers: one compiled function for all layers and any number of rows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nanovllm.model.fast.joined_sums import join_last_sum
 from nanovllm.model.fast.packed_linears import warn_of_dequantising
 from nanovllm.model.module_watch import modules_of
 
-# A GPU's layers are compiled twice: for few rows, where independent small kernels share a launch, and for many, where
-# each kernel apart is faster.
+# On a GPU layers are compiled twice: for few rows, with small independent kernels combined into one launch, and for
+# many rows, where separate kernels are faster.
 FEW_ROWS = 512
 FEW_ROWS_OPTIONS: Any = {"combo_kernels": True}
-# Versions of a layer's code: one for each kind of layer, and more where layers share K and V (Gemma 3n). PyTorch's own
-# limit is 8, beyond which there is an error.
+# Compiled versions of a layer: one per kind of layer, more where layers share K and V (Gemma 3n). PyTorch's default
+# limit is 8, and exceeding it is an error.
 MOST_VERSIONS = 64
 
 
 def decoder_layers(model: nn.Module, attention: Iterable[nn.Module]) -> list[nn.Module]:
-    """The list item around each attention module: the unit of compilation."""
+    """The ModuleList item that contains each attention module: the unit of compilation."""
     layer_of: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # lists within lists come later, so that the innermost counts
+    for module in model.modules():  # nested lists come later, so the innermost wins
         if isinstance(module, nn.ModuleList):
             layer_of |= {part: layer for layer in module for part in modules_of(layer)}
     return [layer_of[module] for module in attention if module in layer_of]
 
 
 def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """A replacement for each module's call; compilation itself happens in the first calls.
+    """Compiled replacements of the modules' calls; each compiles at its first call.
 
     Args:
         layers: the decoder layers of `model`, all of one kind.
@@ -48,20 +48,20 @@ def compile_calls(model: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Modu
     few = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_few)
     many = _compiled(fullgraph=True, dynamic=False, backend=_compile_for_many)
     calls: dict[nn.Module, Callable[..., Any]] = {layer: partial(_call_compiled, few, many, layer) for layer in layers}
-    for module in _small_modules(model, layers):  # there every small kernel takes a microsecond or two
+    for module in _small_modules(model, layers):  # uncompiled, each small kernel costs 1-2 µs
         calls[module] = partial(_compiled(dynamic=True), module)
     return calls
 
 
 def _compiled(**options: Any) -> Callable[..., Any]:
-    """`_call`, compiled in up to MOST_VERSIONS by whichever thread calls it."""
+    """`_call`, compiled to up to MOST_VERSIONS versions, in any thread."""
     compiler: Any = torch.compile
     if "recompile_limit" in inspect.signature(compiler).parameters:
         return cast(Callable[..., Any], compiler(own_code(_call), recompile_limit=MOST_VERSIONS, **options))
     compiled = compiler(own_code(_call), **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        config = torch._dynamo.config  # what is set there may hold for one thread alone
+        config = torch._dynamo.config  # may be thread-local, so it is set at each call
         config.recompile_limit = max(config.recompile_limit, MOST_VERSIONS)
         return compiled(*args, **kwargs)
 
@@ -88,11 +88,11 @@ def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer compiled with only the number of rows as a symbol, so that the code fits all other sizes."""
+    """Call a compiled layer with the number of rows as its only dynamic dimension."""
     num_rows = hidden_states.shape[-2]
     for tensor in tree_leaves((hidden_states, args, kwargs)):
         if isinstance(tensor, Tensor):
-            # [num_rows], [1, num_rows, ...] or several streams of hidden states, [num_streams, 1, num_rows, ...]
+            # [num_rows], [1, num_rows, ...], or [num_streams, 1, num_rows, ...] for several streams of hidden states
             for dim in range(min(2, tensor.dim()) if tensor.dim() < 4 else tensor.dim() - 1):
                 if tensor.shape[dim] == num_rows:
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
@@ -100,7 +100,7 @@ def _call_compiled(few: Any, many: Any, layer: nn.Module, hidden_states: Tensor,
 
 
 def _small_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """What a model computes outside of its layers, such as norms and rotary embeddings; no products."""
+    """Leaf modules outside of the layers, such as norms and rotary embeddings, without matrix products."""
     within = {module for layer in layers for module in modules_of(layer)}
     products = (nn.Embedding, nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
     return [

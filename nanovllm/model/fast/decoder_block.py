@@ -1,9 +1,9 @@
-"""The parts of a decoder layer of Llama's kind, or why a layer is of another kind.
+"""Recognises Llama-style decoder layers: returns their parts, or the reason why a layer is of another kind.
 
-That kind (Llama, Mistral, Qwen2, Qwen3, SmolLM2) has RMS norms before attention and before a SiLU-gated feed-forward
-block, optional RMS norms of the heads of q and k, rotary embedding and residual sums. This file alone recognises
-modules, by names, shapes and answers; fused and stacked layers, fused attention, the direct pass and `LayerEquations`
-read its descriptions. A family with other names for the same parts is a change of this file.
+A Llama-style layer (Llama, Mistral, Qwen2, Qwen3, SmolLM2) has RMS norms before attention and before a SiLU-gated MLP,
+optional RMS norms of q's and k's heads, rotary embedding and residual sums. Only this file recognises modules, by
+names, shapes and outputs; fused and stacked layers, fused attention, the direct pass and `LayerEquations` read its
+descriptions. To add a family that names the same parts differently, change this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanovllm.attention.operator import AttentionLayer
 from nanovllm.core.errors import NotFusedError
 from nanovllm.model.fast.distances import ROW_TOLERANCE, row_distances
 
-# Rotary embeddings whose angles depend on a token's position alone.
+# Rotary embeddings with angles that depend only on the position.
 _STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,10 +32,10 @@ class Norm(NamedTuple):
 class Parts(NamedTuple):
     """Parts of an attention module or of a decoder layer.
 
-    kind: the class of the layer.
+    kind: the module's class name.
     attention: the attention module.
-    linears: modules of any class, "q", "k", "v", "o"; of a layer also "gate", "up", "down".
-    norms: "q" and "k", if the heads have norms; of a layer also "input" and "post".
+    linears: modules of any class: "q", "k", "v", "o"; for a layer also "gate", "up", "down".
+    norms: "q" and "k", if the heads have norms; for a layer also "input" and "post".
     """
 
     kind: str
@@ -45,12 +45,12 @@ class Parts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of a layer's hidden states and of its MLP."""
+        """(hidden_size, intermediate_size) of a layer."""
         return self.linears["down"].out_features, self.linears["down"].in_features
 
 
 class ModelParts(NamedTuple):
-    """All that a causal language model of Llama's kind has beside its layers."""
+    """Modules of a Llama-style causal language model besides its layers."""
 
     embed: Any
     rotary: Any
@@ -59,7 +59,7 @@ class ModelParts(NamedTuple):
 
 
 def describe_blocks(modules: Sequence[nn.Module], layers: Sequence[AttentionLayer]) -> list[Parts]:
-    """Describe the decoder layers around these attention layers; raises NotFusedError for one of another kind."""
+    """Describe the decoder layers of these attention layers; raises NotFusedError for a layer of another kind."""
     if not modules or len(modules) != len(layers):
         raise NotFusedError("the attention modules are in no list of layers")
     check_attention(layers)
@@ -87,7 +87,7 @@ def _describe_block(module: nn.Module, layer: AttentionLayer) -> Parts:
 
 
 def describe_attention(layer: AttentionLayer) -> Parts:
-    """Raises NotFusedError for an attention module without the parts. Whether its norms are RMS norms is not tried."""
+    """Describe an attention module; raises NotFusedError if a part is missing. Does not test norms for being RMS."""
     module, kind = layer.module, type(layer.module).__name__
     linears = {name: _linear(module, f"{name}_proj", kind) for name in ("q", "k", "v", "o")}
     normed = [name for name in ("q", "k") if getattr(module, f"{name}_norm", None) is not None]
@@ -98,7 +98,7 @@ def describe_attention(layer: AttentionLayer) -> Parts:
 
 
 def model_parts(model: Any) -> ModelParts | None:
-    """None for a model with other parts than these, or with a forward pass of its owner's."""
+    """The modules outside of the layers; None for a model with other parts or with a custom forward."""
     base, head = model.base_model, model.get_output_embeddings()
     is_known = (
         all(type(part).forward.__module__.startswith("transformers.") for part in (model, base))
@@ -111,8 +111,10 @@ def model_parts(model: Any) -> ModelParts | None:
 
 
 def check_attention(layers: Sequence[AttentionLayer], *served: str) -> None:
-    """Raise NotFusedError unless all layers have heads of one size and K and V of their own, and nothing beyond plain
-    causal attention but what is in `served`, as of `LayerTraits.first_beyond`.
+    """Raise NotFusedError if layers differ in head sizes, share K and V, or have traits beyond plain causal attention.
+
+    Args:
+        served: traits to allow, as in `LayerTraits.first_beyond`.
     """
     sizes = {(traits.num_heads, traits.num_kv_heads, traits.head_dim) for traits in (layer.traits for layer in layers)}
     if len(sizes) > 1:
@@ -151,9 +153,9 @@ def _check_sizes(block: Parts, layer: AttentionLayer) -> None:
 
 
 def _is_rms_norm(norm: Norm, dtype: torch.dtype) -> bool:
-    """By its answer in float32 to rows that a layer norm, which subtracts the mean, would answer otherwise.
+    """Tests the norm in float32 on rows with a mean, which a layer norm would subtract.
 
-    One row is so small that its answer depends on the epsilon.
+    One row is so small that its output depends on the epsilon.
     """
     module, epsilon = norm
     if module.weight.dtype != dtype:
@@ -166,7 +168,7 @@ def _is_rms_norm(norm: Norm, dtype: torch.dtype) -> bool:
 
 
 def _is_silu(function: Any) -> bool:
-    """By its answer in float32."""
+    """Tests the function in float32."""
     if not callable(function):
         return False
     values = torch.linspace(-8.0, 8.0, 65, device="cpu")

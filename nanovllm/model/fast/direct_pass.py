@@ -1,9 +1,8 @@
-"""A forward pass of a model of Llama's kind without its modules' own Python, for steps on a CPU.
+"""A forward pass of a Llama-style model without its modules' Python code, for steps on a CPU.
 
-With few rows Python takes a quarter of a step, since the weights have driven it out of the processor's caches. What is
-left: the embedding, the layers in one call (`fused_layers.py`), the last norm and the head of the sampled rows. It is
-for models whose forward pass is `transformers`' own, whose parts `model_parts` recognises, and which give the same bits
-in some batches.
+With few rows Python takes a quarter of a step, since weights evict its code from the processor's caches. The pass runs
+the embedding, all layers in one call (`fused_layers.py`), the final norm, and the head for sampled rows. It requires
+`transformers`' own forward, parts that `model_parts` recognises, and the same bits in trial batches.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-_PIECE, _MOST_PIECES = 512, 64  # positions whose angles are computed at once, and how many such are kept: 16 MiB
+_PIECE, _MOST_PIECES = 512, 64  # positions per computation of angles, and number of such pieces kept: 16 MiB
 
 
 class DirectPass:
-    """Stands for `ForwardPasses.logits`."""
+    """Replaces `ForwardPasses.logits`."""
 
     def __init__(self, parts: ModelParts, stack: FusedStack) -> None:
         self._stack, self._embed, self._norm = stack, parts.embed, parts.norm
@@ -58,7 +57,7 @@ class DirectPass:
         begin, end = piece * _PIECE, (piece + 1) * _PIECE
         with torch.inference_mode(False), torch.no_grad():
             parts = self._rotary(hidden.detach(), torch.arange(begin, end, device="cpu")[None])
-            if self._tables is None:  # memory is taken where it is filled
+            if self._tables is None:  # pages are allocated when a piece is filled
                 cosines, sines = (part.new_empty(_MOST_PIECES * _PIECE, part.shape[-1]) for part in parts)
                 self._tables = cosines, sines
             for table, part in zip(self._tables, parts, strict=True):
@@ -67,7 +66,7 @@ class DirectPass:
 
 
 class Trial:
-    """Gives the logits of layers called one by one, and finds whether a stack and a direct pass give the same bits."""
+    """Returns logits of layers called one by one, and compares a stack and a direct pass with them, bit for bit."""
 
     is_ready = True
 
@@ -79,13 +78,13 @@ class Trial:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         self._num_batches += 1
         self._stack.is_on = False
-        expected = self._own(*inputs, **kwargs).clone()  # a packed head writes all its logits to the same memory
+        expected = self._own(*inputs, **kwargs).clone()  # a packed head reuses one buffer for its logits
         self._stack.is_on = True
 
         def gives_the_same(call: Callable[..., Tensor]) -> bool:
             try:
                 return torch.equal(call(*inputs, **kwargs), expected)
-            except Exception as error:  # whatever a model's own code raises
+            except Exception as error:  # any error of the model's code
                 logger.info("a faster pass through the model fails: %r", error)
                 return False
 
@@ -96,6 +95,6 @@ class Trial:
         return expected
 
     def outcome(self) -> tuple[bool, DirectPass | None]:
-        """Whether the stack may be used, and the direct pass if that may be."""
+        """(whether the stack may be used, the direct pass if it may be used)."""
         was_tried = self._num_batches > 0
         return was_tried and self._stack_is_right, self._direct if was_tried and self._direct_is_right else None

@@ -1,7 +1,7 @@
-"""Decoder layers of the most common kind, in a few calls of C++ instead of sixty operations.
+"""Llama-style decoder layers in a few C++ calls instead of sixty operations.
 
-That kind is Llama's; `decoder_block.py` recognises it. Both are then compared on batches: a layer that computes
-anything else runs unchanged.
+`decoder_block.py` recognises the layers. Each is then compared with its module on trial batches; if any differs, all
+layers run unfused.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Workspace:
-    """Memory that all layers of an engine use in turn, for steps of up to `max_rows` rows."""
+    """Buffers that all layers of an engine share, for steps of up to `max_rows` rows."""
 
-    scratch: Tensor  # for whole tiles of rows
+    scratch: Tensor  # rows padded to whole tiles
     queries: Tensor  # [max_rows, num_heads, head_dim]
     attended: Tensor  # as queries
 
 
 class FusedLayer:
-    """One decoder layer; called in its module's place.
+    """One decoder layer; replaces its module's call.
 
     Raises NotFusedError if its projections cannot be packed.
     """
 
-    stack: FusedStack | None = None  # that computes it, with all others
+    stack: FusedStack | None = None  # all layers in one call, this one among them
     _is_first = False
 
     def __init__(self, block: Parts, layer: AttentionLayer, kernels: Kernels, memory: HugePages | None) -> None:
@@ -53,7 +53,7 @@ class FusedLayer:
         traits = layer.traits
         self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
-        self.linears: list[AnyLinear] = list(block.linears.values())  # whose weights are packed here
+        self.linears: list[AnyLinear] = list(block.linears.values())  # packed here
 
         def product(*names: str, interleave: bool = False) -> PackedProduct:
             linears = [block.linears[name] for name in names]
@@ -67,38 +67,42 @@ class FusedLayer:
 
         products = product("q", "k", "v"), product("o"), product("gate", "up", interleave=True), product("down")
         (self.hidden_size, self.inner_size), self.qkv_size = block.sizes, products[0].num_outputs
-        self._keep = (block, products)  # alive as long as the pointers to them
+        self._keep = (block, products)  # keeps the targets of the pointers alive
         self._struct = LayerStruct(
             norm("input"), norm("post"), norm("q"), norm("k"), *(product.struct for product in products),
             traits.num_heads, traits.num_kv_heads,
         )  # fmt: skip
 
     def bind(self, caches: tuple[Tensor, Tensor], workspace: Workspace) -> None:
-        """Set what the layer works on: its own K and V, and memory."""
+        """Set the layer's K and V cache and its buffers."""
         self._caches, self._workspace = caches, workspace
 
     def stacked(self) -> StackedLayerStruct:
-        """Valid as long as the layer."""
+        """The layer as a struct of `FusedStack`; valid while the layer lives."""
         from nanovllm.kernels.packed_product import StackedLayerStruct
 
         keys, values = (cache.data_ptr() for cache in self._caches)  # type: ignore[union-attr]
         return StackedLayerStruct(ctypes.addressof(self._struct), keys, values, self._scaling)
 
     def call_in(self, stack: FusedStack, *, is_first: bool) -> None:
-        """Let a stack compute the layer from now on, as long as that is on."""
+        """Let a stack compute the layer from now on, while the stack is on."""
         self.stack, self._is_first = stack, is_first
 
     def __call__(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
-        """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim].
+        """Compute the layer, or all layers if it is the first of a stack.
 
-        Returns [1, num_rows, hidden_size], memory of its own: a model may read it behind the last layer.
-        In a stack the first layer returns what the last one computes, and the others what they get.
+        Args:
+            hidden_states: [1, num_rows, hidden_size].
+            position_embeddings: cosines and sines [1, num_rows, head_dim].
+
+        Returns [1, num_rows, hidden_size], newly allocated, since a model may read it after the last layer. In a stack
+        the first layer returns the last one's output, and the others return their input.
         """
         if self.stack is not None and self.stack.runs_pass(begins=self._is_first):
             return self.stack(hidden_states, position_embeddings, kwargs) if self._is_first else hidden_states
         step, space, num_rows = running_step(kwargs[STEP_HANDLE]), self._workspace, hidden_states.shape[1]
         plan, (keys, values) = step.plan, self._caches  # type: ignore[misc]
-        assert isinstance(plan, CppPlan)  # what `fuse_layers` is asked for
+        assert isinstance(plan, CppPlan)  # layers are fused only for this backend
         cosines, sines = (part.contiguous() for part in position_embeddings)
         hidden, output = (
             hidden_states.contiguous(),
@@ -118,13 +122,13 @@ class FusedLayer:
 
 
 class FusedStack:
-    """All layers of a model in one call: the first layer runs all, the others pass its answer on.
+    """All layers of a model in one call: the first layer runs all, the others pass its output on.
 
-    Python's own work between layers takes three times as long as it would alone, since each layer's weights go through
-    the caches. Its output is valid until the next call.
+    Between layers Python would take three times its usual time, since each layer's weights pass through the caches.
+    The output is valid until the next call.
     """
 
-    is_used = True  # of all engines: not while a profile times attention
+    is_used = True  # for all engines; off while a profile times attention
 
     def __init__(self, layers: Sequence[FusedLayer], workspace: Workspace, kernels: Kernels) -> None:
         self.is_on = True
@@ -144,7 +148,7 @@ class FusedStack:
         return self.is_on and FusedStack.is_used
 
     def runs_pass(self, *, begins: bool) -> bool:
-        """Whether it computes the forward pass that a layer is called in; what is so at the first layer stays so."""
+        """Whether the stack computes the current forward pass; decided at the first layer (`begins`)."""
         if begins:
             self._runs_pass = self.is_ready
         return self._runs_pass
@@ -162,7 +166,7 @@ class FusedStack:
 
 
 class _Chain:
-    """Whether each layer of a forward pass gets the very object that the last one returned."""
+    """Checks that each layer of a forward pass receives the very tensor that the previous layer returned."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Any, Any] | None = None
@@ -197,19 +201,19 @@ def fuse_layers(
     on_fused: Callable[[FusedLayer], None],
     memory: HugePages | None = None,
 ) -> list[FusedLayer]:
-    """A fused layer for each module, which were found to compute the same.
+    """Fused layers, one per module, each compared with its module.
 
     Args:
-        caches, max_rows: K and V of each layer; the rows of any step, at most.
-        run_batches: runs batches through the modules, beside which the fused layers are tried.
-        on_fused: called with each fused layer once it is sure to be used: its module's plain weights may be freed.
-        memory: for all packed weights beside the plain ones; without it each layer is packed twice.
+        caches, max_rows: K and V of each layer; the most rows of a step.
+        run_batches: runs trial batches through the modules.
+        on_fused: called with each fused layer once its use is certain: its module's plain weights may be freed.
+        memory: holds all packed weights in addition to the plain ones; without it each layer is packed twice.
 
     Raises NotFusedError, before the first call of `on_fused`, if a layer is of another kind.
     """
     blocks = describe_blocks(modules, layers)
     workspaces: list[Workspace] = []
-    kept, passed_on = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
+    kept, chain = cast("list[FusedLayer | None]", [None] * len(modules)), _Chain()
     equations = LayerEquations(modules, blocks)
 
     def make(index: int) -> FusedLayer:
@@ -223,7 +227,7 @@ def fuse_layers(
         fused = kept[index] or make(index)
         kept[index] = fused if memory is not None else None
         _compare(index, fused, equations, args, kwargs, output)
-        passed_on.note(index, args, kwargs, output)
+        chain.note(index, args, kwargs, output)
 
     with equations.watching(compare):
         run_batches()
@@ -231,7 +235,7 @@ def fuse_layers(
     for index, kept_one in enumerate(kept):
         result.append(kept_one or make(index))
         on_fused(result[-1])
-    passed_on.stack_if_whole(result, workspaces[0], kernels)
+    chain.stack_if_whole(result, workspaces[0], kernels)
     return result
 
 
@@ -253,7 +257,7 @@ def _workspace(fused: FusedLayer, layer: AttentionLayer, dtype: torch.dtype, max
 
 
 def _compare(index: int, fused: FusedLayer, equations: LayerEquations, args: Any, kwargs: Any, output: Any) -> None:
-    """Try a fused layer on what its module was called with, each sequence by itself. Raises NotFusedError."""
+    """Compare a fused layer with its module on the module's inputs, sequence by sequence; raises NotFusedError."""
     kind = equations.blocks[index].kind
     if not isinstance(output, Tensor):
         raise NotFusedError(f"{kind} returns {type(output).__name__}, not one tensor")

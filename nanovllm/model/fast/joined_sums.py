@@ -1,4 +1,4 @@
-"""A pass over a compiled layer's graph: its last product adds the residual, which would take a launch of its own."""
+"""A graph pass over a compiled layer: fuses its last residual sum into the product before it, saving a launch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nanovllm.process.device import find_kernel
 
 
 def join_last_sum(module: GraphModule) -> None:
-    """Fuse the sum that a layer ends with into the product before it.
+    """Fuse a layer's final sum into the product before it.
 
-    The residual must be a tensor of the product's shape and dtype; nothing is joined where the graph lacks them.
+    Requires a residual of the product's shape and dtype; leaves the graph unchanged if it does not record them.
     """
     if find_kernel("skinny_linear", "linear_and_add") is None:
         return
@@ -35,7 +35,7 @@ def join_last_sum(module: GraphModule) -> None:
 
 
 def _is_product(value: Any) -> TypeGuard[Node]:
-    """Whether it is a product of two tensors with one reader."""
+    """Whether a node is a `nanovllm::linear` with a single user."""
     linear = torch.ops.nanovllm.linear
     if not isinstance(value, Node) or value.target not in (linear, linear.default) or value.kwargs:
         return False
@@ -43,7 +43,7 @@ def _is_product(value: Any) -> TypeGuard[Node]:
 
 
 def _are_alike(*values: Any) -> bool:
-    of: list[Any] = [value.meta.get("example_value") if isinstance(value, Node) else None for value in values]
-    if not all(isinstance(example, Tensor) for example in of):
+    examples: list[Any] = [value.meta.get("example_value") if isinstance(value, Node) else None for value in values]
+    if not all(isinstance(example, Tensor) for example in examples):
         return False
-    return all(example.shape == of[0].shape and example.dtype == of[0].dtype for example in of)
+    return all(example.shape == examples[0].shape and example.dtype == examples[0].dtype for example in examples)

@@ -1,8 +1,8 @@
-"""Whether decoder layers compute, between their parts, what layers of Llama's kind do.
+"""Checks the operations between the parts of decoder layers against the equations of a Llama-style layer.
 
-In bfloat16 rounding moves a layer's output by as much as a factor of 0.98 does, so outputs do not tell two layers
-apart. Between the parts of a layer there is little rounding or none: what each part gets in a forward pass is computed
-here from what the other parts returned.
+In bfloat16 rounding changes a layer's output as much as a factor of 0.98 would, so outputs alone do not distinguish two
+kinds of layer. Between the parts of a layer there is little or no rounding: each part's input in a forward pass is
+recomputed here from the outputs of other parts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nanovllm.model.fast.decoder_block import Parts
 from nanovllm.model.fast.distances import difference_of_rows
 from nanovllm.model.fast.rotary_attention import RotaryAttention
 
-_Equations = dict[str, tuple[Tensor, Tensor]]  # what was seen and what is expected, [1, num_rows, ...], by the place
-RECORDING_NAME = "nanovllm-recording"  # of the attention that watched layers have to be redirected to
+_Equations = dict[str, tuple[Tensor, Tensor]]  # (observed, expected), [1, num_rows, ...], by place in the layer
+RECORDING_NAME = "nanovllm-recording"  # attention implementation for watched layers
 
 
 class LayerEquations:
-    """Notes what the parts of each decoder layer get and return, for `check` behind the layer's call.
+    """Records inputs and outputs of each decoder layer's parts, for `check` after the layer's call.
 
     Args:
         modules, blocks: the decoder layers and their parts.
@@ -37,17 +37,17 @@ class LayerEquations:
     def __init__(self, modules: Sequence[nn.Module], blocks: Sequence[Parts]) -> None:
         self._modules, self.blocks = modules, blocks
         self._notes = False
-        self._got: dict[str, Tensor] = {}  # by the part of the running layer, or "layer" itself
-        self._gave: dict[str, Tensor] = {}
-        self._states: tuple[Tensor, ...] = ()  # query, key, value and result of attention
-        self._fused_attention: set[int] = set()  # layers with RotaryAttention, which was compared with their module
+        self._got: dict[str, Tensor] = {}  # inputs by part of the running layer; "layer": of the layer itself
+        self._gave: dict[str, Tensor] = {}  # outputs
+        self._states: tuple[Tensor, ...] = ()  # query, key, value and output of attention
+        self._fused_attention: set[int] = set()  # layers with RotaryAttention, which is compared elsewhere
 
     @contextmanager
-    def watching(self, behind: Callable[[int, nn.Module, Any, Any, Any], None] | None = None) -> Iterator[None]:
-        """Hook the layers and their parts; to be entered while whatever runs in their place is installed.
+    def watching(self, on_layer: Callable[[int, nn.Module, Any, Any, Any], None] | None = None) -> Iterator[None]:
+        """Hook the layers and their parts; enter it after replacements of modules are installed.
 
         Args:
-            behind: called behind each layer with its index, and what a forward hook with keyword arguments gets.
+            on_layer: called after each layer with its index and a forward hook's arguments (with keyword arguments).
         """
         self._fused_attention.clear()
         with ExitStack() as hooks:
@@ -60,8 +60,8 @@ class LayerEquations:
                 for fused in (part for part in module.modules() if isinstance(part, RotaryAttention)):
                     self._fused_attention.add(index)
                     hooks.callback(fused.register_forward_pre_hook(self._note_attention_input, with_kwargs=True).remove)
-                if behind is not None:
-                    hooks.callback(module.register_forward_hook(partial(behind, index), with_kwargs=True).remove)
+                if on_layer is not None:
+                    hooks.callback(module.register_forward_hook(partial(on_layer, index), with_kwargs=True).remove)
                 _watchers[block.attention] = self
                 hooks.callback(_watchers.pop, block.attention)
             yield
@@ -84,16 +84,16 @@ class LayerEquations:
     def _note_input(self, name: str, args: Any, kwargs: Any) -> None:
         given = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
         if isinstance(given, Tensor):
-            self._got[name] = given.clone()  # a layer may go on to change it in place
+            self._got[name] = given.clone()  # a layer may change it in place later
 
     def note_attention(self, *states: Tensor) -> None:
         self._states = tuple(part.clone() for part in states)
 
     def check(self, index: int, kwargs: Any, output: Tensor, num_rows: Sequence[int]) -> None:
-        """Check the last call of a layer; raises NotFusedError for one of another kind.
+        """Check the last call of a layer; raises NotFusedError for a layer of another kind.
 
         Args:
-            num_rows: of each sequence; what follows them is padding.
+            num_rows: of each sequence; further rows are padding.
         """
         kind, total = self.blocks[index].kind, sum(num_rows)
         try:
@@ -114,7 +114,7 @@ class LayerEquations:
                     raise NotFusedError(f"{kind} computes something else {place}: rows differ {differs}")
 
     def _block_equations(self, output: Tensor) -> tuple[_Equations, _Equations]:
-        """Those around attention and in the MLP: to the last bit, since both sides round alike, and rounded."""
+        """(exact, rounded) equations around attention and in the MLP; exact ones hold bit for bit."""
         got, gave = self._got, self._gave
         residual = got["layer"] + gave["o"]
         exact = {
@@ -127,7 +127,7 @@ class LayerEquations:
         return exact, {"within its MLP": (got["down"], F.silu(gave["gate"].float()) * gave["up"])}
 
     def _attention_equations(self, turns: Any, kind: str) -> tuple[_Equations, _Equations]:
-        """Those from the first norm to the output projection."""
+        """(exact, rounded) equations from the first norm to the output projection."""
         got, gave = self._got, self._gave
         *heads, attended = self._states
         query, key, value = (states.transpose(1, 2) for states in heads)  # [1, num_rows, heads, head_dim]
@@ -147,7 +147,7 @@ class LayerEquations:
 
 
 def _turned(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary embedding by halves of states [1, num_rows, heads, head_dim]."""
+    """Rotary embedding (rotated halves) of states [1, num_rows, heads, head_dim]."""
     first, second = states.chunk(2, dim=-1)
     return states * cosines[:, :, None] + torch.cat([-second, first], dim=-1) * sines[:, :, None]
 
@@ -156,7 +156,7 @@ _watchers: dict[nn.Module, LayerEquations] = {}
 
 
 def recording_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`attention_function`, for layers that are watched."""
+    """`attention_function` that records its tensors for watched layers."""
     output, weights = attention_function(module, query, key, value, *args, **kwargs)
     if (watcher := _watchers.get(module)) is not None:
         watcher.note_attention(query, key, value, output)

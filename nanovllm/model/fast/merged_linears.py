@@ -1,6 +1,6 @@
-"""Linear layers that read the same input, as one product: q, k and v, or gate and up, whatever a model calls them.
+"""Merges linear layers that read the same input into one product: q, k and v, or gate and up, by any names.
 
-Which ones do is seen in one forward pass. Only for a model of the engine's own: its modules are replaced.
+One forward pass shows which layers share an input. Not for live modules, since modules are replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm.process.device import find_kernel
 
 
 class _Shared:
-    """The weights of a group's layers, and their product from the first one's call to the last one's."""
+    """Concatenated weights of a group of layers, and their product between the first layer's call and the last's."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.weight = torch.cat([linear.weight.detach() for linear in linears])
@@ -33,7 +33,7 @@ class _Shared:
 
 
 class _Part(nn.Module):
-    """A linear layer whose outputs are those from `start` to `end` of a product; to be read like any other."""
+    """A linear layer that owns outputs `start` to `end` of a product; has the attributes of `nn.Linear`."""
 
     def __init__(self, shared: _Shared, in_features: int, start: int, end: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Part(nn.Module):
         self.start, self.end = start, end
 
     def shares_with(self, other: _Part) -> bool:
-        """Whether both take their outputs from one product."""
+        """Whether both are parts of one product."""
         return self._shared is other._shared
 
     @property
@@ -55,7 +55,7 @@ class _Part(nn.Module):
 
 
 class MergedLinear(_Part):
-    """The first of several linear layers in the order of their calls: computes for all."""
+    """The first layer of a group in call order: computes the product of all."""
 
     def __init__(self, shared: _Shared, in_features: int, end: int) -> None:
         super().__init__(shared, in_features, 0, end)
@@ -64,7 +64,7 @@ class MergedLinear(_Part):
         self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
 
     def product(self, states: Tensor) -> Tensor:
-        """The outputs of all the layers."""
+        """Outputs of all layers of the group, [..., all out_features]."""
         if self.is_skinny:
             result: Tensor = torch.ops.nanovllm.linear(states, self.all_weights)
             return result
@@ -76,7 +76,7 @@ class MergedLinear(_Part):
 
 
 class MergedPart(_Part):
-    """One of the others: takes its part of the product."""
+    """A later layer of a group: returns its slice of the product."""
 
     def __init__(self, shared: _Shared, in_features: int, start: int, end: int, *, is_last: bool) -> None:
         super().__init__(shared, in_features, start, end)
@@ -84,14 +84,14 @@ class MergedPart(_Part):
 
     def forward(self, states: Tensor) -> Tensor:
         product = self._shared.product
-        assert product is not None  # the calls come in the order that was seen
+        assert product is not None  # calls come in the recorded order
         if self.is_last:
             self._shared.product = None
         return product[..., self.start : self.end]
 
 
 class SkinnyLinear(nn.Linear):
-    """A linear layer by itself, whose products of a few rows are our own."""
+    """A single linear layer that uses our kernel for few rows."""
 
     def forward(self, states: Tensor) -> Tensor:
         result: Tensor = torch.ops.nanovllm.linear(states, self.weight)
@@ -99,12 +99,12 @@ class SkinnyLinear(nn.Linear):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it computes what `nn.Linear` does, of its `weight` and `bias`."""
+    """Whether the module computes x W^T + b of its `weight` and `bias`, as `nn.Linear`."""
     return type(module) in (nn.Linear, SkinnyLinear, MergedLinear, MergedPart)
 
 
 def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Tensor]]:
-    """Calls of all kernels for the products of a few rows, with and without a residual sum: one for each size."""
+    """Calls of all few-row product kernels, with and without a residual sum, one per weight shape."""
     weights = {module.weight.shape: module.weight for module in model.modules() if isinstance(module, SkinnyLinear)}
     merged = [module for module in model.modules() if isinstance(module, MergedLinear) and module.is_skinny]
     alone = weights | {module.all_weights.shape: module.all_weights for module in merged}
@@ -120,12 +120,11 @@ def kernel_calls(model: nn.Module, num_rows: int) -> list[Callable[[], Tensor]]:
 
 @contextmanager
 def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Watch the layers of `model` in a forward pass; on leaving, merge the linear layers within each that read the
-    same tensor."""
+    """Hook the layers of `model` for one forward pass; on exit, merge linear layers of each that read one tensor."""
     calls: dict[nn.Module, list[tuple[nn.Linear, Tensor]]] = {layer: [] for layer in layers}
     hooks = []
     try:
-        # No references, so that weights can be freed. Hooks would be lost with the module that they are on.
+        # Ids, not references, so that weights can be freed. Replacing a module would lose its hooks.
         own = {id(module) for module in with_own_weights(model) if not module._forward_hooks}
         for layer, seen in calls.items():
             for module in (module for module in layer.modules() if id(module) in own):
@@ -143,21 +142,21 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _suits_kernel(weight: Tensor) -> bool:
-    """Whether the operator `nanovllm::linear`, which this registers, is the faster product for a few rows."""
+    """Whether `nanovllm::linear` is the faster product for few rows; registers the operator."""
     suits = find_kernel("skinny_linear", "suits")
     return suits is not None and suits(weight)
 
 
 def _note(seen: list[tuple[nn.Linear, Tensor]]) -> Callable[..., None]:
     def hook(module: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
-        if arguments:  # else it was called by name, and is left alone
+        if arguments:  # a layer called with keyword arguments is not merged
             seen.append((module, arguments[0]))
 
     return hook
 
 
 def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
-    """Linear layers that were called once, on the same tensor and in the same dtype, in the order of their calls."""
+    """Groups of linear layers called once each, on the same tensor and in the same dtype, in call order."""
     calls = Counter(module for module, _ in seen)
     groups: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
     for module, states in seen:
@@ -167,7 +166,7 @@ def _groups(seen: list[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
 
 
 def _merge(layer: nn.Module, linears: list[nn.Linear]) -> None:
-    """Put the merged layers in the place of `linears`, whose weights go with the last reference to them."""
+    """Replace `linears` by the merged layers; the last reference to the old weights frees them."""
     shared = _Shared(linears)
     depth, end = linears[0].in_features, linears[0].out_features
     replacements: dict[nn.Module, nn.Module] = {linears[0]: MergedLinear(shared, depth, end)}

@@ -1,8 +1,8 @@
-"""Attention modules of the most common kind, whose norms of q and k, rotary embedding and KV write are one kernel.
+"""Llama-style attention modules with norms of q and k, rotary embedding and KV write fused into one kernel.
 
-That kind is Llama's: one product for q, k and v, optional RMS norms of the heads of q and k, a rotation of whole heads
-by halves. `describe_attention` recognises it, then both are compared on a few rows: a module that computes anything
-else runs unchanged.
+Llama-style means one product for q, k and v, optional RMS norms of q's and k's heads, and rotary embedding of whole
+heads by halves. `describe_attention` recognises the modules; each is then compared with its fused form on a few rows,
+and if any differs, all run unfused.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from nanovllm.model.fast.decoder_block import check_attention, describe_attentio
 from nanovllm.model.fast.distances import difference_of_rows
 from nanovllm.model.fast.merged_linears import MergedLinear, MergedPart
 
-# All that such a module computes with; one with others may do on some rows what it does not do on those compared.
+# Allowed operators: a module with others could depend on its rows, and differ on rows that are not compared.
 OPERATORS = {
     "_fused_rms_norm", "_to_copy", "_unsafe_view", "add", "addmm", "alias", "all_reduce", "bmm", "cat", "clone",
     "detach", "expand", "linear", "mean", "mm", "mul", "neg", "pow", "rms_norm", "rsqrt", "slice", "split", "t",
     "transpose", "unsqueeze", "view",
 }  # fmt: skip
-_SERVED = ("window", "chunk", "softcap")  # by attention itself, which stays what it is
-MANY_ROWS = 2048  # for which the kernel is compiled once more
-POSITIONS = (0, 3, 17, 100)  # of the rows on which both are compared
+_SERVED = ("window", "chunk", "softcap")  # traits of attention itself, which is not changed
+MANY_ROWS = 2048  # second size that the kernel is compiled for
+POSITIONS = (0, 3, 17, 100)  # of the compared rows
 
 
 class RotaryAttention(nn.Module):
-    """Computes in an attention module's place, by the module's own weights.
+    """Replaces an attention module; uses the module's weights.
 
     Args:
-        rotate: as `kernels.rotary.rotate_and_store`.
+        rotate: `kernels.rotary.rotate_and_store` or a function with its arguments.
 
     Raises NotFusedError if the module's parts are of another kind.
     """
@@ -53,7 +53,7 @@ class RotaryAttention(nn.Module):
         if len(epsilons) > 1:
             raise NotFusedError(f"{parts.kind} has norms of q and k with different epsilons: {sorted(epsilons)}")
         self.epsilon = max(epsilons, default=0.0)
-        # Attributes of this module, as which compiled code reads them.
+        # Compiled code reads these attributes from this module.
         self.attention: Any = layer.module
         self.qkv, self.output = q, parts.linears["o"]
         self.norms: Any = nn.ModuleList(norm.module for norm in parts.norms.values())
@@ -61,11 +61,18 @@ class RotaryAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, num_rows, hidden_size], cosines and sines [1, num_rows, head_dim]."""
+        """Compute attention as the module does.
+
+        Args:
+            hidden_states: [1, num_rows, hidden_size].
+            position_embeddings: cosines and sines [1, num_rows, head_dim].
+
+        Returns hidden states [1, num_rows, hidden_size] and None for the weights.
+        """
         attention, cache = self.attention, getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         kind = getattr(attention, LAYER_KIND)
-        if slot_mapping.dim() == 2:  # layers form several cache groups: a row for each kind of layer
+        if slot_mapping.dim() == 2:  # several cache groups: one row per kind of layer
             slot_mapping = slot_mapping[kind]
         query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
         return self.projected(paged_attention(query, cache[0], cache[1], handle, self.scaling, kind)), None
@@ -73,7 +80,7 @@ class RotaryAttention(nn.Module):
     def rotated(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> Tensor:
-        """Write K and V to `cache`; returns the queries [num_rows, num_heads, head_dim]."""
+        """Write K and V to `cache`; returns queries [num_rows, num_heads, head_dim]."""
         products = self.qkv.product(hidden_states)
         return self.rotate(products, *position_embeddings, self._norms(), self.epsilon, cache, slot_mapping)
 
@@ -81,7 +88,7 @@ class RotaryAttention(nn.Module):
         return [norm.weight for norm in self.norms]
 
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
-        """A call of the kernel alone."""
+        """A call of the kernel alone, on zeros, for compilation."""
         traits, weight = self._layer.traits, self.qkv.all_weights
         products, turns = weight.new_zeros(1, num_rows, len(weight)), weight.new_zeros(1, num_rows, traits.head_dim)
         cache = weight.new_zeros(2, 1, traits.num_kv_heads, traits.head_dim)
@@ -89,24 +96,24 @@ class RotaryAttention(nn.Module):
         return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
 
     def projected(self, attended: Tensor) -> Tensor:
-        """attended [1, num_rows, num_heads, head_dim]; returns [1, num_rows, hidden_size]."""
+        """Output projection of attended [1, num_rows, num_heads, head_dim]: [1, num_rows, hidden_size]."""
         result: Tensor = self.output(attended.flatten(2))
         return result
 
 
 def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
-    first, *others = linears
-    if not isinstance(first, MergedLinear) or not all(isinstance(part, MergedPart) for part in others):
+    first, *parts = linears
+    if not isinstance(first, MergedLinear) or not all(isinstance(part, MergedPart) for part in parts):
         return False
     traits = layer.traits
     sizes = [heads * traits.head_dim for heads in (traits.num_heads, traits.num_kv_heads, traits.num_kv_heads)]
-    parts = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
-    is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in others)
-    return is_whole and [(linear.start, linear.end) for linear in linears] == parts
+    ranges = [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(3)]
+    is_whole = len(first.all_weights) == sum(sizes) and all(part.shares_with(first) for part in parts)
+    return is_whole and [(linear.start, linear.end) for linear in linears] == ranges
 
 
 class _Operators(TorchDispatchMode):
-    """The names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,31 +125,32 @@ class _Operators(TorchDispatchMode):
 
 
 class RotaryProbe:
-    """Compares fused modules with their own, in a forward pass whose attention gives each row its own value."""
+    """Compares fused modules with the original ones in a forward pass with attention replaced by each row's value."""
 
     def __init__(self, layers: Sequence[AttentionLayer], rotate: Callable[..., Tensor]) -> None:
         self._layers = layers
         self.fused = {layer.module: RotaryAttention(layer, rotate) for layer in layers}
         self._states: tuple[Tensor, Tensor, Tensor] | None = None
         self.operators = _Operators()
-        self.difference: str | None = None  # the first that was found
+        self.difference: str | None = None  # the first one found
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """A forward hook of an attention module, before it runs."""
+        """Forward pre-hook of an attention module."""
         self.operators.names.clear()
 
     def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> None:
         self._states = query, key, value
 
     def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A forward hook of an attention module. Raises NotFusedError for one of another kind.
+        """Forward hook of an attention module; raises NotFusedError for a module of another kind.
 
-        What differs in value is noted: of several ranks it may be one's alone, and all go on to the next all-reduce.
+        Differences in values are recorded, not raised: only one rank may see them, and all must reach the next
+        all-reduce.
         """
         name, fused, states = type(module).__name__, self.fused[module], self._states
-        others = self.operators.names - OPERATORS
-        if others:
-            raise NotFusedError(f"{name} computes with {min(others)!r} too")
+        unexpected = self.operators.names - OPERATORS
+        if unexpected:
+            raise NotFusedError(f"{name} computes with {min(unexpected)!r} too")
         if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
             raise NotFusedError(f"{name} returns something else than a tensor and no weights")
         try:
@@ -173,7 +181,7 @@ def fuse_rotary(
     probing: Callable[[Any], AbstractContextManager[None]],
     run: Callable[[Tensor, Tensor], Any],
 ) -> dict[nn.Module, RotaryAttention]:
-    """A fused module for each attention module, which were found to compute the same.
+    """Fused modules by attention module, each compared with the original.
 
     Args:
         probing: replaces attention by a probe.
@@ -195,7 +203,7 @@ def fuse_rotary(
 
 
 def rotary_calls(layer: AttentionLayer, rotate: Any, num_rows: int) -> list[Callable[[], Any]]:
-    """Calls of the kernel for few rows and for many, so that it is compiled; none if the layer does not use it."""
+    """Calls that compile the kernel for few and for many rows; empty if the layer does not use it."""
     if rotate is None:
         return []
     try:

@@ -1,7 +1,7 @@
-"""Decoder layers of Llama's kind as one launch for steps of a few decodes on a GPU (`kernels/layer_stack.py`).
+"""All Llama-style decoder layers in one launch, for steps of few decodes on a GPU (`kernels/layer_stack.py`).
 
-`decoder_block.py` recognises the layers, then both are compared on a few steps, layer by layer: a model that computes
-anything else, in a layer or between two of them, runs unchanged.
+`decoder_block.py` recognises the layers; the kernel is then compared with each layer in a few steps. A model with
+differences in a layer or between two layers runs layer by layer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from nanovllm.process.device import find_kernel
 
 
 class StackedLayers:
-    """The decoder layers of a model; `calls` has what replaces each module's call.
+    """The decoder layers of a model as one launch; `calls()` replaces the modules' calls.
 
     Raises NotFusedError if the layers are of another kind, or if there is no kernel for them.
 
     Args:
-        modules, layers, caches: the decoder layers, their attention, its K and V, all in one order.
-        calls: of the modules otherwise.
+        modules, layers, caches: decoder layers, their attention, its K and V, all in one order.
+        calls: used in steps without the stack.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StackedLayers:
             raise NotFusedError(str(error)) from error
 
     def calls(self) -> dict[nn.Module, Callable[..., Any]]:
-        """What to call in place of each module: the first runs all layers, the others pass its answer on."""
+        """Replacements of the modules' calls: the first runs all layers, the others pass its output on."""
         return {module: partial(self._call, module) for module in self._modules}
 
     def _call(self, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class StackedLayers:
         return self._run(rows, hidden_states, **kwargs) if module is self._modules[0] else hidden_states
 
     def _rows(self, hidden_states: Tensor, kwargs: Any) -> Any | None:
-        """The decodes of the running step, if they are all of it and few."""
+        """The rows of the running step, if it consists of few decodes only; else None."""
         plan = running_step(kwargs[STEP_HANDLE]).plan
         if not isinstance(plan, GpuFlexPlan) or len(plan.step.tile_rows) or plan.num_decodes not in self._num_rows:
             return None
@@ -104,11 +104,12 @@ class StackedLayers:
         return output[None]
 
     def comparing_calls(self) -> dict[nn.Module, Callable[..., Any]]:
-        """Calls of the modules that try each layer beside its module, while `equations` watches; raise NotFusedError.
+        """Calls that run each module and compare the kernel's layer with it, while `equations` watches.
 
-        The answer of each but the last is for the next layer alone: in a stack it is not computed on its own.
+        Outputs of all layers but the last may be read only by the next layer: a stack does not return them. The calls
+        raise NotFusedError.
         """
-        passed: list[tuple[Any, Any]] = []  # of each layer of this pass: its answer and the position embeddings
+        passed: list[tuple[Any, Any]] = []  # per layer of this pass: its output and the position embeddings
 
         def call(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             before: Any = args[0] if args else kwargs.get("hidden_states")
@@ -134,7 +135,7 @@ class StackedLayers:
                 raise NotFusedError(f"{type(module).__name__} is called in another way: {error!r}") from error
             self._compare(index, plain, expected, own, rows, kwargs)
             self.num_compared += 1
-            output = expected if module is self._modules[-1] else _ForNextLayer.of(expected)
+            output = expected if module is self._modules[-1] else _ForNextLayer.wrap(expected)
             passed.append((output, embeddings))
             return output
 
@@ -150,15 +151,15 @@ class StackedLayers:
 
 
 class _ForNextLayer(Tensor):
-    """A layer's answer that raises NotFusedError if anything but the next layer reads it.
+    """A layer's output that raises NotFusedError if anything but the next layer reads it.
 
-    A model may add an early layer's output behind the last layer: no layer's own answer shows that.
+    A model may add an early layer's output after the last layer, which no comparison of single layers shows.
     """
 
     _plain: Tensor
 
     @staticmethod
-    def of(tensor: Tensor) -> _ForNextLayer:
+    def wrap(tensor: Tensor) -> _ForNextLayer:
         marked = tensor.as_subclass(_ForNextLayer)
         vars(marked)["_plain"] = tensor
         return marked
@@ -186,11 +187,11 @@ def stacked_calls(
     *,
     compare: Callable[[StackedLayers], None],
 ) -> dict[nn.Module, Callable[..., Any]]:
-    """What to call in place of the layers and the other modules; raises NotFusedError.
+    """`calls` with the layers replaced by a stack; raises NotFusedError.
 
     Args:
-        calls: the same without a stack.
-        compare: runs some steps by the comparing calls, while the equations watch.
+        calls: replacements of modules' calls, without a stack.
+        compare: runs some steps with `comparing_calls`, while `equations` watches.
     """
     stacked = StackedLayers(modules, layers, caches, calls, block_size)
     compare(stacked)
@@ -202,7 +203,7 @@ def stacked_calls(
 def compile_calls_of(
     modules: Sequence[nn.Module], layers: Sequence[AttentionLayer], device: torch.device, block_size: int
 ) -> list[Callable[[], Any]]:
-    """Calls that compile the kernel for these layers, none if it does not serve them; to be made ahead, in threads."""
+    """Calls that compile the kernel for these layers, for threads at start; empty if it does not support them."""
     compile_code: Any = find_kernel("layer_stack", "machine_code")
     if compile_code is None:
         return []

@@ -1,7 +1,7 @@
-"""What a GGUF file's names mean in `transformers`, for each architecture that is read; without torch.
+"""Maps names of GGUF files to `transformers`, per supported architecture; without torch.
 
-The mappings of `transformers` leave out keys that change the result (head sizes, rotary scaling, soft-caps), and differ
-among its releases. Here every key and tensor has a meaning or is refused by name.
+The mappings of `transformers` omit keys that change the result (head sizes, rotary scaling, soft-caps) and differ among
+its releases. Here every key and tensor is mapped, or refused by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Key of the metadata, after the architecture's name -> field of the config.
+# Metadata key without the architecture's prefix -> field of the config.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -19,7 +19,7 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Read by `config.py` with a rule of their own, or of no effect on the result.
+# Read by special rules of `config.py`, or without effect on the result.
 KEYS_WITH_RULES = frozenset(
     {
         "vocab_size",
@@ -35,7 +35,7 @@ KEYS_WITH_RULES = frozenset(
         "rope.scale_linear",
     }
 )
-# Harmless at these values, which llama.cpp writes for dense models too; refused at others.
+# Ignored at these values, which llama.cpp writes for dense models too; refused at others.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -44,9 +44,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "use_parallel_residual": (False,),
-    "tensor_data_layout": ("Meta AI original pth",),  # the permuted rows of q and k, said of old files
+    "tensor_data_layout": ("Meta AI original pth",),  # permuted rows of q and k, in old files
 }
-# Name of a layer's tensor, after "blk.N." -> module of the layer.
+# Name of a layer's tensor without "blk.N." -> module of the layer.
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -70,15 +70,15 @@ _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_so
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the files of one architecture are read.
+    """Mapping of one architecture's files.
 
     model_type, class_name: of `transformers`.
-    keys: of the metadata -> field of the config.
-    special: keys that `config.py` reads for this architecture alone.
-    layer: tensors of a layer -> its modules.
-    fixed: fields of the config that no key states.
-    permutes_heads: rows of q and k lie as llama.cpp's rotary embedding pairs them.
-    norms_from_zero: the module adds 1 to the weights of its norms, which the file has added already.
+    keys: metadata key -> field of the config.
+    special: keys that `config.py` reads only for this architecture.
+    layer: tensor of a layer -> its module.
+    fixed: fields of the config without a key.
+    permutes_heads: rows of q and k are in the order of llama.cpp's rotary embedding.
+    norms_from_zero: modules add 1 to norm weights; the file's weights include it.
     """
 
     model_type: str

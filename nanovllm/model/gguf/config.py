@@ -1,4 +1,4 @@
-"""The configuration of the model in a GGUF file, from its metadata; nothing of it is ignored; without torch."""
+"""Reads a model's config from the metadata of a GGUF file; no key is ignored; without torch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from nanovllm.model.gguf.architectures import ARCHITECTURES, KEYS_WITH_RULES, NE
 from nanovllm.model.gguf.file import GGUFFile
 
 TOKEN_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
-# Tokens that end a turn or a text wherever a vocabulary has them as control tokens, as llama.cpp takes it: a file names
-# but one of them, the checkpoint that it was made from often several.
+# Control tokens that end a turn or a text in any vocabulary, as in llama.cpp: a file names only one of them, the
+# original checkpoint often several.
 _ENDS = frozenset(
     {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
         "<|end_of_role|>", "<EOT>",
     }
 )  # fmt: skip
-_CONTROL = 3  # type of a token
+_CONTROL = 3  # token type
 READ_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"} | {name: name for name in FILTERS}
-# Keys without a meaning at zero or below. A scaling factor of 0 is none, as in llama.cpp.
+# Keys with positive values. A scaling factor of 0 means none, as in llama.cpp.
 _POSITIVE = (
     "context_length", "embedding_length", "block_count", "attention.head_count", "attention.head_count_kv",
     "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
     "rope.freq_base", "rope.freq_base_swa", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
 )  # fmt: skip
 _NOT_NEGATIVE = ("rope.scaling.factor", "rope.scale_linear")
-# Layers of the largest model of a family, whose queries are scaled by another width than the head's.
+# Number of layers of a family's largest model, which scales queries by hidden_size / num_heads, not by head_dim.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """How the file is read; raises UnsupportedModelError for an architecture without a mapping."""
+    """The mapping for the file's architecture; raises UnsupportedModelError if there is none."""
     name = file.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -47,7 +47,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def refuse_types(file: GGUFFile) -> None:
-    """Raise UnsupportedModelError for tensors of types that no kernel computes with."""
+    """Raise UnsupportedModelError for tensor types without a kernel."""
     of_type: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in file.tensors.values():
         if tensor.kind not in READ_TYPES:
@@ -61,15 +61,14 @@ def refuse_types(file: GGUFFile) -> None:
 
 
 def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first four names as text, and the number of further ones."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
-    """The fields of the config of `transformers`, with its model_type and architectures.
+    """Fields of the `transformers` config, including model_type and architectures.
 
-    Raises UnsupportedModelError for an architecture or a key of it that has no meaning here, ModelLoadError for one
-    that is missing.
+    Raises UnsupportedModelError for an unknown architecture or key, ModelLoadError for a missing key.
     """
     architecture = architecture_of(file)
     _refuse_unknown_keys(file, architecture)
@@ -93,22 +92,22 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if architecture.model_type.startswith("gemma"):
         _set_gemma(file, config)
-    # None where the file has none: the classes' own defaults are those of one checkpoint.
+    # None if the file has no such token: the config classes' defaults belong to one checkpoint.
     return config | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | token_ids(file)
 
 
 def token_ids(file: GGUFFile) -> dict[str, int]:
-    """bos_token_id, eos_token_id and pad_token_id, those that the file has."""
+    """bos_token_id, eos_token_id and pad_token_id, as far as the file has them."""
     found = {f"{role}_token_id": file.metadata.get(f"tokenizer.ggml.{key}") for role, key in TOKEN_IDS.items()}
     return {name: value for name, value in found.items() if value is not None and name != "unk_token_id"}
 
 
 def generation_defaults(file: GGUFFile) -> dict[str, Any]:
-    """What a generation config would hold: the tokens that end an answer, and options of sampling."""
+    """Fields of a generation config: end-of-sequence tokens and sampling options."""
     metadata = file.metadata
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    typed = enumerate(zip(tokens, kinds, strict=False))  # the tokenizer refuses another number of types
+    typed = enumerate(zip(tokens, kinds, strict=False))  # the tokenizer refuses unequal lengths
     ends = [index for index, (token, kind) in typed if kind == _CONTROL and token in _ENDS]
     eos = list(dict.fromkeys([token for token in named if token is not None] + ends))
     sampling = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
@@ -134,7 +133,7 @@ def _refuse_unknown_keys(file: GGUFFile, architecture: Architecture) -> None:
 
 
 def _check_numbers(file: GGUFFile) -> None:
-    """Before anything is computed with them, or as many layers made as the metadata count."""
+    """Check numbers before they are computed with, and the layer count before that many layers are built."""
     for key in (*_POSITIVE, *_NOT_NEGATIVE):
         value = file.of_architecture(key)
         for each in value if isinstance(value, list) else [] if value is None else [value]:
@@ -174,7 +173,7 @@ def _set_heads(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _rope(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """rope_parameters. The factors of a tensor rope_freqs (Llama 3.1) are applied to the loaded model."""
+    """rope_parameters; factors of a tensor rope_freqs (Llama 3.1) are applied to the loaded model instead."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.of_architecture("rope.freq_base", 10000.0)}
     if config["model_type"] == "phi3":
         return rope | _phi3_rope(file, config)
@@ -222,7 +221,7 @@ def _phi3_rope(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_gemma(file: GGUFFile, config: dict[str, Any]) -> None:
-    """What llama.cpp knows of these families without the file's saying it."""
+    """Set fields of Gemma that llama.cpp hard-codes, so that files do not contain them."""
     config["hidden_activation"] = "gelu_pytorch_tanh"
     if file.architecture in _LARGEST:
         is_largest = config["num_hidden_layers"] == _LARGEST[file.architecture]

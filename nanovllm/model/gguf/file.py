@@ -1,9 +1,9 @@
-"""A GGUF file's header, read and checked before any weight is; without torch.
+"""Reads and checks a GGUF file's header before any weight is read; without torch.
 
     magic, version, counts │ metadata: key, type, value │ tensors: name, shape, type, offset │ padding │ weights
 
-The reader of the package `gguf` makes an array of each token of a vocabulary, which takes seconds; this one decodes
-arrays at once, and says of a damaged file what is damaged.
+The reader of the package `gguf` makes one array per token of a vocabulary, which takes seconds; this one decodes whole
+arrays, and its errors name the damaged part of a file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-# Value types of metadata by number: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
+# Struct codes of metadata types: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-# More than any file has. A damaged count that lies within a large file would take its memory, or minutes.
+# Beyond any real file. A damaged count within the size of a large file would take gigabytes, or minutes.
 _MOST_BYTES_OF_TEXT, _MOST_ITEMS, _MOST_ENTRIES, _MOST_DIMS = 1 << 26, 1 << 22, 1 << 16, 4
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the file; nothing of it is read before `data`.
+    """A tensor of the file; pages of weights are read when `data` is accessed.
 
     shape: in torch's order, [out_features, in_features].
     kind: "F32", "Q4_K", ...
@@ -51,12 +51,12 @@ class StoredTensor:
 
 
 class GGUFFile:
-    """The metadata and the tensors of one file, or of all parts of a split one.
+    """Metadata and tensors of one file, or of all parts of a split file.
 
     Args:
         path: of the file, or of the first part.
 
-    Raises ModelLoadError for a file that is no GGUF file, is truncated or damaged, or lacks a part.
+    Raises ModelLoadError for a file of another format, a truncated or damaged one, and a missing part.
 
     Attributes:
         metadata: of the first part.
@@ -86,12 +86,12 @@ class GGUFFile:
         return str(self.metadata["general.architecture"])
 
     def of_architecture(self, key: str, default: Any = None) -> Any:
-        """A value under the architecture's own name, such as "block_count" of "llama.block_count"."""
+        """The metadata value of a key with the architecture's prefix: "block_count" reads "llama.block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def is_first_part(path: Path) -> bool:
-    """Whether a file is one that a model is named by: not split, or the first part."""
+    """Whether a file can be named as a model: an unsplit file or the first part."""
     found = _PART.search(path.name)
     return found is None or int(found[1]) == 1
 
@@ -102,19 +102,22 @@ def _opened(path: Path, changed_ns: int, num_bytes: int) -> GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """The file, as the last call read it if it is the same; raises what `GGUFFile` does."""
+    """The file, cached from the last call if its size and mtime are unchanged; raises ModelLoadError as `GGUFFile`."""
     path = Path(path).expanduser()
     state = path.stat()
     return _opened(path, state.st_mtime_ns, state.st_size)
 
 
 def forget_opened() -> None:
-    """Free the vocabulary of the file that was opened last."""
+    """Drop the cached file and its vocabulary."""
     _opened.cache_clear()
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a split model in their order, by the name that llama.cpp gives them; one that is not split alone."""
+    """All parts of a split model in order, by llama.cpp's naming scheme; an unsplit file is its only part.
+
+    Raises ModelLoadError for a later part and for missing parts.
+    """
     found = _PART.search(path.name)
     if found is None:
         return [path]
@@ -151,7 +154,7 @@ class _Header:
         self._at = len(MAGIC)
 
     def read(self) -> tuple[dict[str, Any], list[StoredTensor]]:
-        """Metadata and tensors."""
+        """Metadata and tensors; raises ModelLoadError."""
         try:
             return self._read()
         except (struct.error, IndexError, OverflowError) as error:
@@ -189,7 +192,7 @@ class _Header:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         content = np.frombuffer(self._bytes, dtype=np.uint8)
-        places = []
+        ranges = []  # (start, end, name) in bytes
         for name, shape, number, offset in entries:
             try:
                 kind = GGMLQuantizationType(number)
@@ -207,10 +210,10 @@ class _Header:
                 raise self._truncated(
                     f"the tensor {name} ends at byte {begin + num_bytes:,}, the file at byte {len(content):,}"
                 )
-            places.append((begin, begin + num_bytes, name))
+            ranges.append((begin, begin + num_bytes, name))
             data = content[begin : begin + num_bytes].reshape(*shape[:-1], row_bytes)
             yield StoredTensor(name, shape, kind.name, data)
-        for (_, end, name), (begin, _, other) in pairwise(sorted(places)):
+        for (_, end, name), (begin, _, other) in pairwise(sorted(ranges)):
             if begin < end:
                 raise self._damaged(f"the tensors {name} and {other} overlap")
 

@@ -1,4 +1,4 @@
-"""A GGUF file for the loader: its model, config and tokenizer, under the engine's options."""
+"""Loads model, config and tokenizer from a GGUF file, under the engine's options."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger("nanovllm")
 
 
 def load_module(source: str, config: EngineConfig, device: torch.device, *, is_sharded: bool) -> Any:
-    """The model of the file, on the CPU.
+    """Load the file's model on the CPU.
 
-    Its blocks are kept on a CPU alone: a GPU's products have no kernels for them, and a shard of a row could cut one.
+    Weights stay in blocks only for an unsharded CPU engine: a GPU has no kernels for them, and a shard could cut one.
 
     Raises ModelLoadError and UnsupportedModelError, and ValueError for options that contradict a GGUF file.
     """
@@ -55,6 +55,6 @@ def load_tokenizer(source: str) -> Any:
         return build_tokenizer(open_gguf(source))
     except (ModelLoadError, UnsupportedModelError):
         raise
-    except Exception as error:  # `tokenizers` raises plain ones, of many lines
+    except Exception as error:  # `tokenizers` raises bare Exceptions, with many lines
         reason = str(error).partition("\n")[0]
         raise ModelLoadError(f"{source} has a damaged tokenizer: {reason}. Pass tokenizer=...") from error

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, from its vocabulary, merges or scores, and the name of its splitting."""
+"""Builds the tokenizer of a GGUF file from its vocabulary, merges or scores, and the name of its pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nanovllm.core.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.model.gguf.config import TOKEN_IDS
 from nanovllm.model.gguf.file import GGUFFile
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of a token, of which one that is missing has the first
-_SPACE = "▁"  # a space, as SentencePiece spells it
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types; a missing type means NORMAL
+_SPACE = "▁"  # SentencePiece's symbol for a space
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -21,8 +21,8 @@ _CASED = r"[^\r\n\p{{L}}\p{{N}}]?{0}*{1}+{2}|[^\r\n\p{{L}}\p{{N}}]?{0}+{1}*{2}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED.format(_UPPER, _LOWER, "") + r"|\p{N}" + _REST
 _GPT4O = _CASED.format(_UPPER, _LOWER, _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _REST
-# A file only names how text is split before merges (tokenizer.ggml.pre): "" stands for words as in GPT-2, "digits" for
-# every digit by itself before that, others are patterns.
+# Patterns by the name of a pre-tokenizer (tokenizer.ggml.pre): "" splits words as GPT-2, "digits" splits single digits
+# first.
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), ""),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), "digits"),
@@ -32,14 +32,14 @@ _SPLITS = {
     "tekken": _TEKKEN,
 }
 _BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe"})  # texts begin with BOS unless the file says otherwise
-_WHOLE_WORDS = _BEGINS | {"tekken"}  # a word of the vocabulary is not merged from its parts
-_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # text is brought to Unicode's composed form first
+_WHOLE_WORDS = _BEGINS | {"tekken"}  # words of the vocabulary skip merges
+_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # text is normalised to Unicode NFC first
 
 
 def build_tokenizer(file: GGUFFile) -> Any:
     """The tokenizer, with its special tokens and chat templates.
 
-    Raises ModelLoadError if the file has none, UnsupportedModelError for a kind or splitting that is not known.
+    Raises ModelLoadError if the file has none, UnsupportedModelError for an unknown kind or pre-tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +84,7 @@ def _unknown(file: GGUFFile, key: str, value: Any, known: Any) -> UnsupportedMod
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
-    """The template, or several by name."""
+    """The chat template, or several by name."""
     prefix = "tokenizer.chat_template."
     default = file.metadata.get("tokenizer.chat_template")
     named = {key.removeprefix(prefix): text for key, text in file.metadata.items() if key.startswith(prefix)}
@@ -143,10 +143,10 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
 
 
 def _merges_of(file: GGUFFile, vocab: dict[str, int], *, by_position: bool) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: every pair of tokens that makes a third, the best third first.
+    """Merges implied by SentencePiece's scores: all pairs of tokens that form a token, the best result first.
 
     Args:
-        by_position: Gemma's scores do not follow the order of its merges; its tokens do.
+        by_position: rank results by token id instead of score: Gemma's merges follow its ids.
     """
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None and not by_position:

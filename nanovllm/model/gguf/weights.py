@@ -1,8 +1,8 @@
-"""The weights of a GGUF file in a module of `transformers`: linear layers and embeddings as the blocks that they are.
+"""Loads a GGUF file's weights into a `transformers` module; linear layers and embeddings stay quantised blocks.
 
     file's names ──(architecture)──> names of parameters ──(compared with the class's own)──> blocks or plain tensors
 
-Everything is compared before a weight is read: each tensor has a parameter of its shape, and each parameter a tensor.
+All names and shapes are compared before a weight is read: each tensor has a parameter, and each parameter a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("nanovllm")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _OUTPUT = "lm_head.weight"
-# Factors of the rotary frequencies: of `_apply_frequencies`, of the config.
+# Factors of the rotary frequencies: read by `_apply_frequencies`, and by the config.
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 _EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn_down_exps": "down_proj"}
@@ -39,7 +39,7 @@ _EXPERTS = {"ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj", "ffn
 class Source:
     """The tensors of one parameter: one, or the parts of gate_up_proj [experts, 2 * width, hidden_size] in order.
 
-    rows_per_head: of q and k, whose rows return from pairs to halves; 0 for others.
+    rows_per_head: for q and k, to reorder rows from pairs to halves; 0 for other parameters.
     offset: subtracted from the values.
     """
 
@@ -53,24 +53,24 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first, *others = (tensor.shape for tensor in self.tensors)
-        return (first[0], first[1] + sum(shape[1] for shape in others), *first[2:]) if others else first
+        first, *rest = (tensor.shape for tensor in self.tensors)
+        return (first[0], first[1] + sum(shape[1] for shape in rest), *first[2:]) if rest else first
 
     def blocks(self) -> Tensor:
         """uint8 [out_features, bytes of a row], a copy."""
         return torch.from_numpy(_rows_in_halves(self.tensors[0].data, self.rows_per_head))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The dense parameter."""
+        """The dequantised parameter."""
         parts = [_values(tensor, self.rows_per_head) - self.offset for tensor in self.tensors]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
 
 
 def _rows_in_halves(data: np.ndarray[Any, Any], rows_per_head: int) -> np.ndarray[Any, Any]:
-    """Rows as `transformers` has them. Rows move whole, and blocks lie along them, so nothing is quantised anew.
+    """Rows in the order of `transformers`; whole rows move, so blocks are not requantised.
 
     llama.cpp rotates the neighbouring rows 2i and 2i + 1 of a head, transformers rows i and i + head_dim / 2: the file
-    interleaves the two halves of every head, so they are parted again.
+    interleaves the two halves of each head, and this undoes it.
     """
     if not rows_per_head:
         return np.array(data)
@@ -87,9 +87,9 @@ def _values(tensor: StoredTensor, rows_per_head: int) -> Tensor:
 
 
 def sources_of(file: GGUFFile) -> dict[str, Source]:
-    """The parameters by their names in `transformers`.
+    """Sources of the parameters, by name in `transformers`.
 
-    Raises UnsupportedModelError for tensors without a name there, or of a type that is not read.
+    Raises UnsupportedModelError for tensors without such a name, or of an unsupported type.
     """
     refuse_types(file)
     architecture = architecture_of(file)
@@ -110,7 +110,7 @@ def sources_of(file: GGUFFile) -> dict[str, Source]:
                 continue
             target = f"model.layers.{layer}.{architecture.layer[part]}.{suffix}" if part in architecture.layer else None
             if part in heads and suffix == "bias":
-                target = None  # its rows would have to move as well, and no model of these has one
+                target = None  # its rows would need reordering too, and no such model has one
         if target is None:
             unknown.append(name)
             continue
@@ -129,20 +129,20 @@ def sources_of(file: GGUFFile) -> dict[str, Source]:
 
 def _num_heads(file: GGUFFile, key: str) -> int:
     count = file.of_architecture(key) or file.of_architecture("attention.head_count")
-    return int(count[0] if isinstance(count, list) else count)  # of all layers the same, or the config is refused
+    return int(count[0] if isinstance(count, list) else count)  # equal in all layers, or the config is refused
 
 
 def model_config(file: GGUFFile) -> PreTrainedConfig:
-    """The config of `transformers`; raises UnsupportedModelError or ModelLoadError for one that cannot be read."""
+    """The `transformers` config; raises UnsupportedModelError or ModelLoadError."""
     fields = read_config(file)
     try:
         return AutoConfig.for_model(**fields)
-    except Exception as error:  # of a validator of its class
+    except Exception as error:  # any error of the config class's validators
         raise ModelLoadError(f"{file.path}: transformers does not take its config: {error}") from error
 
 
 def dtype_of(file: GGUFFile) -> torch.dtype:
-    """What dtype="auto" means: bfloat16 for a quantised file, else the type of the matrices."""
+    """The dtype for "auto": bfloat16 for a quantised file, else the type of the matrices."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return _PLAIN[kinds.pop()] if len(kinds) == 1 and kinds <= set(_PLAIN) else torch.bfloat16
 
@@ -165,7 +165,7 @@ def load_model(file: GGUFFile, dtype: torch.dtype | None, *, keeps_blocks: bool)
     kept = _kept_modules(skeleton, sources) if keeps_blocks else {}
     _log_dequantised(file, sources, kept)
     state = dict(_state_of(sources, kept, dtype))
-    # Not from the Auto class, which looks for a file.
+    # Not by the Auto class, which would look for a file.
     model, info = type(skeleton).from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
     )
@@ -199,7 +199,7 @@ def _compare(file: GGUFFile, skeleton: nn.Module, sources: dict[str, Source]) ->
 
 
 def _kept_modules(skeleton: nn.Module, sources: dict[str, Source]) -> dict[str, Source]:
-    """The modules whose weights stay blocks, by path; a tied head is one of them."""
+    """Sources of the modules that stay quantised, by path; includes a tied head."""
     embedding = sources["model.embed_tokens.weight"]
     of_modules = {name.removesuffix(".weight"): source for name, source in sources.items() if name.endswith(".weight")}
     of_modules.setdefault("lm_head", embedding)
@@ -231,7 +231,7 @@ def _keep_blocks(model: nn.Module, path: str, source: Source, dtype: torch.dtype
 
 
 class ScaledEmbedding(QuantisedEmbedding):
-    """Gemma's, whose rows are multiplied by the root of their width."""
+    """Gemma's embedding: rows are multiplied by sqrt(hidden_size)."""
 
     embed_scale: Tensor
 
@@ -244,7 +244,7 @@ class ScaledEmbedding(QuantisedEmbedding):
 
 
 def _apply_frequencies(file: GGUFFile, model: nn.Module) -> None:
-    """Divide the rotary frequencies by the file's factors, which stand there instead of a rule (Llama 3.1)."""
+    """Divide the rotary frequencies by the file's factors, stored instead of a scaling rule (Llama 3.1)."""
     factors = file.tensors.get("rope_freqs.weight")
     if factors is None:
         return
@@ -278,5 +278,5 @@ def _log_dequantised(file: GGUFFile, sources: dict[str, Source], kept: dict[str,
 
 
 def dense_weights(file: GGUFFile, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All parameters, dequantised, by their names in `transformers`."""
+    """All parameters, dequantised, by name in `transformers`."""
     return {name: source.values(dtype) for name, source in sources_of(file).items()}
