@@ -21,7 +21,7 @@ from nanovllm.model.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.requests.chat import Message
 from nanovllm.requests.input_processor import Prompt
-from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, words_of
+from nanovllm.requests.preparation import Preparation, check_request_ids, num_samples, text_size, texts_of
 from nanovllm.requests.scoring import AsyncScoring
 from nanovllm.streaming.engine_thread import EngineThread
 from nanovllm.streaming.engines import EngineInterface
@@ -223,7 +223,7 @@ class AsyncLLM(AsyncScoring):
         self._preparing |= dict.fromkeys(request_ids, stream)
         try:
             await self._check_queue(num_samples(sampling_params, len(request_ids)))
-            compiles, words = self._input_processor.compiles(sampling_params), words_of(sampling_params)
+            compiles, words = self._input_processor.compiles(sampling_params), texts_of(sampling_params)
             await asyncio.wrap_future(await self.prepare(prepare_and_queue, (texts, words), compiles=compiles))
         except BaseException:  # a cancellation may come when they are queued already
             self._abandon(request_ids, stream)

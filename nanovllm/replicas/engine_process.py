@@ -96,7 +96,7 @@ class Reporter(Observer):
         self._engine.add(*requests)
         for request, new in zip(sent.requests, requests, strict=True):
             self.placements[new.request_id] = request.placement
-            if (answer := AnswerLogits.of(new.params)) is not None:
+            if (answer := AnswerLogits.find_in(new.params)) is not None:
                 self._answers[new.request_id] = answer
             if new.output_kind is not OutputKind.FINAL:
                 continue

@@ -59,7 +59,7 @@ class PoolRequest:
         self._num_cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._embedding: NDArray[np.float32] | None = None
-        self._answer = AnswerLogits.of(new.params)
+        self._answer = AnswerLogits.find_in(new.params)
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
 

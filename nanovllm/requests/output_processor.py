@@ -1,4 +1,4 @@
-"""Turns the tokens that steps give into outputs: text, stop strings, times, and one output of a request's samples."""
+"""Turns sampled tokens into outputs: text, stop strings, times, and one output per request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nanovllm.requests.resumption import restore
 
 @dataclass(slots=True)
 class TokenTimes:
-    """How long the tokens of one step were awaited, in seconds.
+    """Latencies of one step's tokens, in seconds.
 
-    ttfts: of the sequences that got their first token, since their arrival.
-    request_ttfts: likewise, but of several samples of a request only the first one's.
-    itls: since a sequence's token before, with the number of tokens; sequences that decode together share a gap.
+    ttfts: of sequences that got their first token.
+    request_ttfts: likewise per request: only its first sample's.
+    itls: latency since a sequence's previous token -> number of tokens; sequences that decode together share one.
     """
 
     ttfts: list[float] = field(default_factory=list)
@@ -30,13 +30,13 @@ class TokenTimes:
 
 
 class Sample:
-    """One sampled continuation of a request: the sequence that computes it, its text, its times.
+    """One sampled continuation of a request: its sequence, text and times.
 
-    The text is detokenised as it grows if the request streams or has stop strings, else once at the end.
+    Text is detokenised incrementally if the request streams or has stop strings, else once at the end.
 
     Args:
         tokenizer: None leaves the text empty.
-        record_itl: keep the seconds between tokens, one by one.
+        record_itl: keep every inter-token latency, in seconds.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Sample:
         self._incremental: IncrementalDetokenizer | None = None
         if tokenizer is not None and (self.is_streamed or params.stop):
             self._incremental = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        # Characters at the end of the text that may begin a stop string, which the next tokens complete.
+        # Characters held back at the end of the text, since they may begin a stop string.
         self._hold_back = 0 if params.include_stop_str_in_output else max(map(len, params.stop), default=1) - 1
         self._stopped_at: int | None = None
         self._text_without_tokenizer = ""
-        self._num_shown_tokens = self._num_shown_chars = 0  # in deltas
+        self._num_shown_tokens = self._num_shown_chars = 0  # sent in earlier deltas
         self.last_token_time: float | None = None
         self._first_token_time: float | None = None
         self._finished_time: float | None = None
@@ -64,7 +64,7 @@ class Sample:
             self._resume(request.resumed.metrics)
 
     def _resume(self, before: RequestMetrics) -> None:
-        """Read the tokens that the sequence has already, all of which were shown."""
+        """Read the tokens of a resumed sequence, all of which were sent."""
         sequence, params = self.sequence, self.sequence.params
         self._max_itl = before.max_itl
         token_ids = sequence.output_token_ids
@@ -79,7 +79,7 @@ class Sample:
             self._num_shown_tokens, self._num_shown_chars = len(token_ids), len(self._text())
 
     def advance(self, now: float) -> str | None:
-        """Take the sequence's newest token; returns the stop string that it completes, if it does."""
+        """Process the sequence's newest token; returns the stop string that it completes, or None."""
         if self.last_token_time is None:
             self._first_token_time = now
         else:
@@ -95,13 +95,13 @@ class Sample:
         return self._read(sequence.token_ids[-1], may_stop=sequence.num_output_tokens >= sequence.params.min_tokens)
 
     def _read(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Detokenise one more token; returns the stop string that it completes, if it may."""
+        """Detokenise one token; returns the stop string that it completes, or None; always None unless may_stop."""
         incremental = cast(IncrementalDetokenizer, self._incremental)
         params, searched = self.sequence.params, len(incremental.text)
         incremental.add(token_id)
         if not params.stop or not may_stop:
             return None
-        # A string that ended before was searched for then, and maybe passed over because of min_tokens.
+        # Search only strings that end in the new text: earlier ones were found before, or ignored due to min_tokens.
         text = incremental.text
         found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in params.stop]
         at, stop = min(((at, stop) for at, stop in found if at >= 0), default=(-1, None))
@@ -110,7 +110,7 @@ class Sample:
         return stop
 
     def fail_text(self, error: Exception) -> None:
-        """The tokenizer failed: the sample ends with all its tokens, and of its text with what was shown."""
+        """Record a failure of the tokenizer: the sample keeps all tokens, and the text sent so far."""
         if self._incremental is not None and self.is_streamed:
             self._text_without_tokenizer = self._shown_text(self._incremental)
         self._tokenizer = self._incremental = None
@@ -121,7 +121,7 @@ class Sample:
         )
 
     def output(self, now: float) -> RequestOutput:
-        """The output at the time `now`; each delta is given once."""
+        """The output at the time `now`; a delta contains only text and tokens not returned before."""
         sequence = self.sequence
         is_finished = sequence.is_finished
         if is_finished and self._finished_time is None:
@@ -173,7 +173,7 @@ class Sample:
         )
 
     def _text(self) -> str:
-        """The text so far; successive texts of a stream only grow at the end."""
+        """The text so far; in a stream it only grows at the end."""
         if self._tokenizer is None:
             return self._text_without_tokenizer
         incremental, is_finished = self._incremental, self._finished_time is not None
@@ -189,11 +189,11 @@ class Sample:
 
 
 class Request:
-    """A request as its owner sees it: its id, its deadline, its samples in order of their index, a sequence each.
+    """A request with its id, deadline and samples, in order of their index, one sequence each.
 
     Args:
-        number: how many requests the engine has had before; unseeded ones draw by it.
-        arrivals: counts the engine's sequences.
+        number: of earlier requests of the engine; seeds the noise of requests without a seed.
+        arrivals: counter of the engine's sequences.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Request:
         for sample in self.samples:
             try:
                 outputs.append(sample.output(now))
-            except Exception as error:  # a tokenizer that cannot decode, of a finished sample
+            except Exception as error:  # the tokenizer cannot decode a finished sample
                 sample.fail_text(error)
                 sample.sequence.finish_reason = "error"
                 outputs.append(sample.output(now))
@@ -246,7 +246,7 @@ class Request:
 
 
 def _merged(samples: list[RequestOutput]) -> RequestOutput:
-    """One output of a request from those of its samples in order of their index; the first speaks for the prompt."""
+    """Merge the outputs of a request's samples, in order of their index; fields of the prompt are the first one's."""
     failed = next((sample for sample in samples if sample.error), samples[0])
     return replace(
         samples[0],
@@ -280,25 +280,25 @@ def _merged_metrics(samples: list[RequestMetrics]) -> RequestMetrics:
 
 
 class OutputProcessor:
-    """Reads the new tokens of an engine's requests.
+    """Processes new tokens of an engine's requests.
 
     Args:
-        requests: by id; the engine's own table, which it fills and empties.
+        requests: the engine's table, by id; the engine adds and removes entries.
     """
 
     def __init__(self, requests: Mapping[str, Request]) -> None:
         self._requests = requests
 
     def advance(self, sequences: Iterable[Sequence], now: float, times: TokenTimes) -> list[tuple[Sequence, str]]:
-        """Detokenise the new tokens; returns the unfinished sequences that end by their text, with the reason.
+        """Detokenise new tokens; returns (sequence, finish reason) of running sequences that end by their text.
 
-        Adds to `times` how long each token was awaited.
+        Adds the tokens' latencies to `times`.
         """
         ended = []
         for sequence in sequences:
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            if sequence.finish_reason == "error" or sequence.params.embeds:  # instead of a token
+            if sequence.finish_reason == "error" or sequence.params.embeds:  # no new token
                 continue
             if sample.last_token_time is None:
                 times.ttfts.append(now - sequence.arrival_time)
@@ -309,25 +309,25 @@ class OutputProcessor:
                 times.itls[now - sample.last_token_time] += 1
             try:
                 stop = sample.advance(now)
-            except Exception as error:  # it ends the sample that cannot be decoded, not its neighbours
+            except Exception as error:  # ends only the sample that cannot be decoded
                 sample.fail_text(error)
                 reason = "error"
             else:
                 if stop is None:
                     continue
                 sequence.stop_reason, reason = stop, "stop"
-            if sequence.is_finished:  # its last token by length, or a stop token, completed the string
+            if sequence.is_finished:  # its last token (by length, or a stop token) completed the stop string
                 sequence.finish_reason = reason
             else:
                 ended.append((sequence, reason))
         return ended
 
     def outputs(self, sequences: Iterable[Sequence], now: float) -> list[RequestOutput]:
-        """Outputs of the requests, among the owners of these sequences, that stream or have finished."""
+        """Outputs of these sequences' requests, if streamed or finished."""
         requests: dict[Request, None] = {}
         for sequence in sequences:
             request = self._requests[sequence.request_id]
-            # Its own reason first, since most have nothing to show.
+            # The sequence's own finish reason first: most are still running.
             if request.is_streamed or (
                 sequence.finish_reason is not None and all(s.finish_reason is not None for s in request.sequences)
             ):

@@ -1,4 +1,4 @@
-"""Preparation threads: requests are tokenised and checked beside the event loop, long texts and forms apart."""
+"""Threads that tokenise and check requests outside of the event loop, with separate ones for long texts and forms."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nanovllm.core.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 
-# Longer texts take some 20 ms and more to tokenise.
+# Longer texts take 20 ms and more to tokenise.
 LONG_CHARS = 32768
-# Threads in which forms are compiled, at most; most of them wait for a trial.
+# Most threads that compile forms; most of these wait for a trial.
 FORM_THREADS = 32
-# What a chat template spends on a message or field, in characters to tokenise.
+# Cost of a message or field in a chat template, as a number of tokenised characters.
 CHARS_PER_VALUE = 16
 
 
 class Preparation:
-    """One thread for short texts, which keeps their order; one for long texts and some for forms, which they overtake.
+    """One thread for short texts, in order of submission; others for long texts and forms, which short texts overtake.
 
     Args:
-        tokenizer: a fast tokenizer frees the GIL and serves threads at a time; any other gets one thread for all.
+        tokenizer: a fast tokenizer releases the GIL and is thread-safe; any other gets one thread for everything.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -34,23 +34,23 @@ class Preparation:
             self._forms = ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="nanovllm-prepare-form")
 
     def submit(self, work: Callable[[], Result], num_chars: int, *, compiles: bool = False) -> Future[Result]:
-        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError once it is shut down.
+        """Run `work`, which tokenises about `num_chars` characters; raises RuntimeError after `shutdown`.
 
         Args:
-            compiles: whether it compiles forms too.
+            compiles: whether `work` compiles forms too.
         """
         if compiles:
             return self._forms.submit(work)
         return (self._short if num_chars <= LONG_CHARS else self._long).submit(work)
 
     def shutdown(self) -> None:
-        """Take no more work; what was submitted is done."""
+        """Refuse further work; work already submitted still runs."""
         for threads in (self._short, self._long, self._forms):
             threads.shutdown(wait=False)
 
 
 def check_request_ids(request_ids: SequenceABC[Any], in_preparation: Container[str]) -> None:
-    """Raise TypeError for what is no id, and ValueError for one given twice or of a request that is being prepared."""
+    """Raise TypeError for an invalid id, ValueError for a duplicate or the id of a request in preparation."""
     seen: set[str] = set()
     for request_id in request_ids:
         if not isinstance(request_id, str) or not request_id:
@@ -61,7 +61,7 @@ def check_request_ids(request_ids: SequenceABC[Any], in_preparation: Container[s
 
 
 def text_size(*values: Any) -> int:
-    """Characters in nested values, a share for each value included; counting ends above LONG_CHARS."""
+    """Characters in nested values plus CHARS_PER_VALUE for each value; stops counting above LONG_CHARS."""
     open_values, num_chars = list(values), 0
     while open_values and num_chars <= LONG_CHARS:
         value = open_values.pop()
@@ -76,13 +76,13 @@ def text_size(*values: Any) -> int:
 
 
 def num_samples(sampling_params: Any, num_prompts: int) -> int:
-    """Samples of prompts with these parameters; what is no valid parameter counts one."""
+    """Number of samples of prompts with these parameters; invalid parameters count as one."""
     params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params] * num_prompts
     return sum(one.n if isinstance(one, SamplingParams) else 1 for one in params)
 
 
-def words_of(sampling_params: Any) -> list[Any]:
-    """The bad words of parameters, which are tokenised too, and their structured outputs, which are compiled."""
+def texts_of(sampling_params: Any) -> list[Any]:
+    """Further texts to prepare: bad words, which are tokenised, and structured outputs, which are compiled."""
     params = sampling_params if isinstance(sampling_params, SequenceABC) else [sampling_params]
     forms = [one.structured_output for one in params if isinstance(one, SamplingParams)]
     words: list[Any] = [one.bad_words for one in params if isinstance(one, SamplingParams)]

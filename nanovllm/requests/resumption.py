@@ -1,4 +1,4 @@
-"""A sequence that goes on where another engine left it."""
+"""Restores the progress of a sequence moved from another engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nanovllm.core.sequence import Sequence
 
 
 def restore(sequence: Sequence, resumed: Resumed) -> None:
-    """Give a new sequence its past; it is then like one that was preempted: all tokens known, none computed."""
+    """Restore a new sequence's progress, as after a preemption: all tokens known, none computed."""
     sample, before = resumed.samples[sequence.index], resumed.metrics
     sequence.token_ids.extend(sample.token_ids)
     sequence.num_known_tokens = sequence.num_counted_tokens = len(sequence.token_ids)
@@ -20,4 +20,4 @@ def restore(sequence: Sequence, resumed: Resumed) -> None:
     if sample.finish_reason == "error":
         sequence.error, sequence.error_kind = resumed.error, resumed.error_kind
     sequence.scheduled_time, sequence.num_cached_tokens = before.scheduled_time, before.num_cached_tokens
-    sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs have the sum
+    sequence.num_preemptions = 0 if sequence.index else before.num_preemptions  # outputs sum over samples

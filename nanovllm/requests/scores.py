@@ -1,12 +1,12 @@
-"""Relevance of documents to queries by a causal model: prompts in, scores out; and embeddings of their outputs.
+"""Scores the relevance of documents to queries with a causal model; and reads embeddings from outputs.
 
-yes_no: the model reads query and document and is asked whether they belong together. With the logits z of the token
-that follows, score = exp(z_yes) / (exp(z_yes) + exp(z_no)), the probability of "yes" among the two answers (Nogueira et
-al. 2020, monoT5; Zhang et al. 2025, Qwen3-Reranker, whose checkpoints are trained for it). Any instructed model has it.
+yes_no: the model is asked whether the document is relevant to the query. With the logits z of the next token,
+score = exp(z_yes) / (exp(z_yes) + exp(z_no)), the probability of "yes" among the two answers (Nogueira et al. 2020,
+monoT5; Zhang et al. 2025, Qwen3-Reranker, trained for it). It works with any instructed model.
 
-cosine: score = e_query · e_document of normalised embeddings, each the last token's hidden state behind the final norm
-(Wang et al. 2024, E5-Mistral; Zhang et al. 2025, Qwen3-Embedding). It means something for models trained to embed; of
-others, hidden states point in much the same direction whatever the text.
+cosine: score = e_query · e_document of normalised embeddings, each the last token's hidden state after the final norm
+(Wang et al. 2024, E5-Mistral; Zhang et al. 2025, Qwen3-Embedding). It is meaningful for models trained to embed; hidden
+states of other models point in much the same direction for all texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWERS = ("yes", "no")
 
 
 def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutput:
-    """The embedding of a finished request, of length 1 if asked for; a vector of zeros stays one."""
+    """The embedding of a finished request; `normalize` divides it by its L2 norm, unless that is zero."""
     embedding = output.embedding
     if embedding is not None and normalize:
         length = float(np.linalg.norm(embedding))
@@ -49,9 +49,9 @@ def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutp
 
 
 class AnswerLogits:
-    """A logits processor that keeps the logits of two tokens, and changes nothing.
+    """A logits processor that records the logits of two tokens, and changes nothing.
 
-    logits: None before the step; those of an engine of another process are put here by whom they are sent to.
+    logits: None before the step; set by the receiver of a message if the engine runs in another process.
     """
 
     def __init__(self, token_ids: tuple[int, int]) -> None:
@@ -59,8 +59,8 @@ class AnswerLogits:
         self.logits: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams) -> AnswerLogits | None:
-        """That of a request of `ScoringPlan`; None for any other."""
+    def find_in(cls, params: SamplingParams) -> AnswerLogits | None:
+        """The processor of a request of `ScoringPlan`; None for any other request."""
         processors = params.logits_processors
         return processors[0] if len(processors) == 1 and isinstance(processors[0], cls) else None
 
@@ -70,7 +70,7 @@ class AnswerLogits:
         return logits
 
     def score(self) -> float | None:
-        """The share of the first token; None before the step."""
+        """Probability of the first token among the two; None before the step."""
         if self.logits is None:
             return None
         difference = self.logits[0] - self.logits[1]
@@ -81,26 +81,26 @@ class AnswerLogits:
 
 @dataclass(frozen=True, slots=True)
 class ScoringPlan:
-    """The requests that score pairs of query and document: make them, then read `scores`."""
+    """Requests that score pairs of query and document; run them, then call `scores`."""
 
     prompts: list[Prompt]
     params: list[SamplingParams]
-    pairs: list[tuple[int, int]]  # which prompts are of the query and the document; one of both for yes_no
+    pairs: list[tuple[int, int]]  # indices of the query's and the document's prompt; equal for yes_no
 
     def scores(self, outputs: SequenceABC[RequestOutput]) -> list[ScoreOutput]:
-        """One for each pair, of the outputs of `prompts` in their order."""
+        """One score per pair, from the outputs of `prompts` in the same order."""
         return [self._score(outputs, *pair) for pair in self.pairs]
 
-    def _score(self, outputs: SequenceABC[RequestOutput], of_query: int, of_document: int) -> ScoreOutput:
-        query, document, score = outputs[of_query], outputs[of_document], None
+    def _score(self, outputs: SequenceABC[RequestOutput], query_index: int, document_index: int) -> ScoreOutput:
+        query, document, score = outputs[query_index], outputs[document_index], None
         failed = next((o for o in (query, document) if o.outputs[0].finish_reason not in ("stop", "length")), None)
-        if failed is None and not self.params[of_document].embeds:
-            answer = AnswerLogits.of(self.params[of_document])
+        if failed is None and not self.params[document_index].embeds:
+            answer = AnswerLogits.find_in(self.params[document_index])
             score = None if answer is None else answer.score()
         elif failed is None:
             vectors = [embedding_output(output, normalize=True).embedding for output in (query, document)]
             score = float(np.dot(vectors[0], vectors[1])) if vectors[0] is not None and vectors[1] is not None else None
-        told = failed or document
+        source = failed or document  # of the error
         return ScoreOutput(
             request_id=document.request_id,
             score=score,
@@ -108,8 +108,8 @@ class ScoringPlan:
             finish_reason="stop" if failed is None else failed.outputs[0].finish_reason,
             num_cached_tokens=document.num_cached_tokens,
             metrics=document.metrics,
-            error=told.error,
-            error_kind=told.error_kind,
+            error=source.error,
+            error_kind=source.error_kind,
         )
 
 
@@ -124,7 +124,7 @@ def plan_scores(
     template: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> ScoringPlan:
-    """The requests of `LLM.score`, whose arguments these are; raises TypeError and ValueError for bad ones."""
+    """The requests of `LLM.score`, with its arguments; raises TypeError and ValueError for invalid arguments."""
     queries, texts = _pairs(query, documents)
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}.")
@@ -134,9 +134,9 @@ def plan_scores(
                 "instruction and template belong to method='yes_no'; for 'cosine' put them into the texts."
             )
         prompts = list(dict.fromkeys((*queries, *texts)))
-        places = {prompt: place for place, prompt in enumerate(prompts)}
+        indices = {prompt: index for index, prompt in enumerate(prompts)}
         params: SamplingParams = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-        pairs = [(places[q], places[t]) for q, t in zip(queries, texts, strict=True)]
+        pairs = [(indices[q], indices[t]) for q, t in zip(queries, texts, strict=True)]
         return ScoringPlan(list(prompts), [params] * len(prompts), pairs)
     answers = _answer_ids(tokenizer)
     options: dict[str, Any] = {} if template is None else {"chat_template": text("template", template)}
@@ -155,12 +155,12 @@ def plan_scores(
             )
             for _ in prompts_of_pairs
         ],
-        [(place, place) for place in range(len(prompts_of_pairs))],
+        [(index, index) for index in range(len(prompts_of_pairs))],
     )
 
 
 def _pairs(query: Any, documents: Any) -> tuple[list[str], list[str]]:
-    """Each document with its query: one query for all, or one for each."""
+    """(queries, documents) of equal length; a single query is repeated."""
     for name, given in (("query", query), ("documents", documents)):
         if not isinstance(given, SequenceABC) or isinstance(given, bytes):
             raise TypeError(f"{name} must be a string or a list of strings, not {given!r}.")
@@ -195,7 +195,7 @@ def _answer_ids(tokenizer: Any) -> tuple[int, int]:
 
 
 def _question(query: str, document: str, instruction: str | None, *, is_own: bool) -> list[Message]:
-    """The conversation that asks; the query comes first, so that documents share what is before them."""
+    """The conversation of a pair; the query comes before the document, so that documents share a prefix."""
     instruction = INSTRUCTION if instruction is None else text("instruction", instruction)
     if is_own:
         content = f"{instruction}\n\nQuery: {query}\n\nDocument: {document}"

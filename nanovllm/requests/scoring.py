@@ -1,4 +1,4 @@
-"""`embed` and `score` of the front doors: requests like any other, of which the last row is read."""
+"""`embed` and `score` of `LLM` and `AsyncLLM`: ordinary requests that return the last row's hidden state or logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.requests.scores import ScoringPlan, embedding_output, plan_scores
 
 
 class Scoring:
-    """Of `LLM`."""
+    """Mixin of `LLM`."""
 
     def embed(
         self: Any,
@@ -27,17 +27,17 @@ class Scoring:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[EmbeddingOutput]:
-        """Embed prompts by the hidden state of their last token, behind the model's final norm.
+        """Embed prompts by the hidden state of their last token, after the model's final norm.
 
         Args:
-            prompts: as in `generate`. Text is tokenised with what the tokenizer puts around it, such as the end token
-                that models for embedding are trained with; at most max_model_len - 1 tokens.
+            prompts: as in `generate`. Text is tokenised with the tokenizer's special tokens, such as the end token that
+                embedding models are trained with; at most max_model_len - 1 tokens.
             normalize: divide each embedding by its L2 norm.
             truncate_prompt_tokens: keep only the last tokens of a prompt, at most this many.
             use_tqdm, **options: as in `generate`.
 
-        Returns one `EmbeddingOutput` each, in their order. Raises what `generate` does, and ValueError for a model
-        whose head is not apart.
+        Returns one `EmbeddingOutput` per prompt, in order. Raises as `generate`, and ValueError for a model without a
+        separate head.
         """
         params = EmbeddingParams(truncate_prompt_tokens=truncate_prompt_tokens)
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm, **options)
@@ -55,20 +55,20 @@ class Scoring:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[ScoreOutput]:
-        """How relevant each document is to the query; the formulas are in docs/guide/embeddings.md.
+        """Score the relevance of documents to queries; docs/guide/embeddings.md has the formulas.
 
         Args:
-            query: one for all documents, or a list with one for each.
+            query: one for all documents, or a list with one per document.
             documents: one or several.
-            method: "yes_no", the probability of yes against no when the model is asked (0 to 1), for instructed models
-                and rerankers; "cosine" of embeddings (-1 to 1), for models trained to embed.
-            instruction: what the model is asked; None asks for relevance in general.
-            template: a Jinja chat template that renders messages of the roles system (the instruction), query and
-                document, for rerankers trained on their own; None uses the tokenizer's own chat template.
+            method: "yes_no", the probability of yes against no (0 to 1), for instructed models and rerankers; "cosine"
+                of embeddings (-1 to 1), for models trained to embed.
+            instruction: the question to the model; None asks for relevance in general.
+            template: a Jinja chat template with the roles system (the instruction), query and document, for rerankers
+                trained on another format; None uses the tokenizer's chat template.
             truncate_prompt_tokens: as in `embed`.
             use_tqdm, **options: as in `generate`; one value for all.
 
-        Returns one `ScoreOutput` per document, in their order.
+        Returns one `ScoreOutput` per document, in order.
         """
         engine = self._open_engine()
         plan = plan_scores(
@@ -85,7 +85,7 @@ class Scoring:
 
 
 class AsyncScoring:
-    """Of `AsyncLLM`; awaiting ends with all results, and cancelling it aborts the requests."""
+    """Mixin of `AsyncLLM`; its coroutines return all results at once, and cancelling them aborts the requests."""
 
     async def embed(
         self: Any,
@@ -127,14 +127,14 @@ class AsyncScoring:
     async def plan_scores(
         self: Any, query: str | SequenceABC[str], documents: str | SequenceABC[str], **options: Any
     ) -> ScoringPlan:
-        """The requests of `score`, to be submitted by the caller; **options are those of `score` alone."""
+        """The requests of `score`, for the caller to submit; **options: those of `score`, without `generate`'s."""
         work = partial(plan_scores, self._input_processor.chat, self.tokenizer, query, documents, **options)
         plan: ScoringPlan = await self.prepare(work, (query, documents))
         return plan
 
 
 async def _final_outputs(llm: Any, prompts: list[Prompt], params: Any, options: dict[str, Any]) -> list[RequestOutput]:
-    """The outputs of all prompts, in their order."""
+    """The final outputs of all prompts, in order."""
     request_ids = [uuid.uuid4().hex for _ in prompts]
     stream = await llm.submit(prompts, params, request_ids=request_ids, output_kind=OutputKind.FINAL, **options)
     outputs: dict[str, RequestOutput] = {}

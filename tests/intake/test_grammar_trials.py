@@ -17,7 +17,7 @@ from nanovllm import AsyncLLM, SamplingParams, StructuredOutput
 from nanovllm.core.structured_output import GrammarError
 from nanovllm.requests.grammar import compilation, compiler
 from nanovllm.requests.grammar.compiler import GrammarCompiler, check_form
-from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, Work
+from nanovllm.requests.grammar.matcher import RESERVE_SECONDS, MaskBudget
 from nanovllm.requests.grammar.trial_process import NICENESS
 from nanovllm.requests.grammar.trials import TRIALS, Trials
 from nanovllm.requests.input_processor import InputProcessor, RequestLimits
@@ -143,7 +143,7 @@ def test_masks_that_take_too_long_end_every_sample_of_their_form_and_the_next_re
     own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="[a-z]*")
     compiled = own.matcher(form)
     one, other = compiled.copy(), compiled.copy()
-    clock.seconds = 2 * (RESERVE_SECONDS * 0.6 + Work(one.num_words).allowed)
+    clock.seconds = 2 * (RESERVE_SECONDS * 0.6 + MaskBudget(one.num_words).allowed)
     assert followed(one) == followed(other)
     for sample in (one, other):
         with pytest.raises(GrammarError, match=r"regex takes too long for its masks: more than 50 ms of a processor"):
@@ -152,18 +152,18 @@ def test_masks_that_take_too_long_end_every_sample_of_their_form_and_the_next_re
 
 
 def test_masks_within_their_allowance_refill_the_reserve():
-    work = Work(num_words=16)
+    budget = MaskBudget(num_words=16)
     for _ in range(100):
-        work.add(work.allowed + RESERVE_SECONDS * 0.9, 1)
+        budget.add(budget.allowed + RESERVE_SECONDS * 0.9, 1)
         for _ in range(30):
-            work.add(0.0, 1)
-    assert not work.is_over
+            budget.add(0.0, 1)
+    assert not budget.is_exceeded
 
 
 def test_a_resumed_output_has_an_allowance_for_each_of_its_tokens(clock):
     matcher = grammars().matcher(StructuredOutput(regex="a*")).copy()
     (token_id,) = tiny_tokenizer().encode("a")
-    clock.seconds = 2 * 1000 * Work(matcher.num_words).allowed
+    clock.seconds = 2 * 1000 * MaskBudget(matcher.num_words).allowed
     followed(matcher, *[token_id] * 1000)
     assert followed(matcher)
 

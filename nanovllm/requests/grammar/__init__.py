@@ -1,1 +1,1 @@
-"""Grammars of structured output: compiled where a request is made, followed token by token where it is sampled."""
+"""Grammars of structured output: compiled with the request, followed token by token during sampling."""

@@ -1,6 +1,6 @@
-r"""One meaning of `\d`, `\w` and `\s` in every regular expression of a form: that of Python's `re` with `re.ASCII`.
+r"""Gives `\d`, `\w` and `\s` one meaning in all regular expressions of structured outputs: `re.ASCII` of Python.
 
-llguidance takes `\d` and `\w` of a schema's `pattern` for ASCII, and everything else for all of Unicode.
+llguidance reads `\d` and `\w` as ASCII in a schema's `pattern`, and as Unicode everywhere else.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 import re
 from typing import Any
 
-# Of Lark in llguidance's dialect: strings, comments and JSON may hold what looks like an expression.
+# llguidance's Lark: strings, comments and JSON are skipped, since they may contain text like an expression.
 _LARK = re.compile(r'(?P<skip>"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*)|/(?P<regex>(?:\\.|[^/\\])+)/|%json\s*(?=\{)', re.DOTALL)
-_DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by any name
+_DATA = ("const", "enum", "default", "examples")  # keywords with plain values, not schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # mappings of name to schema
 
 
 def ascii_regex(regex: str) -> str:
-    """The expression with these classes written out; Lark has it so between slashes."""
+    """The expression with these classes written out; for Lark, without the slashes."""
     from llguidance import regex_to_lark
 
     return str(regex_to_lark(regex, "dws"))
@@ -32,7 +32,7 @@ def ascii_schema(schema: Any) -> Any:
 
 
 def ascii_lark(grammar: str) -> str:
-    """A Lark grammar with its expressions, and those of the schemas in it, written out."""
+    """A Lark grammar with the classes written out in its expressions and embedded schemas."""
     parts, position = [], 0
     while found := _LARK.search(grammar, position):
         parts.append(grammar[position : found.start()])
@@ -44,7 +44,7 @@ def ascii_lark(grammar: str) -> str:
         if found["skip"] is None:
             try:
                 schema, position = json.JSONDecoder().raw_decode(grammar, position)
-            except ValueError:  # the compiler says what is wrong with it
+            except ValueError:  # the compiler reports the error
                 break
             parts.append(json.dumps(ascii_schema(schema), ensure_ascii=False))
     return "".join([*parts, grammar[position:]])

@@ -1,4 +1,4 @@
-"""Compiles structured outputs with llguidance, however long that takes; `trials` bounds time and memory."""
+"""Compiles structured outputs with llguidance, without a time limit; `trials` limits time and memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nanovllm.core.structured_output import GrammarError, StructuredOutput, with
 from nanovllm.requests.grammar.ascii_classes import ascii_lark, ascii_regex, ascii_schema
 from nanovllm.requests.grammar.matcher import Matcher, shortened
 
-# llguidance's limits, and what they bound: some 20 ms for the first token's expressions and 15 ms for any other's;
-# 0.5 to 2 kB of memory for each state of the lexer.
+# llguidance's limits: some 20 ms for the expressions of the first token and 15 ms for later ones; 0.5 to 2 kB of memory
+# for each state of the lexer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -24,16 +24,16 @@ LIMITS: dict[str, Any] = {
 
 
 def load_library() -> None:
-    """Import llguidance, which takes a tenth of a second."""
+    """Import llguidance (0.1 s)."""
     import llguidance  # noqa: F401
 
 
 def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Matcher:
-    """Compile a form in this thread, however long that takes; ValueError that names the field.
+    """Compile a form in this thread, without a time limit; raises ValueError that names the field.
 
     Args:
-        vocabulary: llguidance's.
-        is_forced: whether text without alternatives comes in the tokenizer's own tokens.
+        vocabulary: an `LLTokenizer` of llguidance.
+        is_forced: tokenise forced text with the tokenizer; if False, allow every token that matches it.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -42,7 +42,7 @@ def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Ma
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         grammar = grammar_text(form) if is_forced else _unforced(grammar_text(form))
         state = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    except Exception as error:  # its constructors promise none but for JSON that is none
+    except Exception as error:  # documented only for invalid JSON, but not limited to it
         raise ValueError(f"{name} cannot be compiled: {shortened(str(error))}") from error
     if state.is_error():
         raise refusal(name, state.get_error())
@@ -52,7 +52,7 @@ def compile_form(form: StructuredOutput, vocabulary: Any, is_forced: bool) -> Ma
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """What llguidance says is wrong with a grammar, of whatever vocabulary, however long it takes to find out."""
+    """llguidance's error for a grammar with any vocabulary, or None; without a time limit."""
     from llguidance import LLMatcher, LLParserLimits
 
     message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS, verbose_errors=False))
@@ -60,7 +60,7 @@ def grammar_problem(grammar: str) -> str | None:
 
 
 def grammar_text(form: StructuredOutput) -> str:
-    """A form in one of llguidance's two formats."""
+    """A form as llguidance's input: Lark text or JSON."""
     from llguidance import LLMatcher
 
     if form.grammar is not None:
@@ -75,26 +75,26 @@ def grammar_text(form: StructuredOutput) -> str:
 
 
 def _unforced(grammar: str) -> str:
-    """The grammar, which allows every token that fits where its text is without alternatives."""
+    """The grammar, changed to allow every matching token where only one text is possible."""
     option = '%llguidance {"no_forcing": true}\n'
     if not grammar.lstrip().startswith("{"):
         return option + grammar
-    first, *others = json.loads(grammar)["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": f"{option}start: @form"}, first | {"name": "form"}, *others]})
+    first, *rest = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": f"{option}start: @form"}, first | {"name": "form"}, *rest]})
 
 
 def _escaped(text: str) -> str:
-    """A regex of this very text."""
+    """A regex that matches exactly this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 
 def _try(matcher: Matcher) -> None:
-    """Take a first step with a new grammar, and leave what its masks need in it; ValueError if there is none."""
+    """Compute a new grammar's first mask, which warms its lexer; raises ValueError if no token is possible."""
     mask = np.zeros(matcher.num_words, np.int32)
     try:
         matcher.fill(mask)
         tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(tokens):  # a grammar that is too wide shows it behind its first token
+        if len(tokens):  # a grammar that is too wide fails after its first token
             matcher.copy().consume(int(tokens[0]))
     except GrammarError as error:
         if "NoExtension" in str(error):
@@ -105,7 +105,7 @@ def _try(matcher: Matcher) -> None:
 
 
 def refusal(name: str, message: str) -> ValueError:
-    """The error for what llguidance says of a form."""
+    """The ValueError for llguidance's message about a form."""
     keywords = message.partition("Unimplemented keys: ")[2]
     if keywords:
         return ValueError(

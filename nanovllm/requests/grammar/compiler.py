@@ -1,4 +1,4 @@
-"""Compiles structured outputs for one tokenizer, by llguidance: tried elsewhere, within limits, and once each."""
+"""Compiles structured outputs for one tokenizer with llguidance: each once, after a trial in another process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from nanovllm.requests.grammar.trials import TRIALS, TrialVocabulary
 from nanovllm.requests.grammar.vocabulary import makes_markers, open_vocabulary, vocabulary_text
 
 MAX_CACHED_BYTES = 2**30  # of one tokenizer's compiled grammars
-# For each of them: what the states of its lexer may take that its samples meet, measured at up to 0.5 kB each.
+# Allowance per grammar for lexer states that its samples add, measured at up to 0.5 kB each.
 STATES_BYTES = 10 * 2**20
 
 
 class GrammarCompiler:
-    """Makes the matchers of one engine's requests; any thread may call it.
+    """Makes matchers for one engine's requests; thread-safe.
 
     Args:
-        tokenizer: of the `tokenizers` library, which llguidance reads in `prepare`, or when the first grammar is
-            compiled: a second for a vocabulary of 49,152.
-        num_logits: tokens that can be sampled.
-        eos_token_ids: they may be drawn where the output is complete.
+        tokenizer: of the `tokenizers` library; llguidance reads it in `prepare` or for the first grammar: one second
+            for a vocabulary of 49,152.
+        num_logits: number of tokens that can be sampled.
+        eos_token_ids: allowed where the output is complete.
     """
 
     def __init__(self, tokenizer: Any, num_logits: int, eos_token_ids: Iterable[int]) -> None:
@@ -38,7 +38,7 @@ class GrammarCompiler:
         self._cache = GrammarCache()
 
     def prepare(self, *, is_tried: bool = False) -> None:
-        """Do now what the first form would wait for: read the vocabulary, here and where grammars are tried.
+        """Read the vocabulary ahead of the first form, here and in the process for trials.
 
         Args:
             is_tried: as in `matcher`.
@@ -51,16 +51,16 @@ class GrammarCompiler:
             _ = self.vocabulary, self._is_forced
 
     def is_known(self, form: StructuredOutput) -> bool:
-        """Whether `matcher` answers at once."""
+        """Whether `matcher` returns without compiling."""
         return form in self._cache
 
     def matcher(self, form: StructuredOutput, *, is_tried: bool = False) -> Matcher:
-        """A matcher before the first token, which several requests may hold: each sample copies it.
+        """A matcher at the start of the output, shared by requests: each sample copies it.
 
         Args:
-            is_tried: another process has compiled it, so that it is no longer tried here.
+            is_tried: another process has compiled the form, so the trial is skipped.
 
-        Raises ValueError that names the field and what is wrong with it, or why this model cannot have any.
+        Raises ValueError that names the field and its error, or the reason why this model has no structured outputs.
         """
         found = self._cache.get(form)
         if isinstance(found, str):
@@ -69,7 +69,7 @@ class GrammarCompiler:
             return found
         with self._reading:
             vocabulary, is_forced, source = self.vocabulary, self._is_forced, self._source
-        # Without a lock, which a large one would hold too long.
+        # Without the lock, which a large form would hold too long.
         try:
             num_bytes = 0 if is_tried else TRIALS.compile(source, form, is_forced=is_forced)
             before = resident_bytes()
@@ -84,7 +84,7 @@ class GrammarCompiler:
 
     @cached_property
     def _source(self) -> TrialVocabulary:
-        """What the vocabulary is read from."""
+        """The vocabulary as arguments of `open_vocabulary`; raises ValueError if there is none."""
         if not self._eos_token_ids:
             raise ValueError(
                 "structured_output needs an end-of-sequence token, by which an output ends, and the model names none. "
@@ -113,12 +113,12 @@ class GrammarCompiler:
 
     @cached_property
     def _is_forced(self) -> bool:
-        """Whether text without alternatives comes in the tokenizer's own tokens, and not in any that spell it."""
+        """Whether forced text is tokenised with the tokenizer; if not, every token that matches it is allowed."""
         return not makes_markers(self.vocabulary, self._tokenizer)
 
 
 class GrammarCache:
-    """Matchers, or the reasons why there are none, by their forms: the least recently used go first."""
+    """LRU cache of matchers or errors by form, limited to MAX_CACHED_BYTES."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class GrammarCache:
             return form in self._entries
 
     def get(self, form: StructuredOutput) -> Matcher | str | None:
-        """What is known of a form, unless its samples have used up what they share, see `Matcher.is_usable`."""
+        """The matcher or error of a form; None if unknown or no longer usable (`Matcher.is_usable`)."""
         with self._lock:
             found = self._entries.get(form, (None, 0))[0]
             if found is None:
@@ -146,7 +146,7 @@ class GrammarCache:
     def put(self, form: StructuredOutput, found: Matcher | str, num_bytes: int) -> None:
         num_bytes += sum(len(str(value)) for value in form.to_dict().values())
         with self._lock:
-            if form in self._entries:  # compiled twice at a time
+            if form in self._entries:  # compiled by two threads
                 self._remove(form)
             self._entries[form] = found, num_bytes
             self._num_bytes += num_bytes
@@ -158,10 +158,10 @@ class GrammarCache:
 
 
 def schema_problem(name: str, schema: Any) -> ValueError | None:
-    """What is wrong with a schema, of whatever vocabulary; None if nothing is found.
+    """The error of a schema with any vocabulary, or None.
 
     Args:
-        name: for the error.
+        name: of the field, for the message.
     """
     from llguidance import LLMatcher
 

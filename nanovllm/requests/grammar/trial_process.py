@@ -1,7 +1,6 @@
-"""The process in which grammars are tried: it holds the vocabularies, and forks a child for each trial.
+"""Entry point of the process for grammar trials: holds the vocabularies, and forks a child for each trial.
 
-A child that needs more time or memory than the limits is ended by the kernel, whatever llguidance does, and its end of
-the connection closes without an answer.
+The kernel kills a child that exceeds the limits of time or memory; its connection then closes without an answer.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 CPU_SECONDS = 0.5  # of one trial
-MEMORY_MB = 256  # likewise, beyond what the process has
-NICENESS = 10  # the engine's steps go first
+MEMORY_MB = 256  # of one trial, in addition to the parent's
+NICENESS = 10  # the engine's steps have priority
 
 
 def main(descriptor: int, niceness: int = NICENESS) -> None:
-    """Serve trials until the other end of this socket closes; each comes as a connection of its own."""
+    """Serve trials, one connection each, until the other end of this socket closes."""
     from nanovllm.requests.grammar.compilation import load_library
 
     os.nice(niceness)
-    load_library()  # once, and not in each child
+    load_library()  # once, not in each child
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     vocabularies: dict[int, Any] = {}
     with socket.socket(fileno=descriptor) as control:
@@ -38,7 +37,7 @@ def main(descriptor: int, niceness: int = NICENESS) -> None:
 def _serve(connection: Connection[Any, Any], vocabularies: dict[int, Any]) -> None:
     try:
         kind, *arguments = connection.recv()
-    except EOFError:  # whoever asked has gone
+    except EOFError:  # the client has exited
         return
     if kind == "vocabulary":
         from nanovllm.requests.grammar.vocabulary import open_vocabulary
@@ -52,7 +51,7 @@ def _serve(connection: Connection[Any, Any], vocabularies: dict[int, Any]) -> No
 
 
 def _try(connection: Connection[Any, Any], kind: str, arguments: list[Any], vocabularies: dict[int, Any]) -> None:
-    """Answer in a forked child, which ends here: (problem or None, bytes of memory that it took)."""
+    """Send (problem or None, bytes of memory taken), in a forked child that exits here."""
     try:
         _limit()
         before = resident_bytes()
@@ -88,14 +87,14 @@ def _compile(vocabularies: dict[int, Any], number: int, form: dict[str, Any], is
 
 
 def resident_bytes() -> int:
-    """Memory of this process without that of files; where the system does not say, the most that it had."""
+    """Anonymous resident memory of this process; its peak memory where the system does not report that."""
     if (pages := _pages()) is not None:
         return (pages[1] - pages[2]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _pages() -> list[int] | None:
-    """Of this process: all, those in memory, those in memory that files back; None where the system does not say."""
+    """Pages of this process: total, resident, resident and file-backed; None where the system does not report them."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return [int(number) for number in file.read().split()]

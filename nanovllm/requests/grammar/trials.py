@@ -1,4 +1,4 @@
-"""Grammars tried in a process of their own before this one compiles them; see docs/decisions/grammars_are_tried.md."""
+"""Trial compilation of grammars in a separate process, with limits; see docs/decisions/grammars_are_tried.md."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from nanovllm.core.structured_output import StructuredOutput
 from nanovllm.requests.grammar.trial_process import CPU_SECONDS, MEMORY_MB
 
-MAX_TRIALS = 4  # at a time
+MAX_TRIALS = 4  # concurrent
 LIMITS_TEXT = f"takes more than {CPU_SECONDS} s of a processor or {MEMORY_MB} MB of memory to compile"
 REMEDY = "Simplify it: intersections (allOf, &), large multipleOf and long counted repetitions cost most"
 
 
 class TrialVocabulary:
-    """A vocabulary that trials compile for.
+    """A vocabulary for trials.
 
     Args:
         source: arguments of `open_vocabulary`.
@@ -33,35 +33,35 @@ class TrialVocabulary:
 
 
 class Trials:
-    """The trials of this process, in one that starts with the first; any thread may call it."""
+    """Client of the process for trials, which starts with the first one; thread-safe."""
 
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(MAX_TRIALS)
-        self._lock = threading.RLock()  # of what follows, and of the order in which messages are sent
+        self._lock = threading.RLock()  # guards the fields below, and the order of messages
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._owner = 0  # the process id that started it: a forked child starts another
+        self._owner = 0  # pid of the process that started it: a forked child starts another
         self._sent: weakref.WeakKeyDictionary[TrialVocabulary, int] = weakref.WeakKeyDictionary()
         self._num_sent = 0
-        self._forgotten: deque[int] = deque()
+        self._forgotten: deque[int] = deque()  # numbers of collected vocabularies
 
     def start(self, vocabulary: TrialVocabulary) -> None:
-        """Have the process read a vocabulary ahead of the first trial."""
+        """Let the process read a vocabulary ahead of the first trial."""
         with self._slots:
-            self._known(vocabulary)
+            self._number_of(vocabulary)
 
     def check(self, name: str, grammar: str) -> str | None:
-        """What is wrong with a grammar, as llguidance says it; ValueError if that is beyond the limits."""
+        """llguidance's error for a grammar, or None; raises ValueError if the check exceeds the limits."""
         with self._slots:
             problem: str | None = self._answer(name, lambda: ("check", grammar))[0]
         return problem
 
     def compile(self, vocabulary: TrialVocabulary, form: StructuredOutput, *, is_forced: bool) -> int:
-        """The memory in bytes that a form takes compiled; ValueError if it cannot be, or is beyond the limits."""
+        """Bytes of a compiled form; raises ValueError if it cannot be compiled or exceeds the limits."""
         with self._slots:
             problem, num_bytes = self._answer(
                 f"structured_output.{form.kind}",
-                lambda: ("compile", self._known(vocabulary), form.to_dict(), is_forced),
+                lambda: ("compile", self._number_of(vocabulary), form.to_dict(), is_forced),
             )
         if problem is not None:
             raise ValueError(problem)
@@ -79,7 +79,7 @@ class Trials:
             self._sent.clear()
 
     def _answer(self, name: str, message: Any) -> tuple[str | None, int]:
-        for _ in range(2):  # the process itself may have been killed
+        for _ in range(2):  # once more if the process itself was killed
             try:
                 with self._send(message()) as connection:
                     answer: tuple[str | None, int] = connection.recv()
@@ -96,16 +96,16 @@ class Trials:
         with self._lock:
             return self._owner == os.getpid() and self._process is not None and self._process.poll() is None
 
-    def _known(self, vocabulary: TrialVocabulary) -> int:
-        """The number by which the process knows a vocabulary, which it is sent once."""
-        with self._lock:  # until it is sent, since a trial behind it names the vocabulary
+    def _number_of(self, vocabulary: TrialVocabulary) -> int:
+        """The number of a vocabulary in the process; sends the vocabulary the first time."""
+        with self._lock:  # until it is sent, since later trials refer to it
             self._start()
             number = self._sent.get(vocabulary)
             if number is None:
                 number = self._num_sent = self._num_sent + 1
                 self._send(("vocabulary", number, vocabulary.source)).close()
                 self._sent[vocabulary] = number
-                # A collection may run while the lock is held, so that numbers wait for the next vocabulary.
+                # Garbage collection may run while the lock is held, so numbers are sent with the next vocabulary.
                 weakref.finalize(vocabulary, self._forgotten.append, number).atexit = False
                 while self._forgotten:
                     self._send(("forget", self._forgotten.popleft())).close()
@@ -136,11 +136,11 @@ class Trials:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # of llguidance, when its memory ends
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # it forks
+                stderr=subprocess.DEVNULL,  # llguidance reports exhausted memory there
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # the process forks
                 pass_fds=(other.fileno(),),
-                # Ctrl-C is for this process; a session of its own would have an equal share of the processors on Linux
-                # (sched_autogroup), however nice it is.
+                # A process group shields it from Ctrl-C. A new session would get an equal share of the processors on
+                # Linux (sched_autogroup), whatever its niceness.
                 process_group=0,
             )
         self._owner = os.getpid()
