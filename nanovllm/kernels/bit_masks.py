@@ -1,4 +1,4 @@
-"""Masks of one bit a token on a GPU: read within the draw, or added to logits before others read these."""
+"""Token bit masks on a GPU: applied within the draw, or added to the logits before other stages read them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PART = tl.constexpr(4096)  # logits
 
 
 class TokenMasks(NamedTuple):
-    """The tokens that rows of logits may draw.
+    """Allowed tokens of rows of logits.
 
-    rows: [at least num_rows] int32, the mask of each row; -1 for none, whose row costs nothing.
-    words: [num_masks, num_words] int32; bit i % 32 of word i // 32 is token i's, 0 to forbid it.
+    rows: [at least num_rows] int32, index of each row's mask; -1 for no mask, at no cost.
+    words: [num_masks, num_words] int32; bit i % 32 of word i // 32 is 1 if token i is allowed.
     """
 
     rows: Tensor
@@ -25,14 +25,14 @@ class TokenMasks(NamedTuple):
 
 @triton.jit
 def with_mask(values, mask, tokens, vocab_size):
-    """The tokens' logits; -inf is added to forbidden ones, so that NaN stays NaN, and infinity becomes one."""
+    """Logits with -inf added to forbidden tokens: NaN stays NaN, and infinity becomes NaN."""
     words = tl.load(mask + (tokens >> 5), mask=tokens < vocab_size, other=-1)
     return values + tl.where(((words >> (tokens & 31)) & 1) != 0, 0.0, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["mask_rows", "masks"])
 def add_masks(logits, output, mask_rows, masks, stride, output_stride, num_words, vocab_size, IN_PLACE: tl.constexpr):
-    """Write logits with their masks; in place, rows without one are left alone."""
+    """Write masked logits; in place, rows without a mask are skipped."""
     row = tl.program_id(0).to(tl.int64)
     own_mask = tl.load(mask_rows + row)
     if (own_mask >= 0) | (IN_PLACE == 0):
@@ -45,14 +45,14 @@ def add_masks(logits, output, mask_rows, masks, stride, output_stride, num_words
 
 
 def masked(logits: Tensor, masks: TokenMasks) -> Tensor:
-    """A copy of logits [num_rows, vocab_size] in their dtype, with -inf for tokens that the masks forbid."""
+    """A copy of logits [num_rows, vocab_size], in their dtype, with -inf for forbidden tokens."""
     output = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _add(logits, output, masks)
     return output
 
 
 def mask_in_place(logits: Tensor, masks: TokenMasks) -> None:
-    """Add -inf to the logits [num_rows, vocab_size] of tokens that the masks forbid."""
+    """Add -inf to logits [num_rows, vocab_size] of forbidden tokens."""
     _add(logits, logits, masks)
 
 

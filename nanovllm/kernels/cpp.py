@@ -1,5 +1,5 @@
-"""The CPU's C++ kernels: compiled for the model's dtype, head size and group when they are first needed (two to four
-seconds), for the very processor, and kept in the user's cache folder.
+"""C++ kernels for CPUs: compiled on first use (2-4 s) for the model's dtype, head size and group size and this
+processor, and stored in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from nanovllm.kernels.start_check import first_wrong
 from nanovllm.process.device import cpp_compiler
 
 logger = logging.getLogger("nanovllm")
-progress = logging.getLogger("nanovllm.progress")  # which `nanovllm chat` shows in its own way
+progress = logging.getLogger("nanovllm.progress")  # `nanovllm chat` formats it differently
 
 SOURCES = Path(__file__).with_name("csrc")
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 _TRAITS = (c_int64, c_int64, c_float, c_void_p)
-# The functions' arguments; the sources describe them.
+# Argument types of the functions, which the sources describe.
 _SIGNATURES = {
     "paged_decode_attention": [c_void_p] * 9 + [c_int64] * 5 + [c_float, c_int, *_TRAITS],
     "paged_chunk_attention": [c_void_p] * 8 + [c_int64] * 4 + [c_float, c_int, *_TRAITS],
@@ -47,10 +47,10 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The functions of the compiled library, for one dtype and number of query heads a KV head.
+    """Functions of the compiled library, for one dtype and number of query heads per KV head.
 
     Args:
-        target: the name of the class of processors that it is compiled for.
+        target: name of the processor class that it is compiled for.
     """
 
     def __init__(self, library: Path, dtype: torch.dtype, num_groups: int, target: str) -> None:
@@ -68,18 +68,18 @@ class Kernels:
         self.linear_unrounded: Any = functions.linear_unrounded
 
     def can_pack(self, linears: Sequence[nn.Module]) -> bool:
-        """Whether `PackedProduct` takes these layers, side by side."""
+        """Whether `PackedProduct` can pack these layers together."""
         return can_pack(linears, self.dtype)
 
 
 def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: int | None = None) -> Kernels:
-    """The compiled kernels of the best class that is right on this processor; from the cache folder if they are there.
+    """Kernels for the best processor class that passes the start check, cached on disk.
 
     Args:
-        value_dim: that of the keys by default.
+        value_dim: defaults to head_dim.
 
-    Raises KernelBuildError if none are, ProcessorClassError, or ValueError for a dtype or a head size that they do not
-    serve.
+    Raises KernelBuildError if no class compiles or passes, ProcessorClassError, and ValueError for an unsupported dtype
+    or head size.
     """
     value_dim = value_dim or head_dim
     if dtype not in ELEMENTS or head_dim % LANES or value_dim % LANES:
@@ -99,11 +99,11 @@ def load_kernels(dtype: torch.dtype, head_dim: int, num_groups: int, value_dim: 
 
 
 def compiled_targets(build: Callable[[Target], Path]) -> Iterator[tuple[Target, Path]]:
-    """The classes that the compiler can compile for, the best first, each with its library; others are left out.
+    """Processor classes that the compiler supports, best first, with their libraries.
 
-    An old compiler may know this processor, and not all that the kernels use of it.
+    An old compiler may know this processor, but not all instructions that the kernels use.
 
-    Raises KernelBuildError, from the best class, if there is none.
+    Raises KernelBuildError with the best class's error if there is none.
     """
     refused: dict[str, CompilerError] = {}
     is_said = False
@@ -115,32 +115,32 @@ def compiled_targets(build: Callable[[Target], Path]) -> Iterator[tuple[Target, 
             continue
         if refused and not is_said:
             is_said = True
-            _say_refused(", ".join(refused), target.name, str(next(iter(refused.values()))))
+            _warn_of_lesser_class(", ".join(refused), target.name, str(next(iter(refused.values()))))
         yield target, library
     if refused and not is_said:
         raise next(iter(refused.values()))
 
 
 @cache
-def _say_refused(refused: str, taken: str, reason: str) -> None:
+def _warn_of_lesser_class(refused: str, used: str, reason: str) -> None:
     logger.warning(
         "the C++ kernels are compiled for %s, not for %s: %s. A newer compiler (CXX) makes them faster",
-        taken, refused, reason,
+        used, refused, reason,
     )  # fmt: skip
 
 
-def built_library(name: str, options: list[str], folder: Path, target: Target, *, others: Sequence[Path] = ()) -> Path:
-    """The shared library of a folder's sources, from the cache folder if this processor's is there already.
+def built_library(name: str, options: list[str], folder: Path, target: Target, *, headers: Sequence[Path] = ()) -> Path:
+    """The shared library of a folder's sources for this processor, compiled unless cached on disk.
 
     Args:
-        name: what its file's name begins with.
-        options: of the compiler, besides FLAGS and the target's.
-        others: files outside of the folder that its sources include.
+        name: prefix of its file name.
+        options: compiler options besides FLAGS and the target's.
+        headers: files outside of the folder that its sources include.
 
     Raises CompilerError if the compiler fails, KernelBuildError if nothing can be compiled or written.
     """
     command = [cpp_compiler(), *target.flags, *FLAGS, *options]
-    texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *others)]
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted(folder.glob("*.*")), *headers)]
     identity = "\0".join([*command, *texts, processor()])
     library = cache_root() / "kernels" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.exists():
@@ -152,7 +152,7 @@ def built_library(name: str, options: list[str], folder: Path, target: Target, *
 
 
 def processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
+    """Identity of this processor for -march=native: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -161,7 +161,7 @@ def processor() -> str:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Compile beside the final place and rename, so that what is there is complete."""
+    """Compile in a temporary folder and rename, so that an existing library is complete."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

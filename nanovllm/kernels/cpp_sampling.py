@@ -1,4 +1,4 @@
-"""The CPU's sampling kernels (`csrc/sampling/`): rows of logits side by side, compiled once a processor."""
+"""Sampling kernels for CPUs (`csrc/sampling/`): rows in parallel, compiled once per processor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanovllm.kernels.cpp import SOURCES, built_library, compiled_targets
 
-MAX_VOCAB_SIZE = 2**19  # of more tokens, sums of masses are not exact
+MAX_VOCAB_SIZE = 2**19  # sums of masses are exact up to this size
 _TYPES = (torch.float32, torch.bfloat16)
-# The functions' arguments; the sources describe them.
+# Argument types of the functions, which the sources describe.
 _SIGNATURES = {
     "draw": [c_void_p, c_int, c_int64, *[c_void_p] * 7, c_int64, c_int64, c_int],
     "penalise": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_int],
@@ -29,9 +29,9 @@ _SIGNATURES = {
 
 
 class RowKernels:
-    """The functions of the compiled library. They read logits [num_rows, vocab_size] on a CPU, adjacent in a row."""
+    """Functions of the compiled library. They read CPU logits [num_rows, vocab_size] with contiguous rows."""
 
-    filters: ClassVar = {"top_k", "top_p", "min_p"}  # those that `draw` applies
+    filters: ClassVar = {"top_k", "top_p", "min_p"}  # applied by `draw`
 
     def __init__(self, library: Path) -> None:
         functions = ctypes.CDLL(str(library))
@@ -45,16 +45,16 @@ class RowKernels:
         return logits.dtype in _TYPES and logits.stride(1) == 1 and logits.shape[1] <= MAX_VOCAB_SIZE
 
     def draw(self, logits: Tensor, inputs: Any, least_levels: Tensor) -> NDArray[np.int64]:
-        """Tokens [num_rows]; -1 for a row that is not finite, -2 where torch's own rounding of the noise decides.
+        """Tokens [num_rows]; -1: the row is not finite, -2: the result depends on torch's rounding of the noise.
 
         Args:
             logits: float32 or bfloat16.
             inputs: `draw.DrawInputs`.
-            least_levels: [num_rows] float32, the smallest level that min-p keeps; -inf for all.
+            least_levels: [num_rows] float32, the smallest level that min-p keeps; -inf keeps all.
         """
         tokens = np.empty(len(logits), np.int64)
         given = inputs.noise_keys, inputs.inverse_temperatures, inputs.noise_scales, inputs.top_k, inputs.top_p
-        arrays = [np.ascontiguousarray(values) for values in given]  # the caller's views, kept until they are read
+        arrays = [np.ascontiguousarray(values) for values in given]  # keeps the memory alive during the call
         self._functions.draw(
             *_as_read(logits), *(values.ctypes.data for values in arrays), least_levels.data_ptr(),
             tokens.ctypes.data, *logits.shape, self._num_threads(),
@@ -71,14 +71,15 @@ class RowKernels:
         )  # fmt: skip
 
     def measure(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """What log-probabilities need of each row; None if the largest logit of one is not finite.
+        """Statistics of each row for logprobs; None if a row's largest logit is not finite.
 
         Args:
             logits: float32 or bfloat16.
-            token_ids: [num_rows] int64, from 0; from vocab_size on for tokens without a logit.
+            token_ids: [num_rows] int64, at least 0; vocab_size and above for tokens without a logit.
 
-        Returns the tokens of the num_top largest logits [num_rows, num_top] int64, of equal ones the lower first; the
-        largest logit, float32, the mass of all beside it, float64, and the rank of the row's token, [num_rows] each.
+        Returns token ids of the num_top largest logits [num_rows, num_top] int64, lower ids first among equal logits;
+        and per row [num_rows]: the largest logit (float32), the mass of all tokens relative to it (float64), and the
+        rank of the row's token.
         """
         num_rows, largest = len(logits), logits.new_empty(len(logits), dtype=torch.float32)
         masses, is_sound = largest.new_empty(num_rows, dtype=torch.float64), np.empty(num_rows, np.uint8)
@@ -107,22 +108,22 @@ class RowKernels:
         return masses
 
     def _num_threads(self) -> int:
-        """One in a fork: the threads of its parent are not there, and OpenMP would wait for them."""
+        """1 in a forked process: it lacks its parent's threads, and OpenMP would wait for them."""
         return torch.get_num_threads() if os.getpid() == self._process_id else 1
 
 
 def _as_read(logits: Tensor) -> tuple[int, int, int]:
-    """Where logits are, whether they are bfloat16, and how far rows are apart."""
+    """(address, whether bfloat16, row stride) of logits."""
     return logits.data_ptr(), int(logits.dtype == torch.bfloat16), logits.stride(0)
 
 
 def load_row_kernels() -> RowKernels:
-    """The compiled kernels, from the cache folder if they are there already.
+    """The compiled kernels, cached on disk.
 
     Raises KernelBuildError or ProcessorClassError.
     """
     folder = SOURCES / "sampling"
-    # Sums and products are rounded one by one, as torch does it.
-    options, others = ["-ffp-contract=off"], [SOURCES / "lanes.h"]
-    build = partial(built_library, "sampling", options, folder, others=others)
+    # Without fused multiply-add: sums and products are rounded separately, as in torch.
+    options, headers = ["-ffp-contract=off"], [SOURCES / "lanes.h"]
+    build = partial(built_library, "sampling", options, folder, headers=headers)
     return RowKernels(next(compiled_targets(build))[1])

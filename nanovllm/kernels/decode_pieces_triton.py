@@ -1,18 +1,17 @@
-"""The Triton side of `paged_decode` that cuts a step's contexts into pieces, those of decodes and those of bundles.
+"""Triton kernel of `paged_decode` that cuts a step's contexts into pieces, of decodes and of bundles.
 
-A bundle is some decodes whose block tables begin with the same blocks, as many as one program reads for. It has pieces
-of these blocks, and each of its members pieces of the rest::
+A bundle is a group of decodes with equal first blocks in their block tables, at most as many as one program processes.
+The bundle has pieces of the shared blocks, and each member has pieces of its other blocks::
 
     pieces       [1 + num_pieces, 8] int32
-    row 0        how many pieces there are
-    of a decode  decode, first token, end, start of its block table, its first slot in the workspace, number among the
-                 pieces that it is merged from, how many those are (negative behind a bundle's), first block
+    row 0        number of pieces
+    of a decode  decode, first token, end, start of its block table, its first slot in the workspace, index among the
+                 pieces that are merged, number of these (negative if a bundle's pieces are among them), first block
     of a bundle  number of members (negative), first token, end, start of its block table, index of its first member,
-                 number among the bundle's pieces, how many those are, first block
+                 index among the bundle's pieces, number of these, first block
 
-The pieces of bundles come first, in the table and in the order in which they are merged. In layers whose rows do not
-see all before them nothing is shared, and the first piece of a decode begins with the first token in sight, wherever
-that lies in its tile.
+Pieces of bundles come first, in the table and in the order of merging. Layers with a window or chunks share nothing,
+and a decode's first piece begins with the first visible token, also within a tile.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ENTRY = 8  # numbers of a piece
-BUNDLE_ENTRY = 4  # of a bundle: its first member, how many those are, how many blocks, start of its block table
+ENTRY = 8  # numbers per piece
+BUNDLE_ENTRY = 4  # numbers per bundle: first member, number of members, number of blocks, start of its block table
 
 
 @triton.jit
 def _first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first token that decodes at these positions see; a WINDOW or CHUNK of 0 is none."""
+    """First visible token of decodes at these positions; WINDOW or CHUNK 0: none."""
     first = tl.zeros_like(positions)
     if WINDOW > 0:
         first = tl.maximum(first, positions - (WINDOW - 1))
@@ -40,7 +39,7 @@ def _own_tiles(
     block_counts, positions, shared, rows, num_rows, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of some decodes' contexts, 0 for padding; those before, which they share; and those out of sight."""
+    """Numbers of tiles per decode: to read (0 for padding), shared ones before, hidden ones before."""
     is_used = tl.load(block_counts + rows, mask=rows < num_rows, other=0) > 0
     positions = tl.load(positions + rows, mask=is_used, other=0).to(tl.int32)
     if WINDOW > 0 or CHUNK > 0:
@@ -56,14 +55,14 @@ def _own_tiles(
 def _bundle_tiles(
     bundles, numbers, num_bundles, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BUNDLE_ENTRY: tl.constexpr
 ):
-    """Tiles of the blocks that some bundles read; 0 for padding."""
+    """Number of tiles in the shared blocks of each bundle; 0 for padding."""
     is_there = numbers < num_bundles
     return tl.load(bundles + numbers * BUNDLE_ENTRY + 2, mask=is_there, other=0) * (BLOCK_SIZE // TILE)
 
 
 @triton.jit
 def _num_pieces(tiles, rows, num_rows, length):
-    """Padding has one piece too, which is empty."""
+    """Number of pieces; padding has one empty piece."""
     return tl.where(rows < num_rows, tl.maximum((tiles + length - 1) // length, 1), 0)
 
 
@@ -73,9 +72,9 @@ def _write(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
     LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Cut `tiles` from the tile `first` on into `counts` pieces each, of OWN decodes or bundles.
+    """Cut `tiles`, starting at tile `first`, into `counts` pieces, for each of OWN decodes or bundles.
 
-    LIMITED: no piece begins before its decode's token `begin`.
+    LIMITED: pieces begin no earlier than their decode's token `begin`.
     """
     divisor = tl.maximum(counts, 1)[:, None]
     for first_number in range(0, tl.max(counts, 0), WIDTH):
@@ -94,7 +93,7 @@ def _write(
         tl.store(to + 3, tl.broadcast_to(starts[:, None], (OWN, WIDTH)), mask=is_there)
         tl.store(to + 4, tl.broadcast_to(slots[:, None], (OWN, WIDTH)), mask=is_there)
         tl.store(to + 5, before[:, None] + number, mask=is_there)
-        # A sum of columns: of the sum of both vectors Triton 3.6 makes code that its own checks refuse.
+        # Adds columns, since Triton 3.6 generates invalid code for the sum of both vectors.
         total = tl.where(before > 0, -1, 1)[:, None] * (before[:, None] + counts[:, None])
         tl.store(to + 6, tl.broadcast_to(total, (OWN, WIDTH)), mask=is_there)
         tl.store(to + 7, block, mask=is_there)
@@ -106,7 +105,7 @@ def _cut_decodes(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of OWN decodes from `own` on, behind the blocks that they share."""
+    """Write the pieces of OWN decodes, starting at `own`, after their shared blocks."""
     rows = own + tl.arange(0, OWN)
     tiles, behind, first = _own_tiles(
         block_counts, positions, shared, rows, num_rows, TILE, BLOCK_SIZE, WINDOW, CHUNK
@@ -132,7 +131,7 @@ def _cut_bundles(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRY: tl.constexpr, BUNDLE_ENTRY: tl.constexpr, OWN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of OWN bundles from `own` on."""
+    """Write the pieces of OWN bundles, starting at `own`."""
     numbers = own + tl.arange(0, OWN)
     tiles = _bundle_tiles(bundles, numbers, num_bundles, TILE, BLOCK_SIZE, BUNDLE_ENTRY)
     counts = (tiles + length - 1) // length
@@ -173,10 +172,10 @@ def cut_contexts(
     WINDOW: tl.constexpr = 0,
     CHUNK: tl.constexpr = 0,
 ):
-    """Each program cuts OWN decodes, and as many bundles, of which there are fewer.
+    """Each program cuts OWN decodes and up to OWN bundles.
 
-    The pieces of a step are as many as its decodes, within bounds, so decodes of even contexts have one each, where
-    they are enough to fill the GPU.
+    A step has as many pieces as decodes, within bounds: with equal contexts, and enough decodes to fill the GPU, each
+    has one piece.
     """
     lanes, own = tl.arange(0, LANES), tl.program_id(0) * OWN
     total, num_used, num_shared = 0, 0, 0
@@ -191,7 +190,7 @@ def cut_contexts(
         total += tl.sum(tiles)
         num_used += tl.sum((tiles > 0).to(tl.int32))
     num_pieces = tl.minimum(tl.maximum(num_used, least_pieces), most_pieces)
-    num_pieces = tl.maximum(num_pieces - num_shared, 1)  # since bundles add a piece each at most, as decodes do
+    num_pieces = tl.maximum(num_pieces - num_shared, 1)  # each bundle may add one piece, as each decode may
     length = tl.maximum((total + num_pieces - 1) // num_pieces, 1)
     total, before, before_split, before_bundle = 0, 0, 0, 0
     for first in range(0, num_bundles, LANES):

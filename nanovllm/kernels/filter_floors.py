@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p as one floor per row, found without a sort by searching the ordered bits of the logits.
+"""Top-k, top-p and min-p as one floor per row, found without sorting: a search over the ordered bits of the logits.
 
-Sums are integers (counts, or probabilities in fixed point), so a row gets the same floor in every batch. The mass of a
-row is exact to 2^-26, except for the exponential function's own rounding. A mass equal to top_p has reached it.
+Sums are integers (counts, or fixed-point probabilities), so a row gets the same floor in every batch. The mass of a
+row is exact to 2^-26, apart from rounding of the exponential function. A mass equal to top_p has reached it.
 
-    measure_parts    the best logit, the mean and the deviation, from parts of each row
-    sum_above        counts (top-k) or mass (top-p) above a few pivots in each part: some all over the range, most where
-                     the floor would be if the logits were normally distributed
-    gather           the logits between the pivots next to the floor (for top-k: all above the lower one)
-    find_floors      one program a row: the exact floor among those, by quartering the interval of their keys
+    measure_parts    largest logit, mean and standard deviation, from parts of each row
+    sum_above        counts (top-k) or mass (top-p) above pivots, per part: coarse pivots over the whole range, fine
+                     ones around the expected floor of normally distributed logits
+    gather           logits between the pivots next to the floor (for top-k: all above the lower pivot)
+    find_floors      one program per row: the exact floor among these, by quartering the interval of keys
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PART = tl.constexpr(4096)  # tokens of a row that are looked at in one go; fixed, whatever the batch
+PART = tl.constexpr(4096)  # tokens of a row per load; the same in every batch
 _COARSE, _FINE = tl.constexpr(5), tl.constexpr(8)  # pivots
 _PIVOTS = tl.constexpr(13)
-_SUMS = tl.constexpr(16)  # of a part: above each pivot, then of all its tokens; a power of two
-_FINE_STEP = tl.constexpr(0.07)  # deviations
-_FEW = tl.constexpr(256)  # so many candidates of a part find their places one by one
+_SUMS = tl.constexpr(16)  # sums per part: above each pivot, then of all tokens; a power of two
+_FINE_STEP = tl.constexpr(0.07)  # standard deviations
+_FEW = tl.constexpr(256)  # up to so many candidates of a part are placed one by one
 _WARPS, _SEARCH_WARPS, _SEARCH_BLOCK = 4, 8, 2048
 _PROGRAMS = 2048  # of a kernel over parts
-_GATHERED_SHARE = 4  # a row's list of candidates holds this part of a vocabulary; beyond it the row itself is searched
-_NEGLIGIBLE = tl.constexpr(31.0)  # exp(-31) is 2^-44.7, nothing in fixed point
-_FIXED_POINT = tl.constexpr(2.0**44)  # 2^18 tokens of it fit into 63 bits
+_GATHERED_SHARE = 4  # a row's candidate list holds 1/4 of the vocabulary; with more candidates the row is searched
+_NEGLIGIBLE = tl.constexpr(31.0)  # exp(-31) is 2^-44.7, zero in fixed point
+_FIXED_POINT = tl.constexpr(2.0**44)  # probability 1; sums of 2^18 tokens fit into 63 bits
 _INFINITY = tl.constexpr(float("inf"))
 _HUGE = tl.constexpr(1e38)
-FILTERS = {"top_k", "top_p", "min_p"}  # those that `find_floors` applies
-# Read one at a time, so it does not matter to compiled code where in packed inputs they begin.
+FILTERS = {"top_k", "top_p", "min_p"}  # applied by `find_floors`
+# Inputs read as scalars: their alignment within packed inputs must not cause a recompilation.
 _ROW_INPUTS = ["top_k", "top_p", "min_p", "is_cold", "inverse_temperatures"]
-_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # low bits that are zero in these logits
+_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # number of low zero bits, as float32
 
 
 @triton.jit
 def key_of(values, SHIFT: tl.constexpr):
-    """int32 keys in the order of float32 values."""
+    """int32 keys with the order of the float32 values."""
     bits = values.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -56,19 +56,19 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def masses_of(levels):
-    """int64: the probabilities of tokens beside the best one's, in fixed point."""
+    """Masses, int64 fixed point: probabilities relative to the best token's."""
     return (tl.exp(levels) * _FIXED_POINT).to(tl.int64)
 
 
 @triton.jit
 def weights_of(levels, by_count):
-    """int64: 1 for each token but those of -inf, or its mass."""
+    """Weights int64: by_count 1 per token (0 for -inf), else its mass."""
     return tl.where(by_count, (levels > -_INFINITY).to(tl.int64), masses_of(levels))
 
 
 @triton.jit
 def row_filters(top_k, top_p, row, vocab_size):
-    """(k, p, whether k is on, whether either is on)."""
+    """(k, p, whether top-k is active, whether top-k or top-p is active)."""
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     by_count = (k > 0) & (k < vocab_size)
     return k, p, by_count, by_count | (p > 0)
@@ -76,7 +76,7 @@ def row_filters(top_k, top_p, row, vocab_size):
 
 @triton.jit
 def row_bounds(stats, row, num_parts, WIDTH: tl.constexpr):
-    """(the best logit, the mean, the deviation, the number) of a row's finite logits."""
+    """(maximum, mean, standard deviation, count) of a row's finite logits."""
     parts = tl.arange(0, WIDTH)
     at, is_part = stats + (row * num_parts + parts) * 4, parts < num_parts
     top = tl.max(tl.load(at, mask=is_part, other=-_INFINITY), axis=0)
@@ -93,7 +93,7 @@ def mass_to_reach(top_p, total):
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_INPUTS)
 def measure_parts(logits, top_k, top_p, min_p, is_cold, stats, counters, stride, vocab_size, num_parts):
-    """Write [best logit, number, sum, sum of squares] of each part's finite logits, and 0 to the row's counter."""
+    """Write [maximum, count, sum, sum of squares] of each part's finite logits; clear the row's counter."""
     row = tl.program_id(0).to(tl.int64)
     _, _, _, is_searched = row_filters(top_k, top_p, row, vocab_size)
     if is_searched | (tl.load(min_p + row) > 0) | (tl.load(is_cold + row) != 0):
@@ -113,11 +113,11 @@ def measure_parts(logits, top_k, top_p, min_p, is_cold, stats, counters, stride,
 
 @triton.jit
 def pivot_range(top, mean, deviation, count, k, p, by_count, inverse):
-    """(how far the coarse pivots reach below the best logit, the middle of the fine ones, the step between these)."""
-    # Most tokens lie as far below the mean as the best one lies above it; those without mass do not matter.
+    """(range of the coarse pivots below the best logit, center of the fine pivots, step between fine pivots)."""
+    # Most tokens are as far below the mean as the best one is above it; tokens without mass do not count.
     reach = tl.maximum(top - mean, 0.0) * tl.where(by_count & (k < count * 0.25), 1.0, 2.0)
     reach = tl.where(by_count, reach, tl.minimum(reach, _NEGLIGIBLE / inverse))
-    # Of normally distributed logits: masses are distributed alike, around a higher mean. The quantile is Tukey's.
+    # For normally distributed logits: masses have the same distribution with a higher mean. Tukey's quantile.
     share = tl.where(by_count, k / count, p)
     quantile = 4.91 * (tl.exp2(0.14 * tl.log2(1.0 - share)) - tl.exp2(0.14 * tl.log2(share)))
     center = mean + tl.where(by_count, 0.0, deviation * deviation * inverse) + quantile * deviation
@@ -131,7 +131,7 @@ def sum_above(
     logits, top_k, top_p, inverse_temperatures, stats, sums, pivots, stride, vocab_size, num_parts,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write each part's sums above the row's pivots, and the keys of these."""
+    """Write each part's sums above the row's pivots, and the pivots' keys."""
     row = tl.program_id(0).to(tl.int64)
     k, p, by_count, is_searched = row_filters(top_k, top_p, row, vocab_size)
     if is_searched:
@@ -159,8 +159,8 @@ def sum_above(
 
 @triton.jit
 def between_pivots(sums, pivots, k, p, by_count, top, row, num_parts, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """(lower key, upper key, sum from the upper one on, target): where the sum over the tokens from a key on reaches
-    its target for the lower key, and not for the upper one.
+    """(lower key, upper key, sum from the upper key on, target): the sum over tokens from a key on reaches the target
+    at the lower key, and not at the upper one.
     """
     parts, places = tl.arange(0, WIDTH)[:, None], tl.arange(0, _SUMS)[None, :]
     at = sums + (row * num_parts + parts) * _SUMS + places
@@ -182,7 +182,7 @@ def gather(
     logits, top_k, top_p, inverse_temperatures, stats, sums, pivots, counters, candidates, stride, vocab_size,
     num_parts, capacity, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits that matter to the search into the row's list, in any order."""
+    """Append the logits to search to the row's candidate list, in any order."""
     row = tl.program_id(0).to(tl.int64)
     k, p, by_count, is_searched = row_filters(top_k, top_p, row, vocab_size)
     if is_searched:
@@ -209,7 +209,7 @@ def gather(
 
 @triton.jit
 def mass_from(source, size, lowest, top, inverse, BLOCK: tl.constexpr):
-    """The mass of the logits at `source` [size] whose levels are at least `lowest`."""
+    """Mass of the logits at `source` [size] with levels of at least `lowest`."""
     mass = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, size, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -223,9 +223,8 @@ def mass_from(source, size, lowest, top, inverse, BLOCK: tl.constexpr):
 def search(
     source, size, low, high, base, target, by_count, top, inverse, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The largest key from which on the sum over the logits at `source` [size], and `base`, reaches the target.
-
-    It is at least `low`, and below `high`.
+    """The largest key in [low, high) such that `base` plus the sum over logits at `source` [size] from it on reaches
+    the target.
     """
     low, high = low.to(tl.int64), high.to(tl.int64)
     while high - low > 1:
@@ -259,7 +258,7 @@ def find_floors(
     offsets, floors, stride, vocab_size, capacity, num_parts,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's offset and floor; (logit - offset) * inverse temperature is kept if it is at least the floor."""
+    """Write each row's offset and floor: a token is kept if (logit - offset) * inverse temperature >= floor."""
     row = tl.program_id(0).to(tl.int64)
     offset, floor = tl.full([], 0.0, tl.float32), tl.full([], -_INFINITY, tl.float32)
     k, p, by_count, is_searched = row_filters(top_k, top_p, row, vocab_size)
@@ -267,7 +266,7 @@ def find_floors(
     if is_searched | (share > 0) | (tl.load(is_cold + row) != 0):
         top, _mean, _deviation, _count = row_bounds(stats, row, num_parts, WIDTH)
         inverse = tl.load(inverse_temperatures + row)
-        if (top > -_INFINITY) & (top < _INFINITY):  # else the row has no token to give
+        if (top > -_INFINITY) & (top < _INFINITY):  # else the row has no token
             offset = top
             if is_searched:
                 low, high, base, target = between_pivots(
@@ -280,7 +279,7 @@ def find_floors(
                 base = tl.where(by_count, 0, base)
                 low = search(source, size, low, high, base, target, by_count, top, inverse, SHIFT, BLOCK)
                 floor = (value_of(low, SHIFT) - top) * inverse
-                if by_count & (p > 0):  # of what top-k left
+                if by_count & (p > 0):  # among the tokens kept by top-k
                     target = mass_to_reach(p, mass_from(source, size, floor, top, inverse, BLOCK))
                     high, base = key_of(top, SHIFT) + 1, tl.zeros_like(base)
                     low = search(source, size, low, high, base, target, False, top, inverse, SHIFT, BLOCK)
@@ -292,13 +291,13 @@ def find_floors(
 
 
 def filter_floors(logits: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
-    """The offset and the floor of each row: (logit - offset) / temperature below the floor is dropped.
+    """Offset and floor of each row: tokens with (logit - offset) / temperature below the floor are dropped.
 
     Args:
-        logits: [num_rows, vocab_size] float32, bfloat16 or float16, adjacent in a row.
+        logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous.
         inputs: `draw.DrawTensors`.
 
-    Returns two of [num_rows] float32: 0 and -inf for rows without filters. Nothing waits, no shape depends on values.
+    Returns two [num_rows] float32: 0 and -inf for rows without filters. No synchronisation, no data-dependent shapes.
     """
     num_rows, vocab_size = logits.shape
     num_parts, capacity = -(-vocab_size // PART.value), -(-vocab_size // _GATHERED_SHARE)

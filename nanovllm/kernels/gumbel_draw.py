@@ -1,7 +1,7 @@
-"""`draw.draw` on a GPU: the filters' floors, then two kernels; noise never touches memory.
+"""`draw.draw` on a GPU: the filters' floors, then two kernels; noise stays in registers.
 
-The first finds the best score and its token in each part of each row, the second the best of the parts. Compiled code
-carries values and places through every step of its reductions, which takes five times what reading the logits takes.
+The first finds the best score and its token in each part of a row, the second the best part. torch.compile carries
+values and indices through every reduction step, which takes five times as long as reading the logits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from triton.language.extra import libdevice
 from nanovllm.kernels.bit_masks import TokenMasks, masked, with_mask
 from nanovllm.kernels.filter_floors import filter_floors
 
-_BLOCK = 2048  # tokens that a program looks at in one go
-_PROGRAMS = 2048  # of the first kernel, at least: several to a multiprocessor
+_BLOCK = 2048  # tokens per load of a program
+_PROGRAMS = 2048  # fewest of the first kernel: several per multiprocessor
 _MAX_PARTS = 128
 
 
@@ -33,11 +33,11 @@ def mixed(bits):
 
 @triton.jit
 def noise_of(tokens, key, gamma):
-    """Gumbel noise of token ids, as `noise.gumbel_noise` makes it."""
+    """Gumbel noise of token ids, as `noise.gumbel_noise`."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     bits = mixed(mixed((tokens + 1).to(tl.uint32) * gamma.to(tl.uint32) + low) + high)
     uniform = tl.minimum(((bits >> 1).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
-    # -log(1 - u), which the fast logarithm would spoil where u is small
+    # -log(1 - u) as a series, since the fast logarithm is inexact for small u
     small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3 + uniform * 0.25)))
     exponential = tl.where(uniform < 2.0**-6, small, -libdevice.fast_logf(1.0 - uniform))
     return -libdevice.fast_logf(exponential)
@@ -52,9 +52,9 @@ def best_of_parts(
     stride, num_words, vocab_size, part_size, first_token, gamma,
     HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the best score of each part of each row, and its token; the first logit is that of first_token.
+    """Write the best score of each part of each row, and its token; first_token is the token of the first logit.
 
-    The token is -1 where a mask forbids all that the logits leave.
+    The token is -1 where the mask forbids all remaining tokens.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * part_size
@@ -64,7 +64,7 @@ def best_of_parts(
     key, has_noise = tl.load(noise_keys + row), tl.load(noise_scales + row) > 0
     inverse, offset, floor = tl.load(inverse_temperatures + row), tl.load(offsets + row), tl.load(floors + row)
     own_mask = tl.full([], -1, tl.int32)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of the logits as they come
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of the raw logits
     if HAS_MASKS:
         own_mask = tl.load(mask_rows + row)
     for first in range(start, tl.minimum(start + part_size, vocab_size), BLOCK):
@@ -80,9 +80,9 @@ def best_of_parts(
             is_left = (floor == float("-inf")) & (own_mask < 0)
             if (floor > float("-inf")) | (own_mask >= 0):
                 is_left = tl.max(score, axis=0) > float("-inf")
-            if is_left:  # noise takes longer than reading the logits
+            if is_left:  # skips the noise, which takes longer than reading the logits
                 score += noise_of(first_token + token, key, gamma)
-        score = tl.where(score != score, float("inf"), score)  # NaN, which comparisons would pass over
+        score = tl.where(score != score, float("inf"), score)  # comparisons would ignore NaN
         is_better = score > best
         best = tl.where(is_better, score, best)
         places = tl.where(is_better, token, places)
@@ -100,7 +100,7 @@ def best_of_rows(
     scores, tokens, output, num_parts, row_stride, part_stride, non_finite, nothing_left,
     AS_PAIRS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the token of each row's best part, `non_finite` or `nothing_left`; as pairs, score bits and token."""
+    """Write the token of each row's best part, `non_finite` or `nothing_left`; AS_PAIRS: (score bits, token)."""
     row = tl.program_id(0)
     parts = tl.arange(0, WIDTH)
     places = row * row_stride + parts * part_stride
@@ -126,13 +126,13 @@ def draw_on_gpu(
     Args:
         logits: [num_rows, vocab_size], any float dtype.
         inputs: `draw.DrawTensors`.
-        has_filters: False where no row has any, and none is cold.
-        gamma: what counters are apart, as a signed number of 32 bits.
-        masks: tokens that may be drawn; of rows that have none, all.
+        has_filters: False if no row has filters, and none is cold.
+        gamma: increment between counters of the noise, as a signed 32-bit number.
+        masks: allowed tokens; rows without a mask allow all.
         floors_of: logits and inputs -> offsets and floors, as `filter_floors`.
 
-    Returns [num_rows] int64; `non_finite` where a row holds NaN or infinity, or nothing but -infinity; `nothing_left`
-    where its mask forbids all tokens.
+    Returns [num_rows] int64; `non_finite` for a row with NaN or infinity, or only -infinity; `nothing_left` if its mask
+    forbids all tokens.
     """
     output = logits.new_empty(len(logits), dtype=torch.int64)
     with torch.cuda.device(logits.device):
@@ -150,12 +150,12 @@ def draw_on_gpu(
 
 
 def best_of_shard(logits: Tensor, inputs: Any, *, gamma: int, first_token: int, num_tokens: int) -> Tensor:
-    """The best score of each row of a part of the vocabulary, and its token; no row has filters.
+    """Best score and token of each row over a shard of the vocabulary; without filters.
 
     Args:
-        logits: [num_rows, width], of which the first num_tokens are those of the tokens from first_token on.
+        logits: [num_rows, width]; the first num_tokens belong to the tokens from first_token on.
 
-    Returns [num_rows, 2] int32: the bits of the score, a float32, and the token.
+    Returns [num_rows, 2] int32: bits of the float32 score, token.
     """
     pairs = logits.new_empty(len(logits), 2, dtype=torch.int32)
     with torch.cuda.device(logits.device):
@@ -170,7 +170,7 @@ def best_of_shard(logits: Tensor, inputs: Any, *, gamma: int, first_token: int, 
 
 
 def best_of_pairs(pairs: Tensor, *, non_finite: int) -> Tensor:
-    """The tokens [num_rows] int64 of the best of every part's pairs [num_parts, num_rows, 2]; see `best_of_shard`."""
+    """Tokens [num_rows] int64 of the best pairs among all shards' [num_parts, num_rows, 2]; see `best_of_shard`."""
     num_parts, num_rows, _ = pairs.shape
     output = pairs.new_empty(num_rows, dtype=torch.int64)
     flat = pairs.view(-1)

@@ -1,4 +1,4 @@
-"""Memory of huge pages for packed weights, all of which a step reads: fewer pages whose places are to be looked up."""
+"""Huge pages for packed weights: each step reads all of them, and larger pages cause fewer TLB misses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from nanovllm.process.device import HUGE_PAGE_BYTES, fresh_pages, use_huge_pages
 
-_ALIGNMENT = 64  # bytes: a line of the processor's cache
-_MARGIN = 2**16  # bytes, for what lies between tensors
+_ALIGNMENT = 64  # bytes: a cache line
+_MARGIN = 2**16  # bytes, for padding between tensors
 
 
 class HugePages:
-    """One mapping, from which tensors are taken one behind another; it lives as long as any of them.
+    """One mapping for consecutive tensors; it lives as long as any of them.
 
     Args:
-        num_bytes: of all tensors; memory is taken when it is first written to.
-        num_taken: how many of them a thread takes at once, beside what the caller goes on with: the system clears
-            them, and a virtual machine may have to ask its host for them, a millisecond for each page.
+        num_bytes: of all tensors; pages are allocated at the first write.
+        num_taken: bytes that a background thread touches at once: the system clears them, and a virtual machine may
+            have to request them from its host, at a millisecond per page.
     """
 
     def __init__(self, num_bytes: int, *, num_taken: int = 0) -> None:
@@ -33,7 +33,7 @@ class HugePages:
         self._taking: threading.Thread | None = None
         self._num_taken = 0
         if num_bytes >= HUGE_PAGE_BYTES:
-            with suppress(OSError):  # a limit of the process: then each tensor is of the allocator
+            with suppress(OSError):  # a limit of the process: tensors then come from torch's allocator
                 self._pages = fresh_pages(num_bytes + _MARGIN)
                 use_huge_pages(self._pages)
                 if num_taken > 0:
@@ -43,17 +43,17 @@ class HugePages:
 
     @property
     def is_taking(self) -> bool:
-        """Whether the thread is still at it."""
+        """Whether the thread is still touching pages."""
         return self._taking is not None and self._taking.is_alive()
 
     def num_taken(self) -> int:
-        """Bytes that the thread has taken; waits for it."""
+        """Bytes touched by the thread; waits for it."""
         self._wait()
         return self._num_taken
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose content is undefined; from the allocator if no room is left, or all would be small."""
-        self._wait()  # it writes
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor; from torch's allocator if there is no mapping or no room in it."""
+        self._wait()  # the thread writes
         count = math.prod(shape)
         if self._pages is None or self._used + count * dtype.itemsize > len(self._pages):
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -67,10 +67,10 @@ class HugePages:
             self._taking = None
 
     def forget_tensors(self) -> None:
-        """Begin anew: whoever took tensors has dropped them."""
+        """Reuse the mapping from its start; all earlier tensors must be dead."""
         self._used = 0
 
 
 def _touch(pages: mmap.mmap, num_bytes: int) -> None:
-    """Write to each page, in one call, which needs the interpreter's lock at its end alone."""
+    """Write to each page, in one call that releases the GIL."""
     np.frombuffer(pages, np.uint8)[: num_bytes : mmap.PAGESIZE] = 0

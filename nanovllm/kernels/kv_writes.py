@@ -1,7 +1,7 @@
-"""What is written to the KV cache on a GPU: a step's K and V, and zeros to the blocks that it begins.
+"""Writes to the KV cache on a GPU: a step's K and V, and zeros for new blocks.
 
-Compiled code would write K and V two bytes at a time, since it does not see that the elements of a row share their
-slot; and plain indexing clears the caches of all layers in dozens of kernels, once they exceed 2^31 elements.
+torch.compile would write K and V two bytes at a time, since it does not know that a row's elements share a slot; and
+plain indexing clears the caches of all layers in dozens of kernels, once they exceed 2^31 elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CLEARED_AT_ONCE = 8192  # elements
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    import triton  # comes with PyTorch where it is built for GPUs
+    import triton  # part of PyTorch's GPU builds
     import triton.language as tl
 
     @triton.jit

@@ -1,9 +1,9 @@
-"""Decoder layers of Llama's kind for a few decodes, all layers in one launch: `layer_stack_cuda/`.
+"""All Llama-style decoder layers in one launch for few decodes: `layer_stack_cuda/`.
 
-A step of few rows is some 300 kernels of two to three microseconds, of which reading the weights needs a third. Here
-one block of threads stays on each multiprocessor for all layers. Its warps own rows of every weight and fetch them into
-shared memory as far ahead as that holds, whatever the blocks wait for; between the parts of a layer, whose inputs come
-from all blocks, stands a barrier over the grid::
+A step of few rows runs some 300 kernels of 2-3 µs, a third of it for reading weights. Here one thread block
+stays on each multiprocessor for all layers. Its warps own rows of every weight and prefetch them into shared memory as
+far as that has room, even while the blocks wait; a grid barrier separates the parts of a layer, since each part's input
+comes from all blocks::
 
     input norm, q k v | q and k norm, rotary, KV write, attention | merge, o, sum | norm, gate up | down, sum |
 """
@@ -26,22 +26,22 @@ from torch import Tensor
 from nanovllm.core.paths import cache_root
 from nanovllm.kernels import nvrtc
 
-NUM_ROWS = (4,)  # of the steps that are served, padding included
+NUM_ROWS = (4,)  # supported numbers of rows, padding included
 _WARPS = 8
 _MAX_SPLITS = 32  # of a decode's context
-_SPLIT_TOKENS = 64  # a split's, at least
-_MAX_SLOTS = 6  # pieces of 1024 elements that a warp holds; more leave the L1 cache too little for K and V
+_SPLIT_TOKENS = 64  # fewest tokens of a split
+_MAX_SLOTS = 6  # pieces of 1024 elements per warp; more leave too little L1 cache for K and V
 _PIECES = (1024, 512, 256)
 _OWN_BYTES = 4096  # of shared memory
-# Weights of a layer. Measured at 31 MB; much larger ones are read faster by kernels of their own than at the 2.9 TB/s
-# (one row) to 1.4 TB/s (four) of these products.
+# Largest weights of a layer. Measured at 31 MB; for much larger ones separate kernels are faster than the 2.9 TB/s (one
+# row) to 1.4 TB/s (four rows) of these products.
 _MAX_LAYER_BYTES = 48 * 2**20
-_MAX_GROUPS = 8  # query heads of a KV head, for the registers
+_MAX_GROUPS = 8  # query heads per KV head, limited by registers
 _SOURCES = Path(__file__).with_name("layer_stack_cuda")
 
 
 class StackSizes(NamedTuple):
-    """The sizes of the layers, which are all alike."""
+    """Sizes of the layers, equal for all."""
 
     hidden: int
     inner: int
@@ -52,13 +52,13 @@ class StackSizes(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Elements of a weight's row that are fetched at once; 0 if no size divides all rows."""
+        """Elements per fetch of a weight's row; 0 if no size divides all rows."""
         rows = self.hidden, self.inner, self.num_heads * self.head_dim
         return next((size for size in _PIECES if all(depth % size == 0 for depth in rows)), 0)
 
     @property
     def num_bytes(self) -> int:
-        """Of a layer's weights."""
+        """Bytes of a layer's weights."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return 2 * self.hidden * (heads + 3 * self.inner)
 
@@ -69,7 +69,7 @@ class StackSizes(NamedTuple):
         return _WARPS * slots * (2 * self.piece + 16) + num_rows * deepest * 2 + attention
 
     def slots(self, num_rows: int, available: int) -> int:
-        """Pieces that a warp holds in so many bytes of shared memory, beside the kernel's own variables."""
+        """Pieces per warp that fit into `available` bytes of shared memory, besides the kernel's variables."""
         most = _MAX_SLOTS * _PIECES[0] // self.piece
         return next((n for n in range(most, 0, -1) if self.shared_bytes(num_rows, n) <= available - _OWN_BYTES), 0)
 
@@ -120,7 +120,7 @@ class _StepStruct(ctypes.Structure):
 
 
 class DecodeRows(NamedTuple):
-    """Which token each row of a step is, on the device; see `StepTables`.
+    """Positions, slots and block tables of a step's rows, on the device; see `StepTables`.
 
     positions, slot_mapping: [num_rows] int64.
     tables: the block tables, int32, concatenated.
@@ -135,7 +135,7 @@ class DecodeRows(NamedTuple):
 
 
 def why_not(sizes: StackSizes, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What keeps layers of these sizes from being served; None if nothing does."""
+    """The reason why layers of these sizes are unsupported; None if they are supported."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return "the GPU copies no weights by itself (sm_90 and later do)"
     if dtype != torch.bfloat16:
@@ -161,12 +161,12 @@ class LayerStack:
     """The layers of one engine.
 
     Args:
-        layers: in their order; `why_not` must be None for their sizes.
-        scaling: of the scores.
+        layers: in order; `why_not` must be None for their sizes.
+        scaling: of the attention scores.
     """
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: StackSizes, scaling: float, device: torch.device) -> None:
-        self._layers = layers  # alive as long as the pointers to them
+        self._layers = layers  # keeps the targets of the pointers alive
         self._sizes, self._scaling, self._device = sizes, scaling, device
         self._properties: Any = torch.cuda.get_device_properties(device)
         structs = (_LayerStruct * len(layers))(*map(_struct, layers))
@@ -194,15 +194,15 @@ class LayerStack:
     def run(
         self, hidden: Tensor, cosines: Tensor, sines: Tensor, rows: DecodeRows, *, first: int = 0, count: int = 0
     ) -> Tensor:
-        """The layers' output [num_rows, hidden]; K and V of the rows are written.
+        """The layers' output [num_rows, hidden]; writes the rows' K and V.
 
         Args:
             hidden: [num_rows, hidden], num_rows one of NUM_ROWS.
             cosines, sines: [num_rows, head_dim].
-            first, count: of the layers that run; all of them by default.
+            first, count: range of layers to run; all by default.
         """
         given = [part.contiguous() for part in (hidden, cosines, sines)]
-        output = torch.zeros_like(given[0])  # not all of the padding's rows are computed
+        output = torch.zeros_like(given[0])  # some padding rows are not computed
         step = _StepStruct(
             self._table.data_ptr() + first * ctypes.sizeof(_LayerStruct),
             *(part.data_ptr() for part in (*given, output, *rows, *self._spaces)),
@@ -214,7 +214,7 @@ class LayerStack:
 
 
 def source_text() -> str:
-    """The parts of the kernel, one behind another."""
+    """The kernel's source files, concatenated."""
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.glob("[0-9]*")))
 
 
@@ -225,7 +225,7 @@ def _slots(sizes: StackSizes, num_rows: int, device: torch.device) -> int:
 
 @cache
 def machine_code(sizes: StackSizes, num_rows: int, device: torch.device, *, has_norms: bool, has_biases: bool) -> bytes:
-    """The kernel for steps of `num_rows`, from the cache folder if it is there already; else it takes four seconds."""
+    """Machine code of the kernel for steps of `num_rows`, cached on disk; compilation takes four seconds."""
     major, minor = torch.cuda.get_device_capability(device)
     definitions = {
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.num_heads, "KV_HEADS": sizes.num_kv_heads,
@@ -237,7 +237,7 @@ def machine_code(sizes: StackSizes, num_rows: int, device: torch.device, *, has_
 
 
 def _compiled(architecture: str, definitions: dict[str, int]) -> bytes:
-    """The machine code, from the cache folder if it is there already."""
+    """Machine code, cached on disk."""
     source = source_text()
     identity = "\0".join([source, architecture, str(definitions), str(torch.version.cuda)])
     path = cache_root() / "kernels" / f"layers-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
@@ -250,6 +250,6 @@ def _compiled(architecture: str, definitions: dict[str, int]) -> bytes:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
         os.replace(file.name, path)
-    except OSError:  # without a cache it is compiled again
+    except OSError:  # without a cache folder it is compiled at each start
         pass
     return code

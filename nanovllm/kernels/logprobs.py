@@ -1,7 +1,7 @@
-"""Log-probabilities, ranks and the most probable tokens of rows of logits, which are read once, as they are.
+"""Log-probabilities, ranks and top tokens of rows of logits, which are read once, in their dtype.
 
-The first kernel looks at parts of a row, the second merges them. The parts are the same in every batch, so the results
-are too. Equal logits are ordered by token id.
+The first kernel computes parts of a row, the second merges them. Parts do not depend on the batch, nor do results.
+Equal logits are ordered by token id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_TOP = 32  # most probable tokens that one compiled form serves; for more there is another
+MAX_TOP = 32  # top tokens of the first compiled version; more use another version
 _PART = tl.constexpr(4096)
 _PROGRAMS = 2048  # of the first kernel
 _INFINITY = tl.constexpr(float("inf"))
@@ -20,9 +20,9 @@ _NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit(do_not_specialize=["num_top"])
 def measure_parts(logits, token_ids, stats, tops, stride, vocab_size, num_parts, num_top):
-    """Write [largest, sum of exponentials beside it, tokens above the row's chosen one], and the top keys.
+    """Write [maximum, sum of exponentials relative to it, number of tokens above the chosen one], and the top keys.
 
-    A key is 64 bits in the order of float32 values, and of falling token ids among equal ones.
+    Keys of 64 bits sort by float32 value, and equal values by descending token id.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.maximum(tl.load(token_ids + row), 0)
@@ -83,7 +83,7 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
     Args:
         logits: [num_rows, vocab_size], any float dtype.
         token_ids: [num_rows] int64.
-        num_top: each costs a pass over a part's keys.
+        num_top: number of top tokens; each costs a pass over a part's keys.
 
     Returns token ids [num_rows, 1 + num_top] int64, log-probabilities of this shape float32, ranks [num_rows] int64.
     """

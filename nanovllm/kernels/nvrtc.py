@@ -1,4 +1,4 @@
-"""CUDA C++ compiled when it is first needed, by the compiler library that comes with PyTorch for GPUs."""
+"""Compiles CUDA C++ on first use, with the compiler library of PyTorch's GPU builds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-_MAX_SHARED_BYTES = 8  # an attribute of a function
+_MAX_SHARED_BYTES = 8  # number of a function attribute
 
 
 class CudaError(RuntimeError):
-    """The compiler or the driver refused; the message says what."""
+    """An error of the compiler or the driver."""
 
 
 @cache
@@ -34,17 +34,17 @@ def _compiler() -> Any:
 
 @cache
 def driver() -> Any:
-    """The driver's library."""
+    """The CUDA driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def is_available() -> bool:
-    """Whether there is a compiler for this PyTorch."""
+    """Whether this PyTorch has a compiler."""
     return torch.version.cuda is not None and _compiler() is not None
 
 
 def compile_source(source: str, architecture: str, definitions: Mapping[str, Any]) -> bytes:
-    """The machine code of a source file.
+    """Machine code of a source text; raises CudaError.
 
     Args:
         architecture: such as "sm_90".
@@ -75,7 +75,7 @@ def _text(library: Any, program: ctypes.c_void_p, what: str) -> bytes:
 
 
 def check(result: int, action: str) -> None:
-    """Raise CudaError for a result of the compiler or the driver that is no success."""
+    """Raise CudaError unless the compiler or driver returned success."""
     if result:
         raise CudaError(f"CUDA answers {result} to: {action}.")
 
@@ -88,7 +88,7 @@ class CudaFunction:
     """
 
     def __init__(self, code: bytes, name: str, *, num_threads: int, shared_bytes: int) -> None:
-        torch.cuda.current_stream().synchronize()  # there is a context now
+        torch.cuda.current_stream().synchronize()  # creates the context
         self._num_threads, self._shared_bytes = num_threads, shared_bytes
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._module), code), "load code")
@@ -97,7 +97,7 @@ class CudaFunction:
         check(set_attribute(self._function, _MAX_SHARED_BYTES, shared_bytes), f"take {shared_bytes} shared bytes")
 
     def launch_at_once(self, num_blocks: int, *arguments: Any) -> None:
-        """Launch on the current stream; all blocks run at the same time. The arguments are of ctypes."""
+        """Cooperative launch on the current stream: all blocks run concurrently. Arguments are ctypes objects."""
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in arguments)

@@ -1,14 +1,14 @@
-"""All-reduces in one kernel, by memory that every GPU reads and writes; which way suits how many values is measured.
+"""All-reduces in one kernel through memory shared by all GPUs; the fastest method per size is measured.
 
 Two kernels, each faster than NCCL up to some size::
 
-    push    each rank writes its values into every peer's memory, each with a number that says it is there
-    pull    each rank writes its values into its own memory, says so to its peers, and reads theirs
+    push    each rank writes its values into every peer's memory, each with a sequence number that marks its arrival
+    pull    each rank writes its values into its own memory, signals its peers, and reads theirs
 
-A program is a channel: it sums one piece of the states, and waits for the same program of every peer alone. Pieces lie
-at fixed places and use two halves of the buffer in turn, so that no second wait is needed: a peer that has signalled
-the next use of a channel is done with the last one. The number of a use is counted on the device, so the kernels can be
-captured and replayed.
+A program is a channel: it sums one piece of the states, and waits only for the same program on each peer. Pieces have
+fixed addresses in two halves of the buffer, used in turn, so that one wait is enough: a peer that has signalled the
+next use of a channel has finished the last one. Uses are counted on the device, so the kernels can be captured and
+replayed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Reduce = Callable[[Tensor], Tensor]
 
 # Of the pull kernel.
 _BLOCK = 2048  # values of a channel
-_CHANNELS = 512  # all of them run at once, as waiting asks for
-_WORD_BYTES = 4  # of a value at most
+_CHANNELS = 512  # all run concurrently, which waiting requires
+_WORD_BYTES = 4  # largest value
 _HALF_BYTES = _CHANNELS * _BLOCK * _WORD_BYTES
-_FLAGS_AT = 2 * _HALF_BYTES  # behind the halves: [channels, ranks] int32, written by the peers
+_FLAGS_AT = 2 * _HALF_BYTES  # offset after both halves: [channels, ranks] int32, written by the peers
 # Of the push kernel.
 _PUSH_BLOCK = 512
 _PUSH_CHANNELS = 128
 _PUSH_VALUES = _PUSH_BLOCK * _PUSH_CHANNELS
-_PUSH_BYTES = 8  # of a value: its number, and itself as float32
+_PUSH_BYTES = 8  # per value: sequence number, float32 value
 
-_TRIAL_SECONDS = 20.0  # which a first trial may take, most of it compilation
-_TIMED_VALUES = tuple(2**power for power in range(11, 21))  # sizes for which the ways are timed
-_CALLS = 20  # of each, in one CUDA graph
+_TRIAL_SECONDS = 20.0  # timeout of the first trial, most of it compilation
+_TIMED_VALUES = tuple(2**power for power in range(11, 21))  # sizes at which the methods are timed
+_CALLS = 20  # per CUDA graph
 
 
 @triton.jit
@@ -55,10 +55,9 @@ def push_sum(
     """Write the sum over all ranks of a channel's states.
 
     Args:
-        buffers: [SIZE] int64, addresses of every rank's buffer, in which two halves of [SIZE, values] words begin at
-            `start`.
-        uses: [channels] int32, of each channel so far.
-        is_aborted: [1] int32, set by the host when a peer is gone.
+        buffers: [SIZE] int64, addresses of every rank's buffer, with two halves of [SIZE, values] words from `start`.
+        uses: [channels] int32, number of uses of each channel so far.
+        is_aborted: [1] int32, set by the host when a peer has died.
     """
     channel = tl.program_id(0)
     lanes = channel * BLOCK + tl.arange(0, BLOCK)
@@ -104,35 +103,35 @@ def pull_sum(
     places = tl.arange(0, BLOCK)
     own = tl.multiple_of((tl.load(buffers + RANK) + start).to(tl.pointer_type(dtype)), 16)
     tl.store(own + places, tl.load(states + lanes, mask=is_used, other=0.0), mask=is_used)
-    tl.debug_barrier()  # every thread's values are there before one thread says so
+    tl.debug_barrier()  # all threads have written before one signals
     for peer in tl.static_range(SIZE):
         flags = (tl.load(buffers + peer) + flags_at).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flags + channel * SIZE + RANK, use, sem="release", scope="sys")
     own_flags = (tl.load(buffers + RANK) + flags_at).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(SIZE):
         seen = tl.atomic_add(own_flags + channel * SIZE + peer, 0, sem="acquire", scope="sys")
-        # A peer that has this rank's values may be in its next use already, and has counted on.
+        # A peer that has read this rank's values may have counted its next use already.
         while (seen - use < 0) & (tl.load(is_aborted, volatile=True) == 0):
             seen = tl.atomic_add(own_flags + channel * SIZE + peer, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(SIZE):  # in the same order on every rank: all have the same sum
         there = tl.multiple_of((tl.load(buffers + peer) + start).to(tl.pointer_type(dtype)), 16)
-        # Past the first cache, which knows nothing of what peers write.
+        # Bypasses the L1 cache, which is not coherent with peers' writes.
         total += tl.load(there + places, mask=is_used, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(output + lanes, total.to(dtype), mask=is_used)
     tl.store(uses + channel, use)
 
 
 class OneShotReduce:
-    """All-reduces of one rank through memory that every peer has mapped.
+    """All-reduces of one rank through memory mapped by every peer.
 
     Args:
-        store: of all ranks, for this alone.
+        store: shared by all ranks, used by this object alone.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
-        torch.cuda.synchronize(device)  # there is a context now
+        torch.cuda.synchronize(device)  # creates the context
         self._push_start = _FLAGS_AT + _CHANNELS * size * 4
         self._rank_bytes = _PUSH_VALUES * _PUSH_BYTES
         num_bytes = self._push_start + 2 * size * self._rank_bytes
@@ -143,16 +142,16 @@ class OneShotReduce:
         self._abort_stream = torch.cuda.Stream(device)
         self._one = torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._rank, self._size = rank, size
-        self._ways: list[Reduce | None] = []  # for each of `_TIMED_VALUES`; None: NCCL's
-        self.choice: dict[int, str] = {}  # the same by name
+        self._fastest: list[Reduce | None] = []  # for each of `_TIMED_VALUES`; None: NCCL
+        self.choice: dict[int, str] = {}  # number of values -> name of the method
 
-    def way(self, num_values: int) -> Reduce | None:
-        """The fastest way to sum so many values; None is NCCL's."""
+    def fastest(self, num_values: int) -> Reduce | None:
+        """The fastest all-reduce for this many values; None means NCCL."""
         index = max(0, (num_values - 1).bit_length() - _TIMED_VALUES[0].bit_length() + 1)
-        return self._ways[index] if index < len(self._ways) else None
+        return self._fastest[index] if index < len(self._fastest) else None
 
     def pull(self, states: Tensor) -> Tensor:
-        """The sum over all ranks of `_CHANNELS` * `_BLOCK` values at most, as a new tensor."""
+        """The sum over all ranks, as a new tensor; at most `_CHANNELS` * `_BLOCK` values."""
         states = states.contiguous()
         output, num_values = torch.empty_like(states), states.numel()
         if num_values:
@@ -163,7 +162,7 @@ class OneShotReduce:
         return output
 
     def push(self, states: Tensor) -> Tensor:
-        """The same of `_PUSH_VALUES` values at most."""
+        """The sum over all ranks, as a new tensor; at most `_PUSH_VALUES` values."""
         states = states.contiguous()
         output, num_values = torch.empty_like(states), states.numel()
         if num_values:
@@ -175,7 +174,7 @@ class OneShotReduce:
         return output
 
     def adds_up(self, device: torch.device) -> bool:
-        """Whether both kernels were seen to; for a peer that they do not see they wait for some seconds only."""
+        """Whether both kernels sum correctly; False after `_TRIAL_SECONDS` without a peer's values."""
         is_right = torch.ones((), dtype=torch.bool, device=device)
         total = self._size * (self._size - 1) // 2
         for number in (1, 5, _PUSH_BLOCK + 3, _BLOCK + 3, 2 * _BLOCK):  # each half, and more than one channel
@@ -193,29 +192,29 @@ class OneShotReduce:
         return bool(is_right)
 
     def choose(self, device: torch.device, reduce: Reduce) -> None:
-        """Time every way in a CUDA graph, and take the fastest for each size; of all ranks the same."""
+        """Time every method in a CUDA graph, and choose the fastest for each size, the same on all ranks."""
         most_values = _CHANNELS * _BLOCK
-        ways = ((most_values, None), (_PUSH_VALUES, self.push), (most_values, self.pull))
-        times = torch.full((len(_TIMED_VALUES), len(ways)), torch.inf, device=device)
+        methods = ((most_values, None), (_PUSH_VALUES, self.push), (most_values, self.pull))
+        times = torch.full((len(_TIMED_VALUES), len(methods)), torch.inf, device=device)
         for row, num_values in enumerate(_TIMED_VALUES):
             states = torch.zeros(num_values, dtype=torch.bfloat16, device=device)
-            for column, (most, way) in enumerate(ways):
+            for column, (most, method) in enumerate(methods):
                 if num_values <= most:
-                    times[row, column] = _milliseconds(partial(way or reduce, states), device)
+                    times[row, column] = _milliseconds(partial(method or reduce, states), device)
         fastest = reduce(times).argmin(dim=1).tolist()
-        self._ways = [ways[column][1] for column in fastest]
+        self._fastest = [methods[column][1] for column in fastest]
         names = ("nccl", "push", "pull")
         self.choice = {most: names[column] for most, column in zip(_TIMED_VALUES, fastest, strict=True)}
 
     def abort(self) -> None:
-        """Let no kernel wait any more."""
-        # By a copy: a kernel might wait for those that wait, to be loaded or for room.
+        """End the waits of all kernels."""
+        # By a copy: a kernel could be blocked by the waiting ones (module loading, occupancy).
         with torch.cuda.stream(self._abort_stream):
             self._is_aborted.copy_(self._one, non_blocking=True)
 
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Of `_CALLS` calls in a CUDA graph; the fastest of a few."""
+    """Milliseconds for `_CALLS` calls in a CUDA graph; the best of four."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     times = []
     with torch.cuda.stream(stream):
@@ -225,7 +224,7 @@ def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
         for _ in range(_CALLS):
             run()
         graph.capture_end()
-        for _ in range(4):  # the first finds the ranks apart
+        for _ in range(4):  # the first one synchronises the ranks
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
@@ -236,10 +235,10 @@ def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def build_one_shot(rank: int, size: int, device: torch.device, store: Any, reduce: Reduce) -> OneShotReduce | None:
-    """The all-reduces in one kernel, once they were seen to add up; None where GPUs cannot share memory.
+    """One-kernel all-reduces that passed a trial; None if GPUs cannot share memory or the trial fails.
 
     Args:
-        store: of all ranks.
+        store: shared by all ranks.
         reduce: NCCL's all-reduce.
     """
 

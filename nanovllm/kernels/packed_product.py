@@ -1,4 +1,4 @@
-"""The structures that the C++ kernels read: packed weights, norms and a decoder layer of them."""
+"""Structs for the C++ kernels: packed weights, norms and decoder layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.huge_pages import HugePages
 
-LANES = 16  # elements that the kernels compute at once
+LANES = 16  # elements per vector of the kernels
 PANEL = 2 * LANES  # adjacent outputs in a packed weight
-TILE_ROWS = 16  # that a processor's matrix tiles multiply at once
+TILE_ROWS = 16  # rows of a processor's matrix tile
 
 
 class ProductStruct(ctypes.Structure):
@@ -43,13 +43,13 @@ class LayerStruct(ctypes.Structure):
 
 
 class StackedLayerStruct(ctypes.Structure):
-    """A layer of a stack, where its K and V are, and the scale of its scores."""
+    """A layer of a stack, with pointers to its K and V and the scale of its scores."""
 
     _fields_ = [("layer", c_void_p), ("key_cache", c_void_p), ("value_cache", c_void_p), ("scaling", c_float)]
 
 
 class AttentionRowsStruct(ctypes.Structure):
-    """What attention of a step's rows gets in every layer: arguments of both kernels, decodes' and chunks'."""
+    """Arguments of attention that are equal for all layers of a step, for both kernels (decodes and chunks)."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("decode_tables", "contexts", "members", "group_starts", "shared")),
@@ -60,18 +60,18 @@ class AttentionRowsStruct(ctypes.Structure):
 
 
 class WorkspaceStruct(ctypes.Structure):
-    """Memory that all layers of an engine use in turn; see `model/fast/fused_layers.py`."""
+    """Buffers shared by all layers of an engine; see `model/fast/fused_layers.py`."""
 
     _fields_ = [(name, c_void_p) for name in ("queries", "attended", "scratch", "even_output", "odd_output")]
 
 
-# Panels of quantised weights, by the bits of a value, the bytes of a scale and the length of a run, as
-# `csrc/widening.h` numbers them; 0 is the whole depth.
+# (bits of a value, bytes of a scale, length of a run) -> number of the panel kind in `csrc/widening.h`; length 0: the
+# whole depth.
 _KINDS = {(8, 4, 0): 1, (8, 2, 32): 2, (8, 4, 16): 3, (4, 2, 32): 4, (4, 4, 32): 5, (5, 2, 32): 6, (5, 4, 32): 7}
 
 
 def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = False) -> bool:
-    """Whether `PackedProduct` takes these layers, side by side: linear layers, or quantised ones of that dtype."""
+    """Whether `PackedProduct` can pack these layers together: linear layers, plain or quantised, of that dtype."""
     sizes, kinds = {linear.out_features for linear in linears}, {_kind_of(linear) for linear in linears}
     if interleave and (len(sizes) > 1 or len(kinds) > 1):
         return False
@@ -86,7 +86,7 @@ def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = F
 
 
 def _kind_of(linear: Any) -> str | None:
-    """The block format of a quantised layer, "" for a linear layer; None for neither, or with a forward of its own."""
+    """The block format of a quantised layer, "" for a linear layer; None for others, or if `forward` is overridden."""
     if "forward" in vars(linear):
         return None
     if type(linear) is nn.Linear:
@@ -100,18 +100,17 @@ def _dtype_of(linear: Any) -> torch.dtype:
 
 
 def pack(*weights: Tensor, interleave: bool = False, memory: HugePages | None = None) -> Tensor:
-    """Weights [num_outputs, depth] side by side, in the order in which `csrc/products.h` reads them, in one pass.
+    """Pack weights [num_outputs, depth], float32 or bfloat16, in the order of `csrc/products.h`, concatenated.
 
-    They are float32 or bfloat16. Returns [num_panels, depth / step, PANEL, step], where step elements have four bytes,
-    from `memory` if it is given. With interleave each panel holds 16 outputs of the first of two weights and the same
-    of the second.
+    Returns [num_panels, depth / step, PANEL, step], where `step` elements take four bytes; allocated from `memory` if
+    given. With interleave each panel has 16 outputs of the first of two weights and the same 16 of the second.
     """
     dtype, step = weights[0].dtype, 4 // weights[0].element_size()
     words = [_words(weight) for weight in weights]  # each [num_outputs, depth / step]
     if not interleave and any(len(part) % PANEL for part in words):
         words = [torch.cat(words)]
     num_panels, length = sum(len(part) for part in words) // PANEL, words[0].shape[1]
-    packed = (memory or HugePages(0)).take([num_panels, length, PANEL], torch.int32)
+    packed = (memory or HugePages(0)).allocate([num_panels, length, PANEL], torch.int32)
     if interleave:
         places = packed.unflatten(2, (2, LANES)).unbind(2)
     else:
@@ -122,14 +121,14 @@ def pack(*weights: Tensor, interleave: bool = False, memory: HugePages | None = 
 
 
 def _words(weight: Tensor) -> Tensor:
-    """A matrix as int32, which is copied in a fifth of the time of single elements."""
+    """A matrix as int32 words, which copy five times as fast as single elements."""
     if not weight.is_contiguous() or weight.storage_offset() * weight.element_size() % 4:
         weight = weight.clone(memory_format=torch.contiguous_format)
     return weight.detach().view(torch.int32)
 
 
 def packed_bytes(linears: Sequence[Any], *, growth: int = 2) -> int:
-    """Of these layers, at most, for `HugePages`: Q6_K grows most, from 210 bytes to 320; at least with growth 1."""
+    """Bytes of these layers in `HugePages`: at most, since Q6_K grows from 210 bytes to 320; at least with growth 1."""
     plain, quantised = (
         [linear.blocks if _kind_of(linear) else linear.weight for linear in linears if bool(_kind_of(linear)) == which]
         for which in (False, True)
@@ -138,21 +137,21 @@ def packed_bytes(linears: Sequence[Any], *, growth: int = 2) -> int:
 
 
 def _interleaved(first: Tensor, second: Tensor) -> Tensor:
-    """Rows of both in turn, sixteen by sixteen."""
+    """Rows of both in turn, 16 at a time."""
     return torch.stack((first.unflatten(0, (-1, LANES)), second.unflatten(0, (-1, LANES))), dim=1).flatten(0, 2)
 
 
 def _by_fours(panels: Tensor) -> Tensor:
-    """[num_panels, PANEL, num_runs, bytes] with four bytes of an output, then of the next, in the kernels' order."""
+    """[num_panels, PANEL, num_runs, bytes] reordered for the kernels: four bytes of each output in turn."""
     return panels.unflatten(3, (-1, 4))[..., [0, 2, 1, 3]].permute(0, 2, 3, 1, 4)
 
 
 def pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bits: int) -> tuple[Tensor, int]:
-    """Panels [num_panels, bytes] uint8 of quantised rows, and their kind.
+    """Pack quantised rows: panels [num_panels, bytes] uint8, and their kind.
 
     Args:
-        values: [num_outputs, depth], int8 of 8 bits, or uint8 of 4 or 5.
-        scales, minima: [num_outputs, runs], each of so many neighbours along the depth.
+        values: [num_outputs, depth], int8 with 8 bits, or uint8 with 4 or 5.
+        scales, minima: [num_outputs, runs], each for depth / runs neighbours.
     """
     depth, num_runs = values.shape[1], scales.shape[1]
     run = depth // num_runs
@@ -176,12 +175,12 @@ def pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bi
 
 
 class PackedProduct:
-    """Linear layers that read the same input, side by side and packed.
+    """Packed product of linear layers that read the same input.
 
     Args:
-        linears: `can_pack` must hold; they may be of different kinds.
-        interleave: of two layers, in each panel 16 outputs of the first and the same 16 of the second.
-        memory: for the packed weight; its own by default.
+        linears: `can_pack` must hold; may be of different kinds.
+        interleave: for two layers: each panel has 16 outputs of the first and the same 16 of the second.
+        memory: holds the packed weight; newly allocated by default.
     """
 
     def __init__(self, linears: Sequence[Any], *, interleave: bool = False, memory: HugePages | None = None) -> None:
@@ -206,7 +205,7 @@ class PackedProduct:
 def _panels_of_kinds(
     linears: Sequence[Any], join: Callable[[list[Tensor]], Tensor], memory: HugePages
 ) -> tuple[Tensor, Tensor]:
-    """The packed panels of layers of several kinds, uint8, and [num_panels, 2] int64: offset and kind of each."""
+    """Packed panels of layers of several kinds, uint8, and their (offset, kind) [num_panels, 2] int64."""
     segments, places, offset = [], [], 0
     for kind_name, run in groupby(linears, _kind_of):
         layers = list(run)
@@ -219,6 +218,6 @@ def _panels_of_kinds(
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()
-    weight = memory.take([offset], torch.uint8)
+    weight = memory.allocate([offset], torch.uint8)
     torch.cat(segments, out=weight)
     return weight, torch.tensor(places, dtype=torch.int64, device="cpu")

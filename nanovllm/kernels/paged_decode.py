@@ -1,11 +1,11 @@
-"""Decode attention on a GPU for any number of decodes, of even and uneven contexts alike, without a new compilation.
+"""Decode attention on a GPU for any number of decodes, with even or uneven contexts, without recompilation.
 
-A small kernel cuts the contexts of a step into pieces of nearly equal length, once for all layers; a program of the
-other attends to one piece for the query heads of one KV head, straight from the block tables. A program's rows hold the
-query heads of several decodes where these begin with the same blocks, which are read once for all of them. How many
-programs there are depends on the number of decodes alone, so a captured CUDA graph serves every step of that number.
-Windows and attention in chunks only move the beginning of a context; soft-caps, sinks, and values of another width than
-keys are compiled in where layers have them. The kernels are in `decode_pieces_triton` and `paged_decode_triton`.
+A small kernel cuts a step's contexts into pieces of nearly equal length, once for all layers. In the second kernel a
+program attends to one piece for the query heads of one KV head, through the block tables. Decodes with equal first
+blocks share programs, which read these blocks once for all of their query heads. The number of programs depends only on
+the number of decodes, so a captured CUDA graph serves every step with that number. Windows and chunks only move the
+start of a context; soft-caps, sinks, and a value width other than the keys' are compile-time options. The kernels are
+in `decode_pieces_triton` and `paged_decode_triton`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes that a program cuts, pieces of each that it writes in one go
-_MERGED_ELEMENTS = 4096  # of the workspace, read in one go
+_CUT_AT_ONCE, _CUT_PIECES = 32, 16  # decodes per program, pieces of each per store
+_MERGED_ELEMENTS = 4096  # of the workspace, per load
 _MAX_HEAD_DIM = 256
-_MIN_ROWS = 16  # query heads that a program reads for: the fewest that tensor cores take
+_MIN_ROWS = 16  # fewest query heads per program, since tensor cores take 16
 
 
 class DecodeSizes(NamedTuple):
-    """How the work of a step is cut, and how one program reads it.
+    """Sizes of a step's pieces and of one program's loads.
 
-    tile: tokens that are read together, at most; a smaller block has one tile.
-    num_stages: one more than tiles on their way at once, at most.
-    least_programs, most_programs: for each multiprocessor; as many pieces as decodes lie in between.
+    tile: most tokens per load; a smaller block is one tile.
+    num_stages: pipeline stages, one more than the most tiles in flight.
+    least_programs, most_programs: per multiprocessor; between them there is one piece per decode.
     """
 
     tile: int = 32
@@ -38,28 +38,28 @@ class DecodeSizes(NamedTuple):
     most_programs: int = 4
 
 
-# On an H200 (sm_90; bfloat16, heads of 128). Other GPUs take the same in proportion to their multiprocessors, and tiles
-# and stages as shared memory holds them.
+# Measured on an H200 (sm_90; bfloat16, heads of 128). Other GPUs scale with their multiprocessors; shared memory limits
+# tiles and stages.
 MEASURED = DecodeSizes()
 
 
 @cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    # Triton comes with PyTorch where that is built for GPUs.
+    # Triton is part of PyTorch's GPU builds.
     from nanovllm.kernels import decode_pieces_triton, paged_decode_triton
 
     return decode_pieces_triton, paged_decode_triton
 
 
 class PagedDecode:
-    """Decode attention of one engine; the layers share its pieces and workspace.
+    """Decode attention of one engine; its layers share pieces and workspace.
 
     Args:
-        heads: number of KV heads, query heads per KV head, bytes of one head's K of one token, or V if that is wider.
-        gpu: number of multiprocessors, bytes of shared memory that one program may take.
-        max_decodes: bound of a step.
-        sight: window and chunk of the layers, None where they have none.
-        softcap: of the layers; None caps nothing.
+        heads: number of KV heads, query heads per KV head, bytes of one token's K (or V, if wider) in one head.
+        gpu: number of multiprocessors, bytes of shared memory per program.
+        max_decodes: most decodes of a step.
+        sight: (window, chunk) of the layers, or None each.
+        softcap: of the layers, or None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PagedDecode:
         self._block_size = block_size
         self._least_pieces, self._most_pieces = _bounds(num_multiprocessors, self._num_kv_heads, sizes)
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
-        # Hopper and later start a kernel while the one before ends.
+        # On Hopper and later a kernel may start while the previous one ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.bundle_members = _bundle_members(self._num_groups)
         slots = self.most_splits(heads[:2], num_multiprocessors, max_decodes, sizes) * self._num_kv_heads
@@ -89,14 +89,14 @@ class PagedDecode:
             num_pieces = max(self._least_pieces, min(max_decodes, self._most_pieces)) + max_decodes
             self._pieces = torch.zeros(1 + num_pieces, entry, dtype=torch.int32, device=device)
             self._splits = torch.zeros(max_decodes, 2, dtype=torch.int32, device=device)
-            self._tables = self._members = self._pieces  # of the step, once there is one
+            self._tables = self._members = self._pieces  # placeholders until the first step
             self._nothing_shared = (
                 torch.zeros(max_decodes, dtype=torch.int32, device=device),
                 torch.zeros(1, dtype=torch.int32, device=device),
                 torch.zeros(0, _kernels()[0].BUNDLE_ENTRY, dtype=torch.int32, device=device),
             )
-            # The workspace: what pieces of split decodes leave, and how many of each decode have done so.
-            num_values = slots * self._num_groups * (head_bytes // 2)  # of two bytes each, at least
+            # The workspace: results of split decodes' pieces, and the number of finished pieces per decode.
+            num_values = slots * self._num_groups * (head_bytes // 2)  # an element has at least two bytes
             self._outputs = torch.empty(num_values, dtype=torch.float32, device=device)
             self._logarithms = torch.empty(slots * self._num_groups, dtype=torch.float32, device=device)
             self._arrivals = torch.zeros(slots * self._num_groups, dtype=torch.int32, device=device)
@@ -109,17 +109,14 @@ class PagedDecode:
     def most_splits(
         heads: tuple[int, int], num_multiprocessors: int, max_decodes: int, sizes: DecodeSizes = MEASURED
     ) -> int:
-        """Upper bound of the pieces of all decodes of a step together that have more than one.
-
-        A piece of a bundle counts for each of its members.
-        """
+        """Upper bound of the number of pieces of a step's split decodes; a bundle's piece counts once per member."""
         num_kv_heads, num_groups = heads
         least, most = _bounds(num_multiprocessors, num_kv_heads, sizes)
         members, own = _bundle_members(num_groups), 2 * most
         return own if members < 2 else own + max_decodes + members * max(least, min(max_decodes, most))
 
     def most_bundles(self, num_decodes: int) -> int:
-        """Of a step: their pieces have to fit among the programs that its decodes alone would have."""
+        """Most bundles of a step: their pieces must fit into the programs of its decodes."""
         return min(num_decodes // 2, max(self._least_pieces, min(num_decodes, self._most_pieces)) * 3 // 4)
 
     def fill(
@@ -133,7 +130,7 @@ class PagedDecode:
         """Cut a step's contexts into pieces; see `StepTables` for the arguments.
 
         Args:
-            sharing: shared blocks, members and bundles; nothing is shared by default.
+            sharing: shared blocks, members and bundles; none by default.
         """
         shared, members, bundles = sharing or self._nothing_shared
         self._tables, self._members = tables, members
@@ -156,25 +153,25 @@ class PagedDecode:
         output: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the decodes that `fill` has cut.
+        """Attention of the decodes passed to `fill`.
 
         Args:
             query: [num_decodes, num_heads, head_dim], contiguous.
             key_cache, value_cache: [num_slots, num_kv_heads, head_dim or value_dim], contiguous.
             output: [num_decodes, num_heads, value_dim]; a new tensor by default.
-            sinks: [num_heads], scores that add nothing to the result.
+            sinks: [num_heads], scores that join the softmax without a value.
 
-        Returns the output; 0 where a decode has no blocks.
+        Returns the output; 0 for a decode without blocks.
         """
         (num_rows, num_heads, head_dim), value_dim = query.shape, value_cache.shape[2]
         if output is None:
             output = query.new_empty(num_rows, num_heads, value_dim)
         sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
         rows, value_dims, has_sinks = _rows(self._num_groups), _power_of_two(value_dim), sinks is not None
-        some_sinks = self._logarithms if sinks is None else sinks  # a kernel without them does not read any
+        some_sinks = self._logarithms if sinks is None else sinks  # a placeholder, not read
         is_large = rows * max(dims, value_dims) > 8192 or query.dtype == torch.float32  # for the registers of two warps
         num_pieces = min(max(num_rows, self._least_pieces), self._most_pieces) + num_rows
-        # The last program of a decode takes longer to merge than a kernel of its own, which many decodes do without.
+        # Merging in a decode's last program is slower than a separate kernel; with many decodes few are split.
         merges_apart = 4 * num_rows < 3 * self._least_pieces
         entry, kernels = _kernels()[0].ENTRY, _kernels()[1]
         with torch.cuda.device_of(query):
@@ -198,13 +195,13 @@ class PagedDecode:
 
 
 def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> tuple[int, int]:
-    """A step is cut into so many pieces, at least and at most, and at most one more for each of its decodes."""
+    """(fewest, most) pieces of a step, apart from one more per decode."""
     least, most = sizes.least_programs * num_multiprocessors, sizes.most_programs * num_multiprocessors
     return max(1, least // num_kv_heads), max(1, most // num_kv_heads)
 
 
 def _rows(num_groups: int) -> int:
-    """Query heads that a program reads for: those of one decode and KV head, or of several that share blocks."""
+    """Query heads per program: of one decode and KV head, or of several decodes that share blocks."""
     return max(_MIN_ROWS, _power_of_two(num_groups))
 
 
@@ -213,7 +210,7 @@ def _bundle_members(num_groups: int) -> int:
 
 
 def fitting(sizes: DecodeSizes, block_size: int, head_bytes: int, shared_memory: int) -> DecodeSizes:
-    """The largest tiles of which K and V, once a stage but for the last, fit into a multiprocessor's shared memory."""
+    """The largest tiles with K and V of all stages but the last within a multiprocessor's shared memory."""
     tile, num_stages = min(sizes.tile, block_size), sizes.num_stages
     row_bytes = _power_of_two(head_bytes)
     while 2 * (num_stages - 1) * tile * row_bytes > 0.8 * shared_memory and num_stages > 2:

@@ -1,10 +1,9 @@
-"""The Triton side of `paged_decode` that attends: a program to a piece, see `decode_pieces_triton`.
+"""Triton kernels of `paged_decode` for attention: one program per piece, see `decode_pieces_triton`.
 
-A decode of one piece is finished by the program that reads it. Of several, each leaves its output and the logarithm of
-its sum of exponentials in the workspace; a piece of a bundle leaves those of each member. They are merged in their
-order, whatever the order in which they ran, so a step gives the same bits each time: by a kernel of its own, or with
-many decodes, where few are split, by the last to arrive, which atomic counters find. Splits and their merge:
-flash-decoding, Dao et al. 2023.
+The program of a decode's only piece writes the result. With several pieces each program writes its output and
+log-sum-exp to the workspace, for a bundle's piece once per member. They are merged in a fixed order, so that results
+are deterministic: by a separate kernel, or with many decodes (few of them split) by the program that arrives last,
+found by atomic counters. Split and merge as in flash-decoding, Dao et al. 2023.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _attend_piece(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """query [ROWS, DIMS], a tensor; the caches begin at this KV head, the table at this decode's first block.
+    """Attention of query [ROWS, DIMS], a tensor; caches start at this KV head, the table at the decode's first block.
 
     Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum of exponentials [ROWS].
     """
@@ -36,8 +35,8 @@ def _attend_piece(
     begin = start
     if LIMITED:  # a piece may begin within a tile
         begin = start // TILE * TILE
-    # Loads of K and V are on their way `num_stages` tiles ahead, as long as the loop does not compute their addresses
-    # from another load of the same round: so a block's number comes from the round before.
+    # K and V are prefetched `num_stages` tiles ahead only if their addresses do not depend on a load of the same
+    # iteration: so the block number is loaded one iteration earlier.
     for first in range(begin, end, TILE):
         tile = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * NUM_KV_HEADS
         block = tl.load(table + tl.minimum(first + TILE, end - 1) // BLOCK_SIZE)
@@ -48,13 +47,13 @@ def _attend_piece(
         keys = tl.load(key_cache + tile * HEAD_DIM + offsets, mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if SOFTCAP > 0:
-            # cap * tanh(score / cap), where scores are binary logarithms: tanh(x) = 1 - 2 / (exp(2 x) + 1).
+            # cap * tanh(score / cap), with scores to base 2: tanh(x) = 1 - 2 / (exp(2 x) + 1).
             CAP: tl.constexpr = SOFTCAP * 1.4426950408889634
             scores = CAP - 2 * CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / CAP)) + 1)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        # Slots that are not seen are not read either: whatever lies there would enter the product as 0 times it.
+        # Masked slots are not read: NaN or infinity in them would survive the product with 0.
         is_there = is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
         values = tl.load(value_cache + tile * VALUE_DIM + value_offsets, mask=is_there, other=0.0)
         output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
@@ -66,9 +65,9 @@ def _attend_piece(
 
 @triton.jit
 def _sink_scores(sinks, heads, is_used, HAS_SINKS: tl.constexpr):
-    """What a softmax begins with, [ROWS] each: the highest score, as a binary logarithm, and the sum of exponentials.
+    """Initial state of the softmax, [ROWS] each: maximum score, to base 2, and sum of exponentials.
 
-    A sink is a score of its own, the first, which adds nothing to the result.
+    A sink is a first score without a value.
     """
     top = tl.full(heads.shape, float("-inf"), tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
@@ -83,7 +82,7 @@ def _merge(
     outputs, logarithms, count, sinks, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr, MERGE_STAGES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of one decode and KV head, in their order; returns [ROWS, DIMS]. HEAD_DIM and DIMS: of values."""
+    """Merge the pieces of one decode and KV head in order; returns [ROWS, DIMS]. HEAD_DIM and DIMS: of values."""
     rows, dims, parts = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, AT_ONCE)
     top, total = _sink_scores(sinks, rows, rows < GROUPS, HAS_SINKS)
     output = tl.zeros((ROWS, DIMS), tl.float32)
@@ -111,7 +110,7 @@ def _attend_for_members(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a bundle: each row is a query head of one of its members, which `members` begins with."""
+    """Attend to a bundle's piece: each row is a query head of a member; `members` starts with the bundle's first."""
     rows, dims, NUM_HEADS = tl.arange(0, ROWS), tl.arange(0, DIMS), NUM_KV_HEADS * GROUPS
     is_used = rows // GROUPS < num_members
     decodes = tl.load(members + rows // GROUPS, mask=is_used, other=0)
@@ -138,7 +137,7 @@ def _attend_for_one(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
     SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A piece of the decode `row`."""
+    """Attend to a piece of the decode `row`."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     at = rows[:, None] * HEAD_DIM + dims[None, :]
     is_there = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -167,10 +166,10 @@ def _merge_members(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of decodes that share blocks, of those rows that this program is the last to arrive at.
+    """Merge the pieces of decodes that share blocks, for each row if this program is the last to arrive.
 
-    The program has read a piece of a bundle, or of the one decode `row` behind the blocks that it shares. One loop for
-    both, so that a step gives the same bits whoever is last. HEAD_DIM and DIMS are those of values.
+    The program has processed a bundle's piece, or a piece of the decode `row` after its shared blocks. One loop for
+    both gives the same bits, whichever program is last. HEAD_DIM and DIMS: of values.
     """
     rows, NUM_HEADS = tl.arange(0, ROWS), NUM_KV_HEADS * GROUPS
     is_used = rows // GROUPS < tl.maximum(-row, 1)
@@ -216,9 +215,9 @@ def _merge_alone(
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
     AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a decode that shares nothing, if this program is the last to arrive."""
+    """Merge the pieces of a decode without shared blocks, if this program is the last to arrive."""
     first = (slot * NUM_KV_HEADS + head) * GROUPS
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one signals
     if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == count - 1:
         merged = _merge(
             outputs + first * HEAD_DIM, logarithms + first, count, sinks + head * GROUPS if HAS_SINKS else sinks,
@@ -266,7 +265,7 @@ def attend_pieces(
     HAS_SINKS: tl.constexpr,
 ):
     """A program attends to one piece for the query heads of one KV head."""
-    if OVERLAPS:  # with the end of the kernel before and the beginning of the one behind
+    if OVERLAPS:  # with the end of the previous kernel and the start of the next
         gdc_wait()
         gdc_launch_dependents()
     number, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -276,7 +275,7 @@ def attend_pieces(
     if number >= tl.load(pieces):
         return
     keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, scaling * 1.4426950408889634
-    # Two paths, though one could serve both: the addresses of members cost steps without any up to 2 %.
+    # Two paths, though one would do: addresses of members cost up to 2 % in steps without bundles.
     SHARES: tl.constexpr = ROWS >= 2 * GROUPS
     if SHARES and row < 0:
         _attend_for_members(
@@ -317,7 +316,7 @@ def merge_pieces(
     OVERLAPS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """A program merges the pieces of one decode and query head, where there are several. HEAD_DIM: of values."""
+    """A program merges the pieces of one split decode and query head. HEAD_DIM: of values."""
     row, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     slot, count = tl.load(splits + 2 * row), tl.load(splits + 2 * row + 1)
     if OVERLAPS:

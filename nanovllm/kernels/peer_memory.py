@@ -1,6 +1,6 @@
-"""Memory of one GPU that the processes of other GPUs map, by the driver's own calls.
+"""GPU memory that processes of other GPUs map, through the CUDA driver.
 
-PyTorch has memory of this kind too, but gives it to registered process groups alone, which are the user's.
+PyTorch offers such memory only to registered process groups, which are the user's.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """Names memory of one process to the others."""
+    """IPC handle of one process's memory."""
 
     _fields_ = (("data", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 class PeerMemory:
-    """Zeroed memory on the current device, and what every peer allocated so. Constructing it waits for all ranks.
+    """Zeroed memory on the current device, and every peer's, mapped; construction waits for all ranks.
 
-    It stays until the process ends: who frees it must know that no peer uses it any more.
+    It is never freed: a peer might still use it.
 
     Args:
         rank, size: as for `Ranks`.
-        store: of all ranks, for this memory alone.
+        store: shared by all ranks, used for this memory alone.
 
     Attributes:
         addresses: of each rank's memory, in the current device's address space.
 
-    Raises CudaError on this rank if the device cannot, and where a peer's memory cannot be mapped.
+    Raises CudaError if this rank cannot allocate, or cannot map a peer's memory.
     """
 
     def __init__(self, rank: int, size: int, num_bytes: int, store: Any) -> None:
         own, handle = ctypes.c_uint64(), _Handle()
-        name = b""  # of memory that could not be allocated
+        name = b""  # stays empty if the allocation fails
         try:
             check(driver().cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)), f"allocate {num_bytes} bytes")
             check(driver().cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)), "clear memory")
@@ -45,7 +45,7 @@ class PeerMemory:
             check(driver().cuIpcGetMemHandle(ctypes.byref(handle), own), "share memory with other processes")
             name = bytes(handle)
         finally:
-            store.set(f"memory-{rank}", name.hex())  # also of a failure: the peers wait for it
+            store.set(f"memory-{rank}", name.hex())  # also after a failure, since the peers wait for it
         self.addresses = [own.value if peer == rank else _mapped(store, peer) for peer in range(size)]
 
 

@@ -1,7 +1,7 @@
-"""Classes of processors, by what they multiply with, and the compiler's flags for each.
+"""Processor classes by their instructions for products, and compiler flags for each.
 
-The kernels are compiled for the very processor. `NANOVLLM_CPU_CLASS` names a lesser class instead, to try on one
-machine what another would run.
+Kernels are compiled for the processor that runs them. `NANOVLLM_CPU_CLASS` selects a lesser class, to test on one
+machine the kernels of another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NO_TILES = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorClass:
-    """What the kernels are compiled for.
+    """A class of processors with the same kernels.
 
-    needs: the processor's flags without which it is of a lesser class.
-    lesser_flags: of the compiler, for a processor of a better class; its own class is compiled for with `NATIVE`.
+    needs: processor flags that the class requires.
+    lesser_flags: compiler flags on a processor of a better class; a processor's own class uses `NATIVE`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ProcessorClass:
 
 
 NATIVE = ("-march=native",)
-# Best first; the last needs nothing.
+# Best first; the last requires nothing.
 X86 = (
     ProcessorClass("amx", frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}), NATIVE),
     ProcessorClass("avx512_bf16", frozenset({"avx512_bf16", "avx512bw"}), (*NATIVE, *_NO_TILES)),
@@ -41,21 +41,21 @@ X86 = (
     ProcessorClass("avx2", frozenset({"avx2", "fma"}), ("-march=x86-64-v3",)),
     ProcessorClass("plain", frozenset(), ("-march=x86-64",)),
 )
-OTHERS = (ProcessorClass("native", frozenset(), NATIVE),)
+NON_X86 = (ProcessorClass("native", frozenset(), NATIVE),)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A class, and the compiler's flags for it on this processor."""
+    """A class and its compiler flags on this processor."""
 
     name: str
     flags: tuple[str, ...]
 
 
 def targets(environment: Mapping[str, str] = os.environ) -> list[Target]:
-    """What kernels can be compiled for, the best first, or that which the environment names.
+    """Targets for this processor, best first; NANOVLLM_CPU_CLASS skips the better ones.
 
-    Raises ProcessorClassError for a name that this processor does not know.
+    Raises ProcessorClassError for a class that this processor does not support.
     """
     own = own_classes(processor_flags(), platform.machine())
     found = [Target(own[0].name, NATIVE), *(Target(lesser.name, lesser.lesser_flags) for lesser in own[1:])]
@@ -72,14 +72,14 @@ def targets(environment: Mapping[str, str] = os.environ) -> list[Target]:
 
 
 def own_classes(flags: frozenset[str], machine: str) -> list[ProcessorClass]:
-    """The classes that a processor belongs to, the best first."""
-    classes = X86 if machine in ("x86_64", "AMD64") else OTHERS
+    """Classes that a processor supports, best first."""
+    classes = X86 if machine in ("x86_64", "AMD64") else NON_X86
     return [each for each in classes if each.needs <= flags]
 
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """What /proc/cpuinfo says that the first processor can; empty where there is no such file."""
+    """Flags of the first processor in /proc/cpuinfo; empty if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Norms of q and k, rotary embedding and KV write of a layer as one kernel on a GPU.
+"""One GPU kernel for a layer's norms of q and k, rotary embedding and KV write.
 
-The compiler takes two kernels for it, one behind the other, which are short enough to be mostly launches.
+torch.compile makes two kernels of them, so short that most of their time is launch overhead.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 512  # by a program
-_MANY_ROWS = 1024  # from here on programs of one warp are faster than of two
+_ELEMENTS_AT_ONCE = 512  # per program
+_MANY_ROWS = 1024  # from here on programs with one warp are faster than with two
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def rotated(
     states, weight, at, other_at, cos, sin, epsilon, is_there, dims,
     HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Normalised and rotated heads, [heads, dims]; `other_at` is where each element's partner of the pair lies."""
+    """Normalised and rotated heads, [heads, dims]; `other_at`: offsets of each element's partner in its pair."""
     own = tl.load(states + at, mask=is_there, other=0.0).to(tl.float32)
     other = tl.load(states + other_at, mask=is_there, other=0.0).to(tl.float32)
     if HAS_NORMS:
@@ -37,7 +37,7 @@ def rotate_and_store_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes AT_ONCE heads of one row: of the queries, or of keys and values."""
+    """A program processes AT_ONCE heads of one row: of the queries, or of keys and values."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, heads = tl.arange(0, DIMS), part * AT_ONCE + tl.arange(0, AT_ONCE)
     is_dim = dims < HEAD_DIM
@@ -75,9 +75,9 @@ def rotate_and_store(
     """Write a step's K and V to their slots; returns its queries [num_rows, num_heads, head_dim].
 
     Args:
-        products: of the layer's input and the weights of q, k and v, [1, num_rows, width].
+        products: outputs of the q, k and v projections, [1, num_rows, width].
         cosines, sines: [1, num_rows, head_dim].
-        norms: weights [head_dim] of the RMS norms of q's and of k's heads, or none.
+        norms: weights [head_dim] of the RMS norms of q's and k's heads, or empty.
         cache: [2, num_slots, num_kv_heads, head_dim], K first.
         slot_mapping: [num_rows] int64.
     """
@@ -104,6 +104,6 @@ def _(products, cosines, sines, norms, epsilon, cache, slot_mapping):
 
 
 def _sizes(products: Tensor, cache: Tensor) -> tuple[int, int]:
-    """The numbers of rows and of query heads."""
+    """(number of rows, number of query heads)."""
     num_kv_heads, head_dim = cache.shape[2:]
     return products.shape[1], products.shape[2] // head_dim - 2 * num_kv_heads

@@ -1,6 +1,6 @@
-"""Matrix products of a few rows on a GPU, for which cuBLAS takes up to twice the time that reading the weight needs.
+"""Matrix products of few rows on a GPU, where cuBLAS takes up to twice the time of reading the weight.
 
-Each program holds some outputs of all rows and walks the whole depth, so nothing is left to be summed up afterwards.
+Each program computes some outputs of all rows over the whole depth, so there is no reduction between programs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ROWS = 16
-# From here on a weight is so large that cuBLAS reads it near the rate of the memory.
+# For larger weights cuBLAS is near the memory bandwidth.
 MAX_WEIGHT_BYTES = 16 * 2**20
 _BLOCK_OUTPUTS = 16
 
 
 def _kernel() -> Any:
-    import triton  # comes with PyTorch where it is built for GPUs
+    import triton  # part of PyTorch's GPU builds
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["num_rows"])
@@ -48,7 +48,7 @@ def _kernel() -> Any:
             )
             sums = tl.dot(weights, inputs, sums)
         places, is_there = rows[None, :] * num_outputs + outputs[:, None], (rows < num_rows)[None, :]
-        if ADDS:  # rounded before, as a sum of its own finds the product
+        if ADDS:  # the product is rounded first, as before a separate sum
             before = tl.load(residual + places, mask=is_there, other=0.0).to(tl.float32)
             sums = sums.to(output.dtype.element_ty).to(tl.float32) + before
         tl.store(output + places, sums.to(output.dtype.element_ty), mask=is_there)
@@ -61,13 +61,13 @@ _compiled: list[Any] = []
 
 @torch.library.custom_op("nanovllm::linear", mutates_args=())
 def linear(states: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear` without a bias, whatever the number of rows: states [..., depth], weight [num_outputs, depth]."""
+    """`F.linear` without a bias, for any number of rows: states [..., depth], weight [num_outputs, depth]."""
     return _skinny(states, weight, None) if _num_rows(states) <= MAX_ROWS else F.linear(states, weight)
 
 
 @torch.library.custom_op("nanovllm::linear_and_add", mutates_args=())
 def linear_and_add(states: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual [..., num_outputs] plus `linear` of the others, in one kernel where there are few rows."""
+    """residual [..., num_outputs] + `linear(states, weight)`, in one kernel for few rows."""
     if residual.shape != (*states.shape[:-1], weight.shape[0]) or residual.dtype != states.dtype:
         raise ValueError(f"the residual is {residual.dtype} {[*residual.shape]}, and must be as the product is.")
     if _num_rows(states) <= MAX_ROWS:
@@ -108,7 +108,7 @@ def _skinny(states: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def suits(weight: Tensor) -> bool:
-    """Whether `linear` takes this weight, and it is of a size for which that pays."""
+    """Whether `linear` supports this weight and is faster for its size."""
     num_outputs, depth = weight.shape
     return (
         weight.is_cuda

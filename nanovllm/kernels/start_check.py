@@ -1,8 +1,8 @@
-"""Whether compiled kernels compute what they should on this processor, on small random rows: a few milliseconds.
+"""Start check: compares compiled kernels with PyTorch on small random rows, in a few milliseconds.
 
-Products and attention, each in all forms that the library has: blocks of few rows and of many, depths that fill
-matrix tiles and others, quantised weights, decodes alone and with a common prefix, chunks; plain attention and with
-every trait. Fused layers are compared with a model's own modules later.
+It covers products and attention in all variants of the library: few and many rows, depths that fill matrix tiles and
+others, quantised weights, single decodes and decodes with a common prefix, chunks; attention without and with every
+trait. Fused layers are compared with a model's modules later.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nanovllm.kernels.packed_product import PANEL, ProductStruct, pack, pack_qua
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp import Kernels
 
-PAGE = 32  # tokens that the longest runs of a decode need
-# Of a row's size. Measured without matrix tiles: 4.1e-3 at most in bfloat16, whose result and weights of attention are
-# rounded by up to 2^-9 each, and 1.6e-6 in float32. A factor of 0.99 is beyond it.
+PAGE = 32  # tokens per block: enough for a decode's longest runs
+# Relative to a row's norm. Measured without matrix tiles: up to 4.1e-3 in bfloat16, where results and attention weights
+# are rounded by up to 2^-9 each, and 1.6e-6 in float32. A wrong factor of 0.99 exceeds it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 
 class _Traits(NamedTuple):
-    """As the kernels take them."""
+    """Traits of attention as kernel arguments."""
 
     window: int
     chunk: int
@@ -38,7 +38,7 @@ class _Traits(NamedTuple):
 
 
 def first_wrong(kernels: Kernels, head_dim: int, value_dim: int) -> str | None:
-    """What computes something else than PyTorch, in words; None if nothing does."""
+    """Text that names the first wrong kernel and its error; None if all are right."""
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for name, own, expected in (
@@ -72,7 +72,7 @@ def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[st
 
 
 class _Runs(NamedTuple):
-    """How a weight is quantised: the bits of a value, the length of a run, the dtype of its scale."""
+    """A quantisation: bits of a value, length of a run, dtype of its scale."""
 
     num_bits: int
     length: int
@@ -82,7 +82,7 @@ class _Runs(NamedTuple):
 def _quantised_products(
     kernels: Kernels, generator: torch.Generator, runs: _Runs, depth: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of signed values with scales; of unsigned ones, below 8 bits, with minima too."""
+    """Products with signed values (8 bits) and scales, or with unsigned values, scales and minima."""
     shape, size = (2 * PANEL, depth), (2 * PANEL, depth // runs.length)
     if runs.num_bits == 8:
         values, minima = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8, device="cpu"), None
@@ -109,7 +109,7 @@ def _product_rows(
     product.bias = bias.data_ptr()
     for num_rows in (1, 3, 13, 43):
         rows = _random(generator, kernels.dtype, num_rows, depth)
-        if product.panels:  # large beside all others, so that these are in the low plane of split rows
+        if product.panels:  # one large element, so that all others are in the low plane of split rows
             rows[:, 0] = 64
         expected = rows.double() @ weight.T + bias.double()
         for function, dtype in ((kernels.linear, kernels.dtype), (kernels.linear_unrounded, torch.float32)):
@@ -121,7 +121,7 @@ def _product_rows(
 def _attention(
     kernels: Kernels, head_dim: int, value_dim: int, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Sequences of up to 75 tokens whose first two pages are the same, in caches that hold NaN elsewhere."""
+    """Attention of sequences of up to 75 tokens with two shared first pages, in caches filled with NaN elsewhere."""
     num_kv_heads, num_heads, shared = 2, 2 * kernels.num_groups, 2
     num_members = max(2, -(-16 // kernels.num_groups))
     contexts = [shared * PAGE + 7 + 36 * (member % 2) for member in range(num_members)]
@@ -140,7 +140,7 @@ def _attention(
     sizes = width, PAGE, num_kv_heads, head_dim**-0.5, torch.get_num_threads()
     caches = keys.data_ptr(), values.data_ptr(), tables.data_ptr()
     members = torch.arange(num_members, device="cpu")
-    groupings = {  # the first member of each group, and tokens that it shares
+    groupings = {  # first member of each group, and number of shared tokens
         "decodes": (torch.arange(num_members + 1, device="cpu"), [0] * num_members, plain),
         "decodes with traits": (torch.arange(num_members + 1, device="cpu"), [0] * num_members, every),
         "decodes with a common prefix": (torch.tensor([0, num_members], device="cpu"), [shared * PAGE], plain),
@@ -173,7 +173,7 @@ def _slots(table: Tensor, end: int) -> Tensor:
 
 
 def _dense(queries: Tensor, keys: Tensor, values: Tensor, traits: _Traits) -> Tensor:
-    """[num_rows, num_heads, value_dim] float64, of the rows that end the context."""
+    """Reference attention [num_rows, num_heads, value_dim] float64 of the last rows of the context."""
     num_rows, num_heads, head_dim = queries.shape
     groups, total = num_heads // keys.shape[1], len(keys)
     keys, values = (cache.double().repeat_interleave(groups, 1) for cache in (keys, values))

@@ -18,7 +18,7 @@ from nanovllm.core.errors import CompilerError, KernelBuildError
 from nanovllm.kernels import cpp as kernels
 from nanovllm.kernels import cpp_sampling, processor_classes, start_check
 from nanovllm.kernels.packed_product import PANEL
-from nanovllm.kernels.processor_classes import OTHERS, VARIABLE, X86, own_classes, targets
+from nanovllm.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, targets
 from nanovllm.model.binding import ModelBinding
 from nanovllm.model.fast.packed_linears import OneDnnLinear
 from nanovllm.process.device import cpp_compiler
@@ -134,7 +134,7 @@ def test_a_processors_flags_say_its_classes():
     assert [each.name for each in own_classes(zen_4 - {"avx512_bf16"}, "x86_64")] == ["avx512", "avx2", "plain"]
     assert own_classes(zen_4, "x86_64") == list(X86[1:])
     assert own_classes(zen_4 | {"amx_bf16", "amx_tile"}, "x86_64") == list(X86)
-    assert own_classes(frozenset({"asimd", "sve"}), "aarch64") == list(OTHERS)
+    assert own_classes(frozenset({"asimd", "sve"}), "aarch64") == list(NON_X86)
 
 
 def test_the_own_class_is_compiled_for_the_very_processor():
@@ -206,7 +206,7 @@ def compile_with(monkeypatch, folder: Path, refused: str) -> None:
     monkeypatch.setenv("NANOVLLM_CACHE", str(folder))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))
-    kernels._say_refused.cache_clear()
+    kernels._warn_of_lesser_class.cache_clear()
 
 
 @pytest.mark.skipif(CLASSES[-1] != "plain", reason="the classes are those of x86")

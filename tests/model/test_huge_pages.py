@@ -24,7 +24,7 @@ HUGE_PAGE = 2**21
 
 def test_tensors_lie_one_behind_another_and_apart():
     memory = HugePages(HUGE_PAGE)
-    first, second = memory.take([100], torch.uint8), memory.take([4, 8], torch.bfloat16)
+    first, second = memory.allocate([100], torch.uint8), memory.allocate([4, 8], torch.bfloat16)
     assert second.data_ptr() - first.data_ptr() == 128  # whole lines of the cache
     first.fill_(7)
     second.fill_(3.0)
@@ -34,17 +34,17 @@ def test_tensors_lie_one_behind_another_and_apart():
 @pytest.mark.parametrize("num_bytes", [1024, HUGE_PAGE])
 def test_what_has_no_room_is_of_the_allocator(num_bytes):
     memory = HugePages(num_bytes)
-    large = memory.take([num_bytes + 2**20], torch.uint8)
-    small = memory.take([32, 2], torch.float32)
+    large = memory.allocate([num_bytes + 2**20], torch.uint8)
+    small = memory.allocate([32, 2], torch.float32)
     large.fill_(1)
     small.fill_(2.0)
     assert large.eq(1).all() and small.eq(2).all()
 
 
 def test_tensors_outlive_their_memory_object():
-    tensor = HugePages(HUGE_PAGE).take([HUGE_PAGE // 4], torch.float32)
+    tensor = HugePages(HUGE_PAGE).allocate([HUGE_PAGE // 4], torch.float32)
     tensor.fill_(5.0)
-    others = [HugePages(HUGE_PAGE).take([HUGE_PAGE // 4], torch.float32).fill_(1.0) for _ in range(3)]
+    others = [HugePages(HUGE_PAGE).allocate([HUGE_PAGE // 4], torch.float32).fill_(1.0) for _ in range(3)]
     assert tensor.eq(5).all() and all(other.eq(1).all() for other in others)
 
 
@@ -73,16 +73,16 @@ def test_memory_that_a_thread_takes_is_whole_before_the_first_tensor_is_written(
     memory = HugePages(2 * HUGE_PAGE, num_taken=2 * HUGE_PAGE)
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
-    tensor = memory.take([2 * HUGE_PAGE], torch.uint8).fill_(9)
+    tensor = memory.allocate([2 * HUGE_PAGE], torch.uint8).fill_(9)
     assert goes_on.is_set()
     assert tensor.eq(9).all()
 
 
 def test_memory_serves_others_when_its_tensors_are_forgotten():
     memory = HugePages(HUGE_PAGE)
-    first = memory.take([HUGE_PAGE], torch.uint8)
+    first = memory.allocate([HUGE_PAGE], torch.uint8)
     memory.forget_tensors()
-    assert memory.take([HUGE_PAGE], torch.uint8).data_ptr() == first.data_ptr()
+    assert memory.allocate([HUGE_PAGE], torch.uint8).data_ptr() == first.data_ptr()
 
 
 def test_a_models_packed_weights_have_the_memory_that_was_taken_for_them(tmp_path, monkeypatch):
