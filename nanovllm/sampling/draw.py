@@ -1,4 +1,4 @@
-"""One token per row of logits, by the Gumbel-max rule: the inputs of the draw, and its form in torch."""
+"""Draws one token per row of logits by the Gumbel-max rule: its inputs, and its torch implementation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from nanovllm.process.device import to_device
 from nanovllm.sampling.filters import FILTERED_AT_ONCE, FILTERS, keep_likely_by_sort
 from nanovllm.sampling.noise import gumbel_noise, noise_keys, token_counters
 
-# The largest that counts: its inverse is a normal number, where 0 x -inf would be NaN.
+# Clamp of the temperature: its inverse stays a normal number; with 0 as inverse, 0 x -inf would be NaN.
 _MAX_TEMPERATURE = float(2**126)
 
 
-# The inputs of `draw` besides the logits, in the order of a packed step.
+# Inputs of `draw` besides the logits, in their order in a packed step.
 DRAW_INPUTS = tuple(
     StepInput(name, dtype, ("samples",))
     for name, dtype in {
@@ -37,36 +37,36 @@ DRAW_INPUTS = tuple(
     }.items()
 )
 _options = attrgetter("temperature", *FILTERS)
-_Fields: Any = cast(Any, namedtuple("_Fields", [each.name for each in DRAW_INPUTS]))  # which type checkers cannot read
+_Fields: Any = cast(Any, namedtuple("_Fields", [each.name for each in DRAW_INPUTS]))  # dynamic: opaque to type checkers
 
 
 class DrawTensors(_Fields):
-    """The inputs of `draw` besides the logits, [num_rows] each, on their device. A row of zeros is a greedy one.
+    """Inputs of `draw` besides the logits, [num_rows] each, on the logits' device. A row of zeros is greedy.
 
     noise_keys: from `noise.noise_keys`.
     inverse_temperatures: unused in greedy rows.
     noise_scales: 1, or 0 for greedy rows.
-    top_k and so on: of each filter, 0 where it is off.
-    is_cold: 1 where logits count from the row's largest one, so that the noise is not rounded away.
+    top_k and so on: inputs of the filters, 0 where a filter is off.
+    is_cold: 1 for low temperatures: logits are taken relative to the row's maximum, so that noise is not rounded away.
     """
 
     __slots__ = ()
 
     @property
     def filters(self) -> list[Any]:
-        """The inputs of the filters, in the order in which these act."""
+        """Inputs of the filters, in order of application."""
         return [getattr(self, name) for name in FILTERS]
 
 
 class DrawInputs(DrawTensors):
-    """The inputs on the host, as arrays."""
+    """Inputs of `draw` on the host, as NumPy arrays."""
 
     __slots__ = ()
 
     @classmethod
     def from_sequences(cls, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs:
-        """The arguments are those of `Sampler.sample`."""
-        # Every step comes here: a flat iterator of plain attributes is the fastest way into an array.
+        """Inputs for sequences and positions as in `Sampler.sample`."""
+        # Runs in every step: a flat iterator of plain attributes is the fastest way to fill an array.
         values = itertools.chain.from_iterable(map(_options, [sequence.params for sequence in sequences]))
         num_options = 1 + len(FILTERS)
         table = np.fromiter(values, np.float64, num_options * len(sequences)).reshape(-1, num_options).T
@@ -84,31 +84,31 @@ class DrawInputs(DrawTensors):
         )
 
     def has_filters(self) -> bool:
-        """Whether any row needs more than its logits over its temperature."""
+        """Whether any row has a filter or is cold."""
         return any(values.any() for values in (*self.filters, self.is_cold))
 
     def to_device(self, device: torch.device) -> DrawTensors:
-        """One copy, for which the host does not wait."""
+        """Copy to a device in one asynchronous transfer."""
         words = to_device(np.concatenate([values.view(np.int32) for values in self]), device)
         parts = words.split([values.nbytes // 4 for values in self])
         return DrawTensors(*(p.view(torch.from_numpy(v).dtype) for p, v in zip(parts, self, strict=True)))
 
 
 def draw(logits: Tensor, inputs: DrawTensors, *, has_filters: bool = True) -> Tensor:
-    """One token per row of logits [num_rows, vocab_size] by the Gumbel-max rule, of those that the filters leave.
+    """Draw one token per row of logits [num_rows, vocab_size] by the Gumbel-max rule, after the filters.
 
-    The host does not wait and no shape depends on values, so a graph can capture it.
+    There is no synchronisation and no data-dependent shape, so a CUDA graph can capture it.
 
     Args:
-        has_filters: False where no row has any, and none is cold: spares a sort.
+        has_filters: False if no row has a filter and none is cold: saves a sort.
 
-    Returns [num_rows] int64; NON_FINITE where a row holds NaN or infinity.
+    Returns [num_rows] int64; NON_FINITE for a row with NaN or infinity.
     """
     return torch.cat([_draw_piece(rows, own, has_filters) for rows, own in _pieces(logits, inputs)])
 
 
 def floors_by_sort(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
-    """`kernels.filter_floors.filter_floors` in torch, for filters that it lacks."""
+    """`kernels.filter_floors.filter_floors` in torch, for filters without a kernel."""
     offsets, floors = [], []
     for rows, own in _pieces(logits, inputs):
         levels, own_offsets = _levels(rows, own)
@@ -134,7 +134,7 @@ def _draw_piece(logits: Tensor, inputs: DrawTensors, has_filters: bool) -> Tenso
 
 
 def _levels(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
-    """(logits - offset) / temperature in float32, and the offsets: the largest logits of rows with filters, else 0."""
+    """Levels (logits - offset) / temperature in float32, and offsets: maxima of rows with filters or cold, else 0."""
     logits = logits.float()
     is_relative = torch.stack([values > 0 for values in (*inputs.filters, inputs.is_cold)]).any(dim=0)
     offsets = logits.amax(dim=-1).masked_fill(~is_relative, 0.0)
@@ -143,10 +143,10 @@ def _levels(logits: Tensor, inputs: DrawTensors) -> tuple[Tensor, Tensor]:
 
 
 class DrawExtras(NamedTuple):
-    """What some rows ask for beside `draw`.
+    """Options of a step's rows that a captured graph applies in addition to `draw`.
 
-    num_top: log-probabilities of the drawn token and so many of the most probable ones; None for none.
-    has_masks: of the tokens that structured outputs allow.
+    num_top: logprobs of the drawn token and of this many top tokens; None: no logprobs.
+    has_masks: whether rows have masks of structured outputs.
     """
 
     penalises: bool = False
@@ -155,7 +155,7 @@ class DrawExtras(NamedTuple):
 
 
 def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawExtras | None:
-    """What these rows ask for within a captured graph; None if they need `Sampler.sample`."""
+    """The extras of these rows for a captured graph; None if they need `Sampler.sample`."""
     penalises, num_top, has_masks = False, None, False
     for sequence, position in zip(sequences, positions, strict=True):
         params = sequence.params

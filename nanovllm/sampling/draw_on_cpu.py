@@ -1,4 +1,4 @@
-"""The draw on a CPU, in C++ and in torch: row by row, so that a row's noise stays within the cache."""
+"""The draw on a CPU, in C++ or torch: row by row, so that a row's noise stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from nanovllm.sampling.noise import gumbel_noise, token_counters
 if TYPE_CHECKING:
     from nanovllm.kernels.cpp_sampling import RowKernels
 
-_UNSURE = -2  # of `RowKernels.draw`, whose -1 is NON_FINITE
+_UNSURE = -2  # returned by `RowKernels.draw`; -1 is NON_FINITE
 
 
 def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | None = None) -> Tensor:
     """Tokens [num_rows] int64 of logits [num_rows, vocab_size]; NON_FINITE as in `Sampler.sample`.
 
-    The kernels' noise differs from torch's in its last digits. Where these might decide, one row in twenty thousand,
-    torch draws, so the tokens are the same with and without kernels. So it does for rows with a filter that
-    they lack.
+    The kernels' noise differs from torch's in the last digits. If these could decide, in one row of 20,000, torch
+    draws instead, so tokens do not depend on the kernels. Torch also draws rows that use a filter without a kernel.
     """
     if row_kernels is None or not row_kernels.can_read(logits):
         scores, token_ids = best_on_cpu(logits, inputs)
         return token_ids.masked_fill_(~scores.isfinite(), NON_FINITE)
-    least = least_levels(torch.from_numpy(inputs.min_p))  # -inf where it is off
+    least = least_levels(torch.from_numpy(inputs.min_p))  # -inf if min-p is off
     token_ids = torch.from_numpy(row_kernels.draw(logits, inputs, least))
     is_left = token_ids.numpy() == _UNSURE
     for name in FILTERS.keys() - row_kernels.filters:
@@ -43,16 +42,16 @@ def draw_on_cpu(logits: Tensor, inputs: DrawInputs, row_kernels: RowKernels | No
 def best_on_cpu(
     logits: Tensor, inputs: DrawInputs, *, largest: Tensor | None = None, first_token: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The best score of each row and its token; only rows that are not greedy take noise, row by row within the cache.
+    """Best score and token of each row; greedy rows skip the noise, others are computed one by one.
 
     Args:
-        logits: [num_rows, num_tokens], of the tokens from first_token on; where some are missing, no row has filters.
-        largest: [num_rows] of each whole row, which scores count from, where some of its tokens are missing.
+        logits: [num_rows, num_tokens], of the tokens from first_token on; filters require the whole vocabulary.
+        largest: [num_rows] maxima over the whole vocabulary, subtracted from scores; required for a part of it.
 
-    Returns scores [num_rows] float32, which compare with those of the same row's other tokens, and tokens int64. A
-    score is not finite where a row holds NaN or infinity, or nothing but -infinity.
+    Returns scores [num_rows] float32, comparable between parts of a row, and tokens int64. A score is not finite for a
+    row with NaN or infinity, or with -infinity alone.
     """
-    own_largest, token_ids = logits.max(dim=-1)  # max passes a NaN on
+    own_largest, token_ids = logits.max(dim=-1)  # max propagates NaN
     largest = own_largest if largest is None else largest
     scores, token_ids = own_largest.float(), token_ids.add_(first_token)
     rows = np.flatnonzero(inputs.noise_scales).tolist()

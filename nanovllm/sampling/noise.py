@@ -1,4 +1,4 @@
-"""Gumbel noise by counter: a pure function of a request's seed, the position and the token id."""
+"""Counter-based Gumbel noise: a pure function of a request's seed, the position and the token id."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from nanovllm.core.seeds import GAMMA, MIX_1, MIX_2
 
-# SplitMix64's idea in 32 bits, at a third of the price: counters apart by the golden ratio, mixed by Wellons'
+# SplitMix64's scheme in 32 bits, at a third of the cost: counters in steps of the golden ratio, mixed by Wellons'
 # `lowbias32` once with each half of the row's key.
 GAMMA_32 = 0x9E3779B9
-_MIX_32 = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)  # shifts, and what follows them
+_MIX_32 = (16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)  # (shift, factor) of each round
 
 
 def noise_keys(seeds: SequenceABC[int], positions: SequenceABC[int]) -> NDArray[np.int64]:
-    """The keys of requests' noise: [n] from n seeds of 64 bits and the positions of the tokens to be drawn."""
+    """Keys of the noise [n], from n 64-bit seeds and the positions of the tokens to be drawn."""
     seed = np.array(seeds, np.uint64) + np.uint64(GAMMA)
     position = (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
     return _mixed(_mixed(seed) ^ _mixed(position)).view(np.int64)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix64` of an array."""
+    """`mix64` of each element."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
     return values ^ (values >> np.uint64(31))
@@ -36,15 +36,15 @@ def signed_32(value: int) -> int:
 
 
 def token_counters(vocab_size: int, device: torch.device, first_token: int = 0) -> Tensor:
-    """[vocab_size] int32: each token id's counter, from first_token on."""
+    """Counters [vocab_size] int32 of the token ids from first_token on."""
     first = first_token + 1
     return torch.arange(first, first + vocab_size, dtype=torch.int32, device=device) * signed_32(GAMMA_32)
 
 
 def _mixed_32(values: Tensor) -> Tensor:
-    """int32 values, mixed such that each bit of the outcome depends on all of theirs; overwritten."""
+    """Mix int32 values in place, so that each output bit depends on all input bits."""
     for shift, factor in _MIX_32:
-        values ^= (values >> shift) & ((1 << (32 - shift)) - 1)  # torch shifts the sign in
+        values ^= (values >> shift) & ((1 << (32 - shift)) - 1)  # masked, since torch's shift is arithmetic
         if factor != 1:
             values *= signed_32(factor)
     return values
@@ -57,9 +57,9 @@ def gumbel_noise(keys: Tensor, counters: Tensor) -> Tensor:
         keys: [num_rows] int64, from `noise_keys`.
         counters: [vocab_size] int32, from `token_counters`.
 
-    Returns [num_rows, vocab_size] float32. Gumbel is -log(E) for an exponential E = -log(1 - u). The large values,
-    which decide, come from small u; u has 31 bits and float32 resolves small numbers finely, so that they are exact to
-    the end of the range, 22.2 (a 24-bit uniform near 1 would end at 16.6).
+    Returns [num_rows, vocab_size] float32: -log(E) for an exponential E = -log(1 - u). The large values, which decide
+    the draw, come from small u. u has 31 bits, and float32 resolves small numbers finely, so they are exact up to the
+    maximum of 22.2 (with a 24-bit uniform near 1 it would be 16.6).
     """
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     bits = _mixed_32(_mixed_32(counters + low[:, None]).add_(high[:, None]))

@@ -1,4 +1,4 @@
-"""The C++ kernels that sample rows on a CPU, loaded and compared with torch's operations before any step."""
+"""Loads the C++ sampling kernels for CPUs, and compares them with torch's operations before any step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_ROWS, _VOCAB_SIZE = 3 + len(FILTERS), 333
 
 
 def load_row_kernels() -> RowKernels | None:
-    """The C++ kernels that sample rows on a CPU; None, said in a line, if they cannot be built or are wrong here.
+    """The C++ sampling kernels for CPUs; None, with a log line, if they cannot be built or are wrong here.
 
     Raises ProcessorClassError.
     """
@@ -44,7 +44,7 @@ def load_row_kernels() -> RowKernels | None:
 
 
 def first_wrong(row_kernels: RowKernels) -> str | None:
-    """What the kernels compute otherwise than torch, in words; None if nothing. On small rows, in milliseconds."""
+    """Text that names the first difference from torch on small rows, None if there is none; takes milliseconds."""
     generator = torch.Generator("cpu").manual_seed(0)
     logits = 3 * torch.randn(_NUM_ROWS, _VOCAB_SIZE, generator=generator, dtype=torch.float32, device="cpu")
     checks = {
@@ -56,7 +56,7 @@ def first_wrong(row_kernels: RowKernels) -> str | None:
 
 
 def _draws_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
-    """Greedy, at a temperature, and with each filter."""
+    """Whether greedy draws, draws at a temperature and draws with each filter agree."""
     rows, ones = np.arange(_NUM_ROWS), np.ones(_NUM_ROWS, np.float32)
     filters = [
         ((40 if stage.dtype is np.int32 else 0.3) * (rows == row)).astype(stage.dtype)
@@ -83,7 +83,7 @@ def _measures_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
 
 
 def _changes_the_same(row_kernels: RowKernels, logits: Tensor) -> bool:
-    """A repetition penalty of 2 on the largest and the least of a row, and a mask that leaves the first 32 tokens."""
+    """Tests a repetition penalty of 2 on a row's largest and smallest logit, and a mask that allows 32 tokens."""
     own, expected = logits.clone(), logits.clone()
     tokens = [int(logits[1].argmax()), int(logits[1].argmin())]
     entry = np.array([[1, 0, 2, 2, -1, *np.array([2, 0, 0], np.float32).view(np.int32)]], np.int32)

@@ -1,7 +1,7 @@
-"""Turns rows of logits into tokens: greedy, or Gumbel-max with noise that is a pure function of the request.
+"""Samples tokens from rows of logits: greedy, or Gumbel-max with noise that is a pure function of the request.
 
-The noise of a token depends on (seed, position, token id) alone, so a request draws the same tokens alone or in a
-crowd, chunked, preempted or resumed, if its logits are equal.
+A token's noise depends only on (seed, position, token id). So with equal logits a request draws the same tokens in any
+batch, whether chunked, preempted or resumed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nanovllm.sampling.penalties import LatestTokens, change_logits
 
 
 class Sampler:
-    """Samples rows of logits; keeps no state about requests.
+    """Samples rows of logits; stateless with respect to requests.
 
     Args:
-        compiles: sample by kernels of our own (on a GPU).
-        row_kernels: the C++ kernels of a CPU, `kernels.cpp_sampling.RowKernels`.
+        compiles: use our GPU kernels.
+        row_kernels: C++ kernels for CPUs, `kernels.cpp_sampling.RowKernels`.
     """
 
     def __init__(self, *, compiles: bool = False, row_kernels: Any = None) -> None:
@@ -45,7 +45,7 @@ class Sampler:
                 self.draw = partial(self.draw, floors_of=floors_by_sort)
 
     def draw_inputs(self, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> DrawInputs | None:
-        """What `draw` takes besides logits, for rows that it can draw."""
+        """The inputs of `draw` for these rows; None if they need `sample`."""
         return DrawInputs.from_sequences(sequences, positions)
 
     def sample(
@@ -60,13 +60,13 @@ class Sampler:
 
         Args:
             logits: [num_rows, vocab_size], any float dtype; may be overwritten.
-            sequences: whose rows they are.
-            positions: the position of the token to be drawn, per row.
-            latest: the token before it, per row, where the host may not know it yet.
-            report: takes the log-probabilities that requests ask for, and the errors of their own functions.
+            sequences: the sequence of each row.
+            positions: position of the token to be drawn, per row.
+            latest: the previous token of each row, which the host may not have read yet.
+            report: receives requested logprobs, and errors of requests' logits processors.
 
-        Returns [num_rows] int64 on the logits' device; NON_FINITE where a row holds NaN or infinity, NOTHING_LEFT where
-        the request's own rules leave no token.
+        Returns [num_rows] int64 on the logits' device; NON_FINITE for a row with NaN or infinity, NOTHING_LEFT if the
+        request's options forbid all tokens.
         """
         report = report or StepLogprobs()
         reported, early, limited = [], [], []  # rows
@@ -81,13 +81,13 @@ class Sampler:
                 limited.append(row)
         raw = None
         if reported:
-            # What changes other logits than float32 ones copies them.
+            # Changes to logits of other dtypes copy them.
             changes_in_place = logits.dtype == torch.float32 and any(s.params.changes_logits for s in sequences)
             raw = _rows_of(logits, reported, copies=bool(early) or changes_in_place)
         mark_emptied = emptied_rows(logits, limited, are_kept=logits.dtype != torch.float32 and not early)
         self._suppress_stop_tokens(logits, sequences, early)
         logits = self._change_logits(logits, sequences, positions, latest, report.errors)
-        changed = [row for row in early if sequences[row].params.logits_processors]  # which may have raised them again
+        changed = [row for row in early if sequences[row].params.logits_processors]  # may have raised them again
         self._suppress_stop_tokens(logits, sequences, changed)
         token_ids = self._draw(logits, sequences, positions)
         mark_emptied(token_ids)
@@ -97,7 +97,7 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -> Tensor:
-        """Draw from logits that are as the requests want them before the temperature."""
+        """Draw from logits with all changes before the temperature applied."""
         inputs = DrawInputs.from_sequences(sequences, positions)
         if logits.device.type == "cpu":
             return draw_on_cpu(logits, inputs, self._row_kernels)
@@ -108,11 +108,11 @@ class Sampler:
         found = [(row, token_id) for row in early for token_id in sequences[row].stop_token_ids]
         if found:
             places = to_device(found, logits.device).unbind(1)
-            logits.index_put_(places, logits.new_full((), -torch.inf))  # assigned a Python number, it waits for a GPU
+            logits.index_put_(places, logits.new_full((), -torch.inf))  # a Python number would synchronise with a GPU
 
 
 def _rows_of(logits: Tensor, rows: list[int], *, copies: bool = False) -> Tensor:
-    """Some rows of logits; a copy unless it is all of them, and then if asked for."""
+    """Some rows of logits, as a copy; all rows are copied only if `copies`."""
     if len(rows) < len(logits):
         return logits[to_device(rows, logits.device)]
     return logits.clone() if copies else logits

@@ -1,4 +1,4 @@
-"""Structured outputs in a step: each row's matcher follows its tokens, and what it forbids is masked in the logits."""
+"""Structured outputs in a step: matchers consume their rows' tokens, and masks forbid tokens in the logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nanovllm.process.device import find_kernel, to_device
 def token_masks(
     sequences: SequenceABC[Sequence], positions: SequenceABC[int], errors: dict[Sequence, str]
 ) -> NDArray[np.int32]:
-    """Masks [num_rows, num_words] of the tokens that may stand at these positions; see `write_masks`."""
+    """Masks [num_rows, num_words] of the tokens allowed at these positions; see `write_masks`."""
     masks = np.empty((len(sequences), num_mask_words(sequences)), np.int32)
     write_masks(sequences, positions, masks, errors)
     return masks
 
 
 def num_mask_words(sequences: SequenceABC[Sequence]) -> int:
-    """32-bit words of a mask of these sequences, of which one has a matcher."""
+    """Number of 32-bit words of a mask; at least one sequence must have a matcher."""
     return next(matcher.num_words for sequence in sequences if (matcher := sequence.matcher) is not None)
 
 
@@ -36,35 +36,35 @@ def write_masks(
     masks: NDArray[np.int32],
     errors: dict[Sequence, str],
 ) -> None:
-    """Write the masks [num_rows, num_words] of the tokens that may stand at these positions; bits as in `Matcher.fill`.
+    """Write masks [num_rows, num_words] of the tokens allowed at these positions; bits as in `Matcher.fill`.
 
-    The matchers consume what the host has read since they were asked last, so preempted, repeated and undone steps need
-    no care.
+    The matchers consume all tokens that the host has read since their last call, so preempted, repeated and undone
+    steps need no special handling.
 
     Args:
-        masks: adjacent words, overwritten.
-        errors: takes what went wrong in following a grammar; the row's mask is then empty.
+        masks: overwritten; words of a row contiguous.
+        errors: receives errors in following a grammar; the row's mask is then empty.
     """
-    address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view of each row takes longer than its mask
+    address, num_bytes = masks.ctypes.data, masks.strides[0]  # once: a view per row takes longer than its mask
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         matcher = sequence.matcher
-        if matcher is None or sequence.is_finished:  # since the step was launched: nobody reads what it draws
+        if matcher is None or sequence.is_finished:  # finished after the launch: its draw is not read
             masks[row] = -1
             continue
         try:
             begin = sequence.num_prompt_tokens + matcher.num_tokens
             matcher.follow(sequence.token_ids[begin:position], address + row * num_bytes)
-        except GrammarError as error:  # the request's own, and its neighbours go on
+        except GrammarError as error:  # fails only this request
             masks[row] = 0
             errors[sequence] = f"request {sequence.request_id!r}: {error}"
 
 
 def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-    """Take the tokens whose bits are 0 out of some rows, by adding -inf, so that NaN stays NaN.
+    """Forbid tokens with bit 0 in some rows, by adding -inf, so that NaN stays NaN.
 
     Args:
         logits: [num_rows, vocab_size] float32, overwritten.
-        rows: those that have masks.
+        rows: the rows with masks.
         masks: [len(rows), num_words]; words beyond vocab_size are not read.
     """
     if not logits.is_cuda:
@@ -81,7 +81,7 @@ def keep_bits(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None
 
 
 def keep_bits_by_kernel(logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
-    """`keep_bits` on a GPU, by a kernel that Triton compiles at its first call; needs `kernels.bit_masks`."""
+    """`keep_bits` on a GPU, with a Triton kernel, compiled at its first call; needs `kernels.bit_masks`."""
     own = np.full(len(logits), -1, np.int32)
     own[rows] = np.arange(len(rows))
     token_masks, mask_in_place = _kernels()
@@ -99,6 +99,6 @@ def has_kernels() -> bool:
 
 @cache
 def _table() -> Tensor:
-    """[256, 8] float32: what each of a byte's bits adds to a logit."""
+    """Table [256, 8] float32: summand (0 or -inf) of each bit of each byte."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(0), np.float32(-np.inf)))
