@@ -1,4 +1,4 @@
-"""Errors of the device, copies to and from it, threads, memory, the lock for captures, kernels by name, compilers."""
+"""Device errors, copies, threads, memory, the lock for graph captures, kernels by name, the C++ compiler."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from nanovllm.core.errors import DeviceError
 
-# While one thread captures a CUDA graph, no other may wait for the device or give memory back to it.
+# While one thread captures a CUDA graph, no other may synchronise with the device or free its memory.
 DEVICE_LOCK = threading.RLock()
 
-HUGE_PAGE_BYTES = 2 * 2**20  # of most systems
+HUGE_PAGE_BYTES = 2 * 2**20  # on most systems
 
 _DEVICE_ERROR = re.compile(r"CUDA error|Triton Error \[CUDA\]|cuBLAS error|CUBLAS_STATUS", re.IGNORECASE)
 
 
 def raise_device_error(error: RuntimeError) -> NoReturn:
-    """Raise an error of the device itself as DeviceError, any other as it is."""
-    # Triton raises plain errors; a failed allocation is no failure of the device.
+    """Raise a device error as DeviceError; re-raise any other error."""
+    # Triton raises plain errors; a failed allocation is not a device error.
     is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error))
     if is_of_device and not isinstance(error, torch.OutOfMemoryError):
         raise DeviceError(str(error)) from error
@@ -36,13 +36,13 @@ def raise_device_error(error: RuntimeError) -> NoReturn:
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor of the host's numbers; the host does not wait for the copy to a GPU."""
-    tensor = torch.as_tensor(values, device="cpu")  # whatever the default device is
+    """A device tensor of host values; the copy to a GPU is asynchronous."""
+    tensor = torch.as_tensor(values, device="cpu")  # ignores the default device
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor on the host, filled once the device has done what was launched before; itself on a CPU."""
+    """A host tensor, filled when the device has finished its earlier work; a CPU tensor is returned itself."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -50,19 +50,19 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Give the memory that nothing uses back to a GPU, for other processes too."""
+    """Free unused memory of a GPU, for other processes too."""
     if device.type == "cuda":
         with DEVICE_LOCK:
-            gc.collect()  # compiling leaves cycles behind that hold what the compiled code was first called with
+            gc.collect()  # compilation leaves reference cycles that hold the arguments of the first call
             torch.cuda.empty_cache()
 
 
 @contextmanager
 def computing_with(num_threads: int | None) -> Iterator[None]:
-    """Compute with this many of PyTorch's threads inside the block; with None, with as many as outside.
+    """Set PyTorch's number of threads inside the block; None leaves it unchanged.
 
-    PyTorch keeps the number per calling thread: what one thread sets, no other can take back. So rank 0 takes its share
-    for each step, and not from construction to `close`, which may be another thread's. It costs 0.3 µs.
+    PyTorch keeps the number per calling thread, and no other thread can reset it. So rank 0 sets its share in each
+    step, not from construction to `close`, which may run in another thread. It costs 0.3 µs.
     """
     before = torch.get_num_threads()
     if num_threads is None or num_threads == before:
@@ -76,14 +76,14 @@ def computing_with(num_threads: int | None) -> Iterator[None]:
 
 
 def fresh_pages(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of the system, which is taken when it is first written to."""
+    """Zeroed anonymous memory, allocated at the first write."""
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with forks
 
 
 def use_huge_pages(pages: mmap.mmap, begin: int = 0, end: int | None = None) -> None:
-    """Ask for huge pages from `begin`, a multiple of a page's size, to `end`, where the system has them.
+    """Request huge pages from `begin`, a multiple of the page size, to `end`, if the system supports them.
 
-    Nothing is asked for less than the size of one.
+    Does nothing for less than one huge page.
     """
     end = len(pages) if end is None else end
     if end - begin >= HUGE_PAGE_BYTES:
@@ -92,13 +92,13 @@ def use_huge_pages(pages: mmap.mmap, begin: int = 0, end: int | None = None) -> 
 
 
 def use_small_pages(pages: mmap.mmap) -> None:
-    """Ask for no huge pages, which some systems give to whoever does not ask too."""
+    """Opt out of huge pages, which some systems use by default."""
     with suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 def find_kernel(file: str, name: str) -> Any | None:
-    """`name` of `kernels/<file>.py`; None without the `kernels` room, or without Triton where that needs it.
+    """`name` of `kernels/<file>.py`; None without the room `kernels`, or if the file needs Triton and there is none.
 
     Call it at construction, not in a step.
     """
@@ -111,5 +111,5 @@ def find_kernel(file: str, name: str) -> Any | None:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler's name, as torch.compile chooses it: asking there imports a third of a second of code."""
+    """Name of the C++ compiler, chosen as by torch.compile, without 0.3 s for importing that."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -1,7 +1,7 @@
-"""The index of transformers' model files, which it makes when it is imported, kept in the cache folder.
+"""Caches on disk the index of model files that transformers builds when it is imported.
 
-It looks through 2,500 files and reads 1,700 of them twice to find which file defines which name, 0.5 s of each start.
-As long as all of them have the size and the time of change that they had, the index of an earlier start is the same.
+To find which file defines which name, it visits 2,500 files and reads 1,700 of them twice: 0.5 s of each start. The
+cached index is valid while size and mtime of all these files are unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def keep_import_index() -> None:
-    """In this process transformers takes its index from the cache folder; call it before that is imported.
+    """Let transformers read its index from the cache folder; call it before transformers is imported.
 
-    For processes of nanovllm's own: a command, a replica, another rank. In others a library leaves imports alone.
+    Only for processes that nanovllm starts (a command, a replica, another rank): a library must not change imports.
     """
     if _MODULE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Exchanges the function of one module once that has run."""
+    """Import hook that replaces a function of one module after its execution."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _MODULE:
@@ -55,14 +55,14 @@ class _Finder:
 
 
 def _kept(make: Callable[..., Any], source: Path) -> Callable[..., Any]:
-    """The library's function, with its results for the folder of all models from files; `source` defines it."""
+    """The library's function, defined in `source`, with results for the folder of all models cached on disk."""
     models = source.parents[1] / "models"
     identity = cache(lambda: _identity(models, source))
 
     @wraps(make)
     def find(*args: Any, **options: Any) -> Any:
-        places = models, models / "__init__.py"  # others are of one model: a few files
-        if not (args and isinstance(args[0], (str, Path)) and Path(args[0]) in places):
+        cached = models, models / "__init__.py"  # other arguments name one model: a few files
+        if not (args and isinstance(args[0], (str, Path)) and Path(args[0]) in cached):
             return make(*args, **options)
         try:
             call = repr((str(args[0]), args[1:], sorted(options.items())))
@@ -71,24 +71,24 @@ def _kept(make: Callable[..., Any], source: Path) -> Callable[..., Any]:
             checksum, result = known[:_CHECKSUM_BYTES], known[_CHECKSUM_BYTES:]
             if checksum == _digest(identity() + result):
                 return marshal.loads(result)
-        except Exception:  # no home folder, a file that cannot be looked at, such as an editor's link to nowhere
+        except Exception:  # no home folder, or a file without stat, such as an editor's dangling link
             return make(*args, **options)
         made = make(*args, **options)
-        with suppress(OSError, ValueError):  # a cache that cannot be written; marshal takes no objects of classes
+        with suppress(OSError, ValueError):  # an unwritable cache; marshal refuses instances of classes
             result = marshal.dumps(made)
             file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_suffix(".new")  # one for all processes: the checksum tells what two have mixed
-            beside.write_bytes(_digest(identity() + result) + result)
-            os.replace(beside, file)
+            written = file.with_suffix(".new")  # shared by processes: the checksum detects concurrent writes
+            written.write_bytes(_digest(identity() + result) + result)
+            os.replace(written, file)
         return made
 
     return find
 
 
 def _identity(models: Path, source: Path) -> bytes:
-    """Of Python, the library, the function's source file and every file of the folder: path, size, time of change."""
-    others = [(str(file), file.stat()) for file in (source, models.parent / "__init__.py")]
-    states = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in (*others, *sorted(_files(str(models))))]
+    """Digest of the versions of Python and the library, and of path, size and mtime of all files concerned."""
+    library = [(str(file), file.stat()) for file in (source, models.parent / "__init__.py")]
+    states = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in (*library, *sorted(_files(str(models))))]
     version = getattr(sys.modules.get("transformers"), "__version__", None)
     return _digest(repr((sys.version, marshal.version, version, states)).encode())
 

@@ -1,8 +1,8 @@
-"""Ctrl-C during a call: held back while an engine's books change, raised between two changes.
+"""Defers Ctrl-C during a call while an engine's state changes, and raises it between two changes.
 
-Python raises KeyboardInterrupt in the main thread, between any two instructions. A change of the books that it cuts
-short would leave blocks without an owner, so the first SIGINT waits until the change is whole. A second one within a
-step raises at once, for a user whose step hangs; elsewhere it could leave a lock taken, and waits too.
+Python raises KeyboardInterrupt in the main thread, between any two instructions. An interrupted change of state would
+leave blocks without an owner, so the first SIGINT waits until the change is complete. Within a step a second one raises
+at once, in case the step hangs; elsewhere it could leave a lock acquired, and waits too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ T = TypeVar("T")
 
 
 class InterruptsHeld:
-    """Within it the first SIGINT is noted; `pass_on` or the end passes it to the handler that was there before.
+    """Context manager that records the first SIGINT; `pass_on` or the exit calls the previous handler.
 
-    It does nothing in other threads than the main one, or where SIGINT has no Python handler. It may be entered again
-    after its end.
+    It does nothing outside of the main thread, or if SIGINT has no Python handler. It can be reused after its exit.
     """
 
     noted: tuple[int, FrameType | None] | None = None  # arguments for the handler
-    is_in_step = False  # where a second SIGINT raises at once
-    _handler: Callable[[int, FrameType | None], Any] | None = None  # that was there before
+    is_in_step = False  # a second SIGINT then raises at once
+    _handler: Callable[[int, FrameType | None], Any] | None = None  # the previous one
     _lets_through = False
     _holder: ClassVar[InterruptsHeld | None] = None  # of the main thread, the innermost
 
@@ -41,7 +40,7 @@ class InterruptsHeld:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Without a handler a second SIGINT is noted too: raised here, it would leave `_note` installed for ever.
+        # While the handler is None, a second SIGINT is recorded too: raised here, it would leave `_note` installed.
         handler, self._handler = self._handler, None
         if handler is not None:
             InterruptsHeld._holder = self._outer
@@ -51,13 +50,13 @@ class InterruptsHeld:
                 handler(*noted)
 
     def pass_on(self) -> None:
-        """Raise KeyboardInterrupt, or do what else the handler before does, if a SIGINT was noted."""
+        """Call the previous handler, which usually raises KeyboardInterrupt, if a SIGINT was recorded."""
         if self.noted is not None and self._handler is not None:
             noted, self.noted = self.noted, None
             self._handler(*noted)
 
     def held_in(self, items: Generator[T]) -> Iterator[T]:
-        """The same items; the first SIGINT is held back while the generator runs, but not while its items are read."""
+        """Iterate over the items; the first SIGINT is deferred while the generator runs, not while items are used."""
         try:
             while True:
                 with self:
@@ -78,7 +77,7 @@ class InterruptsHeld:
 
 @contextmanager
 def interrupts_let_through() -> Iterator[None]:
-    """Around work of seconds that changes no books, such as a graph capture: Ctrl-C raises at once."""
+    """Let Ctrl-C raise at once, in work of seconds that changes no state, such as a graph capture."""
     holder = InterruptsHeld._holder if threading.current_thread() is threading.main_thread() else None
     if holder is None:
         yield
@@ -93,7 +92,7 @@ def interrupts_let_through() -> Iterator[None]:
 
 @contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Around a part of a change that may hang: Ctrl-C ends it, and is raised once the change is whole."""
+    """Let Ctrl-C end a part of a change that may hang, and raise it after the change."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""Cores by NUMA node: an engine's threads and its memory stay on one node, those of replicas on one each.
+"""NUMA placement: keeps an engine's threads and memory on one node, and each replica's on one.
 
-Another node's memory is slower to read, and barriers across nodes take longer. Memory lies on the node of the thread
-that touches it first, so it follows from where threads run. What the user chose is left alone: an affinity, a policy
-for memory, OpenMP's own variables, or more threads than a node has cores.
+Remote memory is slower to read, and barriers across nodes take longer. Memory is allocated on the node of the thread
+that touches it first, so it follows the placement of threads. The user's own choice wins: an affinity, a memory policy,
+OpenMP's variables, or more threads than a node has cores.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger("nanovllm")
 NODES = Path("/sys/devices/system/node")
 PROCESS = Path("/proc/self")
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-# Any of these says that the user places threads.
+# Any of these variables means that the user places threads.
 PLACING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Cores of a node that has memory of its own, and its free memory in bytes."""
+    """Cores and free memory, in bytes, of a node with memory."""
 
     number: int
     cores: frozenset[int]
@@ -35,7 +35,7 @@ class Node:
 
 
 def read_nodes(root: Path = NODES) -> list[Node]:
-    """The nodes with cores and memory, by number; none where the system does not tell."""
+    """Nodes with cores and memory, in order of their number; empty if the system does not report them."""
     nodes = []
     try:
         for folder in sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
@@ -50,7 +50,7 @@ def read_nodes(root: Path = NODES) -> list[Node]:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """The numbers of a list such as "0-3,8,10-11"."""
+    """Parse a list such as "0-3,8,10-11"."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -59,10 +59,10 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def split_cores(cores: Collection[int], count: int, nodes: Sequence[Node]) -> list[list[int]]:
-    """Cores for each of `count` processes, as many as possible within a node; `count` is at most the number of cores.
+    """Cores for each of `count` processes (at most the number of cores), within nodes as far as possible.
 
-    Each node takes as many processes as its share of the cores says, and divides its cores among them. Where some node
-    would get none, or there is but one, cores are divided in their order.
+    Each node gets a number of processes in proportion to its cores, and divides its cores among them. If a node would
+    get none, or there is only one node, cores are divided in order.
     """
     groups = [sorted(node.cores & set(cores)) for node in nodes]
     groups = [group for group in groups if group]
@@ -70,7 +70,7 @@ def split_cores(cores: Collection[int], count: int, nodes: Sequence[Node]) -> li
     if len(groups) < 2 or count < len(groups) or sum(map(len, groups)) < len(ordered):
         return _divided(ordered, count)
     numbers = [1] * len(groups)
-    while sum(numbers) < count:  # the next goes where each process has most cores
+    while sum(numbers) < count:  # the next process goes to the node with the most cores per process
         fullest = max(range(len(groups)), key=lambda index: len(groups[index]) / (numbers[index] + 1))
         numbers[fullest] += 1
     if any(number > len(group) for number, group in zip(numbers, groups, strict=True)):
@@ -85,14 +85,14 @@ def _divided(cores: Sequence[int], count: int) -> list[list[int]]:
 def node_for_one(
     nodes: Sequence[Node], affinity: Collection[int], num_cores: int, environment: Mapping[str, str]
 ) -> Node | None:
-    """The node that an engine's process should stay on; None to leave it where it is.
+    """The node for an engine's process; None for no restriction.
 
-    Of the nodes with the most cores it is that with the most free memory. Of nodes with less than half the cores each,
-    as where one socket is split into several, one would leave too many cores idle.
+    Among the nodes with the most cores, the one with the most free memory. None if a node has less than half of the
+    cores, as in a socket split into several nodes: too many cores would idle.
 
     Args:
         affinity: cores on which the process may run.
-        num_cores: of the machine; fewer in `affinity` are the user's choice.
+        num_cores: of the machine; a smaller affinity is the user's choice.
     """
     if len(nodes) < 2 or len(affinity) < num_cores or any(environment.get(name) for name in PLACING):
         return None
@@ -104,9 +104,9 @@ def node_for_one(
 
 
 def openmp_threads(environment: Mapping[str, str]) -> int | None:
-    """The threads that OMP_NUM_THREADS asks for; None if it is not set, or if OpenMP warns of the value and ignores it.
+    """Number of threads in OMP_NUM_THREADS; None if it is unset or invalid, which OpenMP ignores with a warning.
 
-    The first number of a list such as "4,2" counts: those behind it are of nested parallel regions.
+    The first number of a list such as "4,2" counts; further ones apply to nested parallel regions.
     """
     numbers = [number.strip(" \t\n\r\f\v") for number in environment.get("OMP_NUM_THREADS", "").split(",")]
     if not all(re.fullmatch(r"\+?[0-9]+", number) and int(number) > 0 for number in numbers):
@@ -115,12 +115,12 @@ def openmp_threads(environment: Mapping[str, str]) -> int | None:
 
 
 def place_engine(options: Mapping[str, Any]) -> None:
-    """Keep this process on one node if its engine computes on the CPU, alone; before PyTorch is imported.
+    """Keep this process on one node if it runs a single CPU engine; call it before PyTorch is imported.
 
-    For processes that exist to run an engine, as the command's: in others a library has no business to do this.
+    Only for processes that exist to run an engine, such as the command's; a library must not place its caller's.
 
     Args:
-        options: of the engine, as far as they were given.
+        options: the given engine options.
     """
     if options.get("data_parallel_size", 1) > 1 or options.get("tensor_parallel_size", 1) > 1:
         return
@@ -130,9 +130,9 @@ def place_engine(options: Mapping[str, Any]) -> None:
 
 
 def usable_nodes(nodes: Sequence[Node], affinity: Collection[int], process: Path = PROCESS) -> list[Node]:
-    """The nodes whose memory this process may have, each with the cores that it may use.
+    """Nodes with memory allowed to this process, each with its allowed cores.
 
-    A container may be kept from some, though the system's folders show them all.
+    A container may be excluded from nodes that the system's folders list.
     """
     status = _read(process / "status").partition("Mems_allowed_list:")[2]
     allowed = parse_cores(status.splitlines()[0]) if status else {node.number for node in nodes}
@@ -141,13 +141,13 @@ def usable_nodes(nodes: Sequence[Node], affinity: Collection[int], process: Path
 
 
 def has_memory_policy(process: Path = PROCESS) -> bool:
-    """Whether somebody chose where this process gets memory, as by `numactl --interleave=all`."""
+    """Whether a memory policy is set for this process, as by `numactl --interleave=all`."""
     words = _read(process / "numa_maps", lines=1).split()
     return len(words) > 1 and words[1] != "default"
 
 
 def _read(path: Path, *, lines: int | None = None) -> str:
-    """The text of a file, or its first lines; empty where there is none."""
+    """Text of a file, or its first lines; empty if there is no such file."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return "".join(islice(file, lines))
@@ -156,7 +156,7 @@ def _read(path: Path, *, lines: int | None = None) -> str:
 
 
 def stay_on_one_node(root: Path = NODES, process: Path = PROCESS) -> None:
-    """Keep this process on one node; before PyTorch is imported, which counts its threads by the cores that it sees."""
+    """Keep this process on one node; call it before importing PyTorch, which sets its threads by the visible cores."""
     if not hasattr(os, "sched_setaffinity"):
         return
     affinity = os.sched_getaffinity(0)
@@ -166,7 +166,7 @@ def stay_on_one_node(root: Path = NODES, process: Path = PROCESS) -> None:
         return
     try:
         os.sched_setaffinity(0, node.cores)
-    except OSError as error:  # a sandbox may forbid it
+    except OSError as error:  # forbidden in some sandboxes
         logger.debug("the engine is not kept on a NUMA node: %s", error)
         return
     logger.warning(
