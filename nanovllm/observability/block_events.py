@@ -1,7 +1,7 @@
-"""Block events: what became findable or was forgotten in the prefix cache, in one batch for each step.
+"""Block events: blocks added to and evicted from the prefix cache, in one batch per step.
 
-Whoever routes requests among engines follows them: the front of several replicas (`nanovllm/replicas`), or a router
-elsewhere (`kv_events.py`).
+Routers of requests among engines consume them: the front of several replicas (`nanovllm/replicas`), or an external
+router (`kv_events.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger("nanovllm")
 
 
 class Findable(NamedTuple):
-    """A block's tokens became findable behind a prefix.
+    """A block became findable in the prefix cache.
 
-    parent_hash: hash of the block before; None for a first block.
+    parent_hash: hash of the previous block; None for a first block.
     tokens: token ids as bytes of int32.
     cache_salt: the request's, for a first block.
     """
@@ -35,13 +35,13 @@ class Findable(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """A block's tokens are no longer findable."""
+    """A block is no longer findable."""
 
     block_hash: bytes
 
 
 class AllForgotten(NamedTuple):
-    """Nothing is findable any longer."""
+    """The prefix cache was cleared."""
 
 
 BlockEvent = Findable | Forgotten | AllForgotten
@@ -49,10 +49,10 @@ Receiver = Callable[[list[BlockEvent]], None]  # called in the engine's thread
 
 
 class BlockEvents(Observer):
-    """Observes a block manager, and hands its events on after each step.
+    """Observes a block manager, and delivers its events after each step.
 
-    What happens between steps (an abort, a step that failed) comes with the next request or step; until then an index
-    that is fed from here is stale, which costs a miss.
+    Events between steps (an abort, a failed step) are delivered with the next request or step; until then a consumer's
+    index is stale, which costs a cache miss.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class BlockEvents(Observer):
 
     @classmethod
     def follow(cls, manager: BlockManager, observers: StepObservers, receive: Receiver) -> None:
-        """Call `receive` with each batch of events of an engine that has not computed anything yet."""
+        """Call `receive` with each batch of events; the engine must not have computed anything yet."""
         if known := known_prefixes(manager):
             raise RuntimeError(f"{len(known)} blocks are findable already; follow a new engine.")
         events = manager.observer
@@ -78,7 +78,7 @@ class BlockEvents(Observer):
         self._events.append(Forgotten(block_hash))
 
     def all_forgotten(self) -> None:
-        self._events = [AllForgotten()]  # whatever came before it is void
+        self._events = [AllForgotten()]  # supersedes earlier events
         self.flush()  # an idle engine may not step for long
 
     def request_added(self, sequences: list[Sequence]) -> None:
@@ -88,7 +88,7 @@ class BlockEvents(Observer):
         self.flush()
 
     def flush(self) -> None:
-        """Hand on the events so far; a receiver that raises is logged and dropped."""
+        """Deliver the events so far; a receiver that raises is logged and dropped."""
         if not self._events:
             return
         events, self._events = self._events, []

@@ -1,4 +1,4 @@
-"""Logs as JSON lines, of which every process of a server writes the same form."""
+"""Logs as JSON lines, in one format for all processes of a server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-# transformers writes with a handler of its own
-HANDLERS_OF = ("", "transformers")
+# loggers with handlers: the root logger, and transformers'
+HANDLED_LOGGERS = ("", "transformers")
 
 
 class JsonLines(logging.Formatter):
@@ -34,9 +34,9 @@ class JsonLines(logging.Formatter):
 
 
 def write_json(formatter: JsonLines) -> None:
-    """Write the process's logs and warnings as JSON lines; again once transformers is imported, which has a handler."""
+    """Write the process's logs and warnings as JSON lines; call it again after importing transformers."""
     logging.captureWarnings(True)
-    for name in HANDLERS_OF:
+    for name in HANDLED_LOGGERS:
         for handler in logging.getLogger(name).handlers:
             handler.setFormatter(formatter)
 

@@ -1,4 +1,4 @@
-"""KV events: publishes over ZeroMQ what a prefix cache holds, in vLLM's schema, for routers of other projects.
+"""KV events: publishes changes of a prefix cache over ZeroMQ, in vLLM's schema, for external routers.
 
 A message has three frames: topic, sequence number (8 bytes, big endian), and a batch in MessagePack::
 
@@ -7,8 +7,8 @@ A message has three frames: topic, sequence number (8 bytes, big endian), and a 
     {"type": "BlockRemoved", "block_hashes": [...], "medium": "GPU"}
     {"type": "AllBlocksCleared"}
 
-A thread encodes and sends, so that no step waits for a subscriber. A batch that is lost leaves a gap in the sequence
-numbers; subscribers ask for it at the replay endpoint.
+A thread encodes and sends, so that no step waits for a subscriber. A lost batch leaves a gap in the sequence numbers;
+subscribers request it at the replay endpoint.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from nanovllm.observability.step_records import Observer, StepObservers
 logger = logging.getLogger("nanovllm")
 
 NEEDS = ("zmq", "msgspec")
-MEDIUM = "GPU"  # the pool that attention reads, as vLLM says it on any device
+MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MAX_QUEUED = 10_000  # batches that wait for the thread; more are lost
-MAX_UNSENT = 10_000  # messages that wait for one slow subscriber; it misses more
+MAX_QUEUED = 10_000  # batches queued for the thread; further ones are lost
+MAX_UNSENT = 10_000  # messages queued for one slow subscriber; it misses further ones
 MAX_REPLAYED = 10_000  # batches kept for replay
-POLL_SECONDS = 0.05  # longest that a replay request waits while there are no events
-JOIN_SECONDS = 1.0  # that the first batch waits for a subscriber: those of an engine before connect again
-OTHERS_SECONDS = 0.2  # that it waits for others beside
-CLOSE_SECONDS = 1.0  # for what is queued when the engine closes
+POLL_SECONDS = 0.05  # longest wait of a replay request while there are no events
+JOIN_SECONDS = 1.0  # wait of the first batch for a subscriber: subscribers of an earlier engine reconnect
+MORE_SUBSCRIBERS_SECONDS = 0.2  # wait for further subscribers after the first
+CLOSE_SECONDS = 1.0  # for sending queued batches when the engine closes
 
 
 class KvEventPublisher(Observer):
-    """Publishes the batches of `BlockEvents` of one engine, until it closes.
+    """Publishes the batches of one engine's `BlockEvents`, until it closes.
 
-    The first batch says that nothing is cached: subscribers may know the engine that had this endpoint before.
+    The first batch is AllBlocksCleared: subscribers may know an earlier engine at this endpoint.
 
-    Raises RuntimeError without the packages of the extra `kv-events`, ValueError for an endpoint that cannot be used.
+    Raises RuntimeError without the packages of the extra `kv-events`, ValueError for an unusable endpoint.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,7 +64,7 @@ class KvEventPublisher(Observer):
         self._context: Any = Context()
         try:
             self._publish: Any = self._open(XPUB, "kv_events", config.kv_events, MAX_UNSENT)
-            # A ROUTER drops what exceeds its limit; all that is kept may be asked for at once.
+            # A ROUTER drops messages beyond its limit, and one request may ask for all kept batches: no limit.
             self._replay: Any = self._open(ROUTER, "kv_events_replay", config.kv_events_replay, 0)
         except BaseException:
             self._context.destroy(linger=0)
@@ -73,13 +73,13 @@ class KvEventPublisher(Observer):
 
     @staticmethod
     def check(config: EngineConfig) -> None:
-        """Raise what the publishers of all replicas would, before a model is loaded."""
+        """Check the endpoints of all replicas before a model is loaded; raises as the constructor."""
         for replica in range(config.data_parallel_size):
             own = replace(config, kv_events_rank=config.kv_events_rank + replica)
             KvEventPublisher(own)._context.destroy(linger=0)
 
     def begin(self, manager: BlockManager, observers: StepObservers) -> None:
-        """Follow the engine of this block manager and these observers until it closes."""
+        """Start publishing the events of this block manager, until the engine closes."""
         self._thread = threading.Thread(target=self._run, name="nanovllm-kv-events", daemon=True)
         self._thread.start()
         observers.append(self)
@@ -97,7 +97,7 @@ class KvEventPublisher(Observer):
                 logger.warning("KV events come faster than they are sent; batch %d is lost", sequence)
 
     def engine_closed(self) -> None:
-        """Send what is queued, within `CLOSE_SECONDS`, and close the sockets."""
+        """Send queued batches, within `CLOSE_SECONDS`, and close the sockets."""
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join(2 * CLOSE_SECONDS)
@@ -106,7 +106,7 @@ class KvEventPublisher(Observer):
         return "kv_events"
 
     def _open(self, kind: int, option: str, endpoint: str | None, max_unsent: int) -> Any:
-        """A socket at the endpoint of an option, moved by the rank; None if there is none."""
+        """A socket at an option's endpoint, offset by the rank; None if the option is not set."""
         if endpoint is None:
             return None
         from zmq import SNDHWM, ZMQError
@@ -154,11 +154,11 @@ class KvEventPublisher(Observer):
         end = time.monotonic() + JOIN_SECONDS
         while not self._is_closing.is_set() and time.monotonic() < end:
             if self._publish.poll(int(1000 * POLL_SECONDS)):
-                self._is_closing.wait(OTHERS_SECONDS)
+                self._is_closing.wait(MORE_SUBSCRIBERS_SECONDS)
                 return
 
     def _answer(self, request: list[bytes]) -> None:
-        """Send every kept batch from the number that is asked for, and the mark of the end."""
+        """Send every kept batch from the requested number on, then the end marker."""
         if len(request) != 3 or len(request[2]) != 8:
             logger.warning("a replay request must be an empty frame and one of 8 bytes, not %r", request[1:])
             return
@@ -170,7 +170,7 @@ class KvEventPublisher(Observer):
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of one engine of several: its port, or the name of its socket, counts on."""
+    """The endpoint of one engine among several: port, or name of the socket, plus the rank."""
     if rank == 0:
         return endpoint
     if endpoint.startswith("ipc:"):
@@ -180,9 +180,9 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
 
 
 def in_schema(events: list[BlockEvent]) -> list[dict[str, Any]]:
-    """vLLM's events; blocks of one chain that follow one another are one event, and so are removed ones."""
+    """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals."""
     found: list[dict[str, Any]] = []
-    tail: bytes | None = None  # the last hash of the chain that the last event stores
+    tail: bytes | None = None  # last hash of the chain in the last event
     for event in events:
         if isinstance(event, Findable):
             if tail is None or event.parent_hash != tail:
@@ -205,7 +205,7 @@ def in_schema(events: list[BlockEvent]) -> list[dict[str, Any]]:
 
 
 def _stored(first: Findable) -> dict[str, Any]:
-    """An event for a chain of blocks that begins with this one, still without any."""
+    """An event for a chain that begins with this block, without blocks yet."""
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": [],
@@ -220,5 +220,5 @@ def _stored(first: Findable) -> dict[str, Any]:
 
 
 def as_number(block_hash: bytes) -> int:
-    """A hash as routers take it: its last 64 bits."""
+    """A hash as a number for routers: its last 64 bits."""
     return int.from_bytes(block_hash[-8:], "big")

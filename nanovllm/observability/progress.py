@@ -1,4 +1,4 @@
-"""The token rate beside a progress bar."""
+"""Token rate of a progress bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REFRESH_S = 0.25
 
 
 def rate_display(bar: tqdm, num_output_tokens: Callable[[], int]) -> Callable[[], None]:
-    """A function to call after each step: it shows the tokens/s of all steps since now beside the bar."""
+    """A function to call after each step, which shows the bar's tokens/s since now."""
     start = shown = time.monotonic()
     num_before = num_output_tokens()
 

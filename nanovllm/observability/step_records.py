@@ -1,4 +1,4 @@
-"""What each step did: a record for every observer, and counters of recent steps for the engine's statistics."""
+"""Step records for observers, and counters of recent steps for the engine's statistics."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ RECENT_STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step that was read.
+    """One finished step.
 
-    time, start_time: end of its update and begin of its scheduling, in seconds on the engine's clock.
+    time, start_time: end of its update and start of its scheduling, in seconds on the engine's clock.
     num_sequences: sequences in the step.
-    num_decode_tokens, num_prefill_tokens: computed tokens, one for each decode, and those of chunks.
+    num_decode_tokens, num_prefill_tokens: computed tokens: one per decode, and those of chunks.
     num_cached_tokens: tokens found in the prefix cache instead.
     num_running, num_waiting, num_used_blocks: after its update.
-    ttfts: seconds since their arrival, of the sequences that got their first token from it.
-    schedule_time, execute_time, update_time: seconds. Executing is launching and waiting for the tokens, without
-        what the host does in between with overlap.
+    ttfts: seconds from arrival to first token, of sequences that got it from this step.
+    schedule_time, execute_time, update_time: seconds. execute_time is launching plus waiting for the tokens, without
+        the host's work in between under overlap.
     launch_time: the first part of execute_time; on a CPU launching computes the step.
     request_ttfts, itls: as in `TokenTimes`, itls as pairs of seconds and tokens.
-    cache_groups: the pools after its update, as of `EngineStats`; num_used_blocks is that of the first.
+    cache_groups: the pools after its update, as in `EngineStats`; num_used_blocks is the first pool's.
     """
 
     step_id: int
@@ -58,8 +58,8 @@ class StepRecord:
     cache_groups: tuple[CacheGroupStats, ...] = ()
 
     @property
-    def words_of_groups(self) -> str:
-        """Blocks in use of each cache group, for whom watches; empty where there is but one."""
+    def group_usage(self) -> str:
+        """Used blocks of each cache group, as text; empty with a single group."""
         if len(self.cache_groups) < 2:
             return ""
         return ", ".join(f"{group.name}: {group.num_used_blocks} of {group.num_blocks}" for group in self.cache_groups)
@@ -70,31 +70,31 @@ StepHook = Callable[[StepRecord], None]
 
 @dataclass(slots=True)
 class StepTimes:
-    """When a step's scheduling began, was read and delivered, on the engine's clock; seconds of its parts."""
+    """Times of a step's scheduling, reading and delivery on the engine's clock, and seconds of its parts."""
 
     start_time: float
     schedule_time: float = 0.0
     launch_time: float = 0.0
     wait_time: float = 0.0
     read_time: float = 0.0
-    delivered_time: float = 0.0  # what the metrics of requests say
+    delivered_time: float = 0.0  # reported by the metrics of requests
     tokens: TokenTimes = field(default_factory=TokenTimes)
 
 
 class Observer:
-    """Follows an engine, called in the thread that steps it; a subclass overrides the events that it needs."""
+    """Observer of an engine, called in the engine's thread; subclasses override the events that they need."""
 
     def request_added(self, sequences: list[Sequence]) -> None:
-        """A request was queued; its samples' sequences."""
+        """A request was queued; sequences: its samples'."""
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
-        """A step was read, and the books are up to date."""
+        """A step was read, and the scheduler updated."""
 
     def request_ended(self, sequence: Sequence, time: float) -> None:
-        """A sample of a request ended, for whatever reason; `time` on the engine's clock."""
+        """A sample of a request ended, for any reason; `time` on the engine's clock."""
 
     def engine_closed(self) -> None:
-        """The engine does nothing more."""
+        """The engine was closed."""
 
 
 class OnStep(Observer):
@@ -115,19 +115,19 @@ class OnStep(Observer):
 class StepObservers:
     """The observers of one engine, and the counters of its recent steps.
 
-    An observer that raises is logged with its traceback and dropped, since it must not end the requests that it
-    watches; `EngineStats.hook_error` keeps the error.
+    An observer that raises is logged with its traceback and dropped, since it must not fail requests;
+    `EngineStats.hook_error` keeps the error.
     """
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
         self._error: str | None = None
-        # After each step: steps, scheduled tokens, queries, hits since construction.
+        # Totals after each step: steps, scheduled tokens, prefix cache queries, hits.
         self._recent: deque[tuple[int, int, int, int]] = deque([(0, 0, 0, 0)], maxlen=RECENT_STEPS + 1)
 
     @property
     def error(self) -> str | None:
-        """Of an observer that was dropped."""
+        """Error of a dropped observer."""
         return self._error
 
     def append(self, observer: Observer) -> None:
@@ -137,7 +137,7 @@ class StepObservers:
     def step_ended(
         self, scheduler: Scheduler, batch: ScheduledBatch, times: StepTimes, time: float, advanced: list[Sequence]
     ) -> None:
-        """Record a step that was read at `time`; advanced: the sequences that got a token or an error from it."""
+        """Record a step read at `time`; advanced: the sequences that got a token or an error from it."""
         counters, manager = scheduler.stats, scheduler.block_manager
         self._recent.append(
             (
@@ -181,7 +181,7 @@ class StepObservers:
             try:
                 getattr(observer, event)(*arguments)
             except Exception as error:
-                with suppress(ValueError):  # it raised in an event within this one, and is gone
+                with suppress(ValueError):  # dropped already, by a nested event
                     self._observers.remove(observer)
                 self._error = f"{type(error).__name__}: {error}"
                 logger.exception("%s raised in %s; it is not called again", observer, event)

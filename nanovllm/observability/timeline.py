@@ -1,4 +1,4 @@
-"""Timeline of a run: reads a trace, and sums it up."""
+"""Timeline of a run: reads and summarises a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.observability.trace_writer import ENGINE, REQUESTS, STATES
 
-# Values of a step for page and plot, in this order: the arguments of its slice in the trace.
+# Values of a step for page and plot, in this order: arguments of its slice in the trace.
 STEP_VALUES = (
     "step", "decode", "prefill", "cached", "budget", "sequences", "running", "waiting", "used_blocks", "blocks",
     "schedule_us", "execute_us", "update_us",
@@ -31,13 +31,13 @@ class Run:
     """A trace, in microseconds since its first event.
 
     steps: (start, end, *STEP_VALUES) of each.
-    groups: blocks in use of each cache group after a step, by its number; empty where there is but one.
+    groups: used blocks of each cache group after a step, by its number; empty with a single group.
     """
 
     lanes: list[Lane]
     steps: list[tuple[int, ...]]
     end: int
-    is_cut_short: bool  # the trace lacks its end: open spans last until its last event
+    is_cut_short: bool  # the trace lacks its end: open spans extend to its last event
     groups: dict[int, str] = field(default_factory=dict)
 
 

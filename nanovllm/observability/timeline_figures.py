@@ -16,14 +16,14 @@ _LATENCIES = {"ttft": "TTFT", "itl": "ITL", "queue": "queue time", "latency": "r
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """One sample of a request. Times are microseconds, None for what it did not reach.
+    """Figures of one sample. Times are in microseconds, None for events that did not happen.
 
     arrival: since the first event of the trace.
     queue: from arrival to its first step.
     ttft: from arrival to the end of the step that drew its first token.
     itl: mean inter-token latency.
     latency: from arrival to its end; None if it was unfinished.
-    reason: finish reason; "unfinished" also where the trace was cut short.
+    reason: finish reason; "unfinished" also if the trace was cut short.
     """
 
     name: str
@@ -40,9 +40,9 @@ class RequestFigures:
 
 
 class RunFigures:
-    """Figures of the requests of a run, in the order of its lanes.
+    """Figures of a run's requests, in the order of its lanes.
 
-    percentiles: by "ttft", "itl", "queue", "latency" and "step", in microseconds; without those that have no value.
+    percentiles: by "ttft", "itl", "queue", "latency" and "step", in microseconds; keys without values are absent.
     """
 
     def __init__(self, run: Run) -> None:
@@ -92,7 +92,7 @@ class RunFigures:
         )
 
     def _token_times(self, lane: Lane, num_prompt_tokens: int) -> list[int]:
-        """The end of each step that drew a token: decodes, and last chunks of what was known."""
+        """End of each step that drew a token: decodes, and last chunks of the known tokens."""
         times: list[int] = []
         for state, _, _, details in lane.spans:
             place = self._places.get(details.get("step", -1))

@@ -1,4 +1,4 @@
-"""Timelines as one HTML page: a run, or two side by side."""
+"""Renders one run, or two side by side, as an HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timeline of a run as a PNG, drawn with matplotlib (the extra `plot`)."""
+"""Draws a run's timeline as a PNG with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ class TraceWriter(Observer):
         lines = _STEP % values
         if len(record.cache_groups) > 1:
             used = {group.name: group.num_used_blocks for group in record.cache_groups}
-            words = {"step": record.step_id, "words": record.words_of_groups}
+            words = {"step": record.step_id, "words": record.group_usage}
             lines += ",\n" + _event_lines([
                 {"name": "blocks by group", "ph": "C", "pid": ENGINE, "ts": end, "args": used},
                 {"name": "groups", "ph": "i", "s": "p", "pid": ENGINE, "ts": end, "args": words},

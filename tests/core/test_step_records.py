@@ -237,4 +237,4 @@ def test_one_cache_group_has_no_words():
     records: list[StepRecord] = []
     with open_llm(records) as llm:
         llm.generate([5], params(2), use_tqdm=False)
-    assert (records[-1].cache_groups, records[-1].words_of_groups) == ((), "")
+    assert (records[-1].cache_groups, records[-1].group_usage) == ((), "")

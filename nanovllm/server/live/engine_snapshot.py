@@ -217,7 +217,7 @@ def step_row(record: StepRecord, zero: float) -> tuple[Any, ...]:
         record.num_used_blocks,
         *[round(1e6 * t) for t in (record.schedule_time, record.execute_time, record.update_time)],
         [round(1e6 * ttft) for ttft in record.ttfts],
-        record.words_of_groups,
+        record.group_usage,
     )
 
 
